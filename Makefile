@@ -1,0 +1,57 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONUNBUFFERED := 1
+
+help: ## Show what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# uv installs (and caches outside the checkout) what pip would; the environment is made anew when pyproject.toml changes.
+$(VENV)/.ready: pyproject.toml
+	@echo "Python environment: installing (a few minutes the first time, seconds from the cache) ..." >&2
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $(PYTHON)-venv; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
+	@touch $@
+
+venv: $(VENV)/.ready ## Make the Python environment (.venv)
+
+cluster: venv ## Bring up a real Kubernetes with six nodes on this machine
+	$(BIN)/python -m testcluster up
+
+cluster-down: venv ## Take it down again
+	$(BIN)/python -m testcluster down
+
+lint: venv ## Style, types, import contracts
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv ## Bring the code into its standard form
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+test-unit: venv ## Tests of decisions: no cluster, no ranks
+	$(BIN)/pytest tests/unit
+
+test-distributed: venv ## Real torch ranks over gloo
+	$(BIN)/pytest tests/distributed
+
+test-cluster: venv ## The real cluster
+	$(BIN)/pytest tests/cluster
+
+test: lint ## Everything: lint, types, contracts, unit, distributed and cluster tests
+	$(BIN)/pytest
+
+demo: venv ## The main job: a training job that heals itself (build/demo/report.html)
+	$(BIN)/python -m demo
+
+bench: venv ## All benches, or one: make bench NAME=recovery
+	$(BIN)/python -m bench $(NAME)
+
+.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test demo bench

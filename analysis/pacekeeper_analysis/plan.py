@@ -1,0 +1,190 @@
+"""The plan: what the operator wants of a job's ranks, and the part of it that each worker is told.
+
+One plan a job, written by the operator alone. A worker learns only its own part, so that a plan of thousands of workers
+costs each of them little; what all ranks must know alike (shares, mode) goes to rank 0, which hands it to the others on
+one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from .errors import InputError
+
+
+class SyncMode(StrEnum):
+    """How the ranks keep their parameters alike."""
+
+    SYNC = "Sync"
+    EDIT = "EDiT"
+    ASYNC_EDIT = "AsyncEDiT"
+
+
+class Role(StrEnum):
+    """What a worker is for under the plan in force."""
+
+    MEMBER = "Member"  # it holds ranks
+    SPARE = "Spare"  # started and warm, without ranks
+    LEAVE = "Leave"  # end the ranks, if any, and exit
+
+
+class Stop(StrEnum):
+    """Why a job's ranks shall stop."""
+
+    NO = ""
+    SUSPEND = "Suspend"  # checkpoint, then leave
+    FINISH = "Finish"  # nothing left to do: spares leave
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker that holds ranks."""
+
+    worker: str  # name of its pod
+    address: str  # of its pod
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the operator wants of the whole job. `version` grows with every change.
+
+    `membership` grows whenever the ranks are to start a new round by the operator's will: because they change workers,
+    or because it has found a hang. Launchers may start rounds by themselves in the same membership, `restarts` times at
+    most. The number of a round is agreed by its launchers: it is at least `round` and above every round that one of
+    them has seen.
+    """
+
+    version: int = 0
+    membership: int = 0
+    round: int = 1
+    members: tuple[Member, ...] = ()  # in rank order; empty: nobody trains
+    store_port: int = 29400  # the store of a membership is served by the launcher of members[0]
+    restarts: int = 0
+    sync_mode: SyncMode = SyncMode.SYNC
+    shares: tuple[int, ...] | None = None  # samples of each rank in a step; None: as equal as integers allow
+    checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
+    evidence_request: str = ""  # name of the request that is out; "": none
+    profile_request: str = ""
+    stop: Stop = Stop.NO
+
+    def __post_init__(self) -> None:
+        ranks = [rank for member in self.members for rank in member.ranks]
+        if sorted(ranks) != list(range(len(ranks))):
+            raise InputError(f"plan.members: ranks {ranks} must be 0 … {len(ranks) - 1}, each exactly once")
+        if self.shares is not None:
+            if len(self.shares) != len(ranks):
+                raise InputError(f"plan.shares: {len(self.shares)} shares for {len(ranks)} ranks; give one a rank")
+            if min(self.shares, default=1) < 1:
+                raise InputError(f"plan.shares: {list(self.shares)} must all be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(member.ranks) for member in self.members)
+
+    def part(self, worker: str) -> WorkerPlan:
+        """What `worker` is told: its own ranks and where to meet the others."""
+        position = next((i for i, member in enumerate(self.members) if member.worker == worker), None)
+        common: dict[str, Any] = {
+            "version": self.version,
+            "membership": self.membership,
+            "round": self.round,
+            "restarts": self.restarts,
+            "checkpoint_request": self.checkpoint_request,
+            "evidence_request": self.evidence_request,
+            "profile_request": self.profile_request,
+            "stop": self.stop,
+        }
+        if position is None:
+            role = Role.LEAVE if self.stop is not Stop.NO else Role.SPARE
+            return WorkerPlan(role=role, **common)
+        member = self.members[position]
+        neighbours = {self.members[(position + offset) % len(self.members)].address for offset in (-1, 1)}
+        return WorkerPlan(
+            role=Role.MEMBER,
+            ranks=member.ranks,
+            world_size=self.world_size,
+            workers=len(self.members),
+            store=f"{self.members[0].address}:{self.store_port}",
+            serves_store=position == 0,
+            neighbours=tuple(sorted(neighbours - {member.address})),
+            sync_mode=self.sync_mode,
+            shares=self.shares if 0 in member.ranks else None,
+            **common,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: _jsonable(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Raises InputError where `data` is not a plan."""
+        try:
+            members = tuple(Member(m["worker"], m["address"], tuple(m["ranks"])) for m in data.get("members", ()))
+            known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
+            known |= {
+                "members": members,
+                "shares": None if data.get("shares") is None else tuple(data["shares"]),
+                "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
+                "stop": Stop(data.get("stop", Stop.NO)),
+            }
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"not a plan: {error!r}; the operator writes it, do not edit it by hand") from error
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker's part of the plan: what its sidecar fetches and its launcher follows."""
+
+    version: int = 0
+    membership: int = 0
+    round: int = 1
+    role: Role = Role.SPARE
+    ranks: tuple[int, ...] = ()
+    world_size: int = 0
+    workers: int = 0  # how many launchers meet in the store
+    store: str = ""  # host:port
+    serves_store: bool = False
+    neighbours: tuple[str, ...] = field(default=())  # addresses to probe when the ranks stall
+    restarts: int = 0
+    sync_mode: SyncMode = SyncMode.SYNC
+    shares: tuple[int, ...] | None = None  # of all ranks; only the worker of rank 0 is told
+    checkpoint_request: int = 0
+    evidence_request: str = ""
+    profile_request: str = ""
+    stop: Stop = Stop.NO
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: _jsonable(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Raises InputError where `data` is not a worker's plan."""
+        try:
+            known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
+            known |= {
+                "role": Role(data["role"]),
+                "ranks": tuple(data.get("ranks", ())),
+                "neighbours": tuple(data.get("neighbours", ())),
+                "shares": None if data.get("shares") is None else tuple(data["shares"]),
+                "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
+                "stop": Stop(data.get("stop", Stop.NO)),
+            }
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"not a worker's plan: {error!r}; is the sidecar of another version than the operator?"
+            ) from error
+
+
+def _jsonable(value: Any) -> Any:
+    """Tuples as lists and enumerations as strings, so that what is written equals what is read."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return str(value) if isinstance(value, StrEnum) else value

@@ -1,0 +1,124 @@
+"""What a rank measures: fixed-size records in a ring of shared memory, one ring a rank.
+
+The ring is a file that the rank maps and writes; launcher and sidecar map it read-only. It holds a header page with the
+rank's present state (what it is doing right now, which is what a hang is judged by) and, behind it, the last `capacity`
+records. All times are nanoseconds of the host's CLOCK_MONOTONIC: they compare within one host only, and nothing here
+compares them across hosts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Kind(IntEnum):
+    """What a record is about."""
+
+    STEP = 1  # one optimizer step, from the end of the one before to its own end; value = samples of this rank
+    COMPUTE = 2  # a span of own computation, waits excluded
+    COLLECTIVE = 3  # one collective; start = this rank entered, end = its future was done
+    DATA = 4  # waiting for the loader
+    PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
+    GARBAGE = 6  # a Python garbage collection
+    LOSS = 7  # value = the training loss of the step, as this rank saw it
+
+
+class Phase(IntEnum):
+    """What the rank is busy with. Each phase has a deadline of its own, so none is ever taken for a hang of another."""
+
+    START = 0  # from the fork to the end of the first step of the round
+    TRAIN = 1
+    COMPILE = 2
+    EVALUATE = 3
+    CHECKPOINT = 4
+    DATA = 5
+    RESTORE = 6
+    FINISHED = 7
+
+
+class Collective(IntEnum):
+    """Which collective a record or a rank's state speaks of."""
+
+    NONE = 0
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    REDUCE = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+SYMMETRIC = frozenset(
+    {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BARRIER}
+)
+"""Collectives in which the last to arrive made the others wait; a broadcast would blame the innocent."""
+
+RECORD = np.dtype(
+    [
+        ("index", "<u8"),  # position in the rank's history, from 1; 0: never written. A reader checks it for torn slots
+        ("kind", "u1"),
+        ("phase", "u1"),
+        ("collective", "u1"),
+        ("flags", "u1"),
+        ("step", "<u4"),
+        ("sequence", "<u4"),  # of the collective inside its group
+        ("group", "<u4"),  # identity of the communicator
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("bytes", "<i8"),
+        ("value", "<f8"),
+        ("peer", "<i4"),  # of a send or receive; -1: none
+        ("reserved", "<i4"),
+    ]
+)
+"""One record, 64 bytes."""
+
+RECORD_FORMAT = "<QBBBBIIIqqqdii"
+"""The same for `struct`, which writes one in under a microsecond."""
+
+STATE = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("capacity", "<u8"),
+        ("rank", "<i4"),
+        ("round", "<i4"),
+        ("pid", "<i4"),  # in the process namespace of the trainer container
+        ("phase", "<i4"),
+        ("phase_since_ns", "<i8"),
+        ("step", "<i8"),  # last completed optimizer step of the job; -1: none
+        ("step_end_ns", "<i8"),
+        ("steps_in_round", "<i8"),
+        ("collective", "<i4"),  # the collective it is inside of now; NONE: outside
+        ("group", "<u4"),
+        ("sequence", "<i8"),  # of the last collective entered in `group`
+        ("collective_since_ns", "<i8"),
+        ("collectives_entered", "<i8"),  # in this round, over all groups
+        ("checkpoint_step", "<i8"),  # last step whose checkpoint is published on the volume; -1: none
+        ("snapshot_step", "<i8"),  # last step held in the shared-memory snapshot; -1: none
+        ("restored_step", "<i8"),  # step that this round started from; 0: from the beginning; -1: not yet known
+        ("samples", "<i8"),  # of this rank since the job's beginning
+        ("global_batch", "<i8"),  # samples a step of the whole job; 0: unknown (the script is only watched)
+        ("loss", "<f8"),
+        ("plan_version", "<i8"),  # version of the plan in force on this rank
+        ("checkpoint_request", "<i8"),  # the last checkpoint request this rank has answered
+        ("share", "<i8"),  # samples of this rank in a step now; 0: unknown
+    ]
+)
+"""The rank's present state, at the beginning of the ring's header page."""
+
+MAGIC = 0x504B_5249_4E47_0001
+HEADER_BYTES = 4096
+assert RECORD.itemsize == 64
+assert STATE.itemsize <= HEADER_BYTES
+
+
+def ring_bytes(capacity: int) -> int:
+    """Size of a ring file that holds the last `capacity` records."""
+    return HEADER_BYTES + capacity * RECORD.itemsize

@@ -1,0 +1,1 @@
+"""The operator: the only code that talks to Kubernetes and Prometheus."""

@@ -1,0 +1,1 @@
+"""The trainer library, the launcher and the sidecar: the only code that imports torch."""
