@@ -1,0 +1,130 @@
+"""Which rank holds a job that stands still (C4, arXiv 2406.04594, its table of hang syndromes).
+
+Every worker whose ranks make no progress says what each of them is doing. Most of them are innocent: they wait in a
+collective
+for somebody. The culprit is the one they wait for: it never entered the collective, and it stands still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..records import Collective, Phase
+from ..reports import Fault, FaultKind, RankState
+
+
+class HangKind(StrEnum):
+    """What kind of hang it is, which decides what may be done about it."""
+
+    STOPPED = "Stopped"  # the process is stopped or gone: nothing that it runs can be read from its stack
+    NEVER_ENTERED = "NeverEntered"  # its peers wait in a collective that it never entered, and its stack stands still
+    MISMATCH = "Mismatch"  # it entered another collective than its peers
+    COMMUNICATION = "Communication"  # all entered the same collective and none came out: a link, not a rank
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """Who holds the job. `ranks` is empty where no rank is to blame (HangKind.COMMUNICATION)."""
+
+    kind: HangKind
+    ranks: tuple[int, ...]
+    evidence: tuple[str, ...]
+
+
+def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
+    """Judge the stalls that the workers of one round have reported; earlier reports of a worker do not count.
+
+    None as long as nobody can be blamed: a rank has not reported (its worker has nothing to complain of, so the job is
+    in a phase that may take long; or it is lost, which is not for this function to say), is in a phase with a deadline
+    of its own, or still moves. A rank that stays in such a phase without moving for `ceiling_seconds` is blamed all
+    the same.
+    """
+    ranks = _latest(faults)
+    if len(ranks) < world_size:
+        return None
+    for judge in (_stopped, _beyond_ceiling, _busy, _never_entered, _mismatch, _communication):
+        found = judge(ranks, ceiling_seconds)
+        if found is not None:
+            return found if found.evidence else None
+    return None
+
+
+_NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
+"""An answer without evidence ends the questioning: somebody has a good reason to be slow."""
+
+
+def _stopped(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state in ("T", "t", "Z", "X", "")])
+
+
+def _beyond_ceiling(ranks: Sequence[RankState], ceiling: float) -> HangVerdict | None:
+    stuck = [rank for rank in ranks if _has_own_deadline(rank) and not rank.moving and rank.phase_seconds > ceiling]
+    return _blame(HangKind.NEVER_ENTERED, stuck)
+
+
+def _busy(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    """A rank in a long phase, or one that works outside of collectives, keeps the others waiting rightly."""
+    busy = [rank for rank in ranks if _has_own_deadline(rank) or (not _waits(rank) and rank.moving)]
+    return _NO_VERDICT if busy else None
+
+
+def _never_entered(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    behind = [rank for rank in ranks if not _waits(rank)]
+    return _blame(HangKind.NEVER_ENTERED, behind) if len(behind) < len(ranks) else _blame(HangKind.STOPPED, behind)
+
+
+def _mismatch(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    """All are inside a collective, but not the same one: the fewest are wrong; in a group, those that lag behind."""
+    odd: list[RankState] = []
+    for group in {rank.group for rank in ranks}:
+        inside = [rank for rank in ranks if rank.group == group]
+        newest = max(rank.sequence for rank in inside)
+        behind = [rank for rank in inside if rank.sequence < newest]
+        (usual, _), *others = Counter(rank.collective for rank in inside if rank.sequence == newest).most_common()
+        odd += behind + [rank for rank in inside if others and rank.sequence == newest and rank.collective != usual]
+    return _blame(HangKind.MISMATCH, odd)
+
+
+def _communication(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    first = ranks[0]
+    return HangVerdict(
+        HangKind.COMMUNICATION,
+        (),
+        (f"all {len(ranks)} ranks entered {first.collective} {first.sequence} and none came out of it",),
+    )
+
+
+def _blame(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
+    if not culprits:
+        return None
+    return HangVerdict(kind, tuple(rank.rank for rank in culprits), tuple(map(_describe, culprits)))
+
+
+def _describe(rank: RankState) -> str:
+    place = f"inside {rank.collective} {rank.sequence}" if _waits(rank) else f"after {rank.sequence} collectives"
+    innermost = rank.stack.strip().splitlines()[-1].strip() if rank.stack.strip() else "no stack"
+    return (
+        f"rank {rank.rank}: step {rank.step}, {place}, no progress for {rank.waiting_seconds:.1f} s, "
+        f"process state {rank.process_state or 'gone'}, {innermost}"
+    )
+
+
+def _waits(rank: RankState) -> bool:
+    return rank.collective != Collective.NONE.name
+
+
+def _has_own_deadline(rank: RankState) -> bool:
+    return rank.phase != Phase.TRAIN.name
+
+
+def _latest(faults: Sequence[Fault]) -> list[RankState]:
+    """The newest state of every rank that a stall of the newest round speaks of."""
+    stalls = [fault for fault in faults if fault.kind is FaultKind.STALLED]
+    newest_round = max((fault.round for fault in stalls), default=0)
+    states: dict[int, RankState] = {}
+    for fault in sorted((fault for fault in stalls if fault.round == newest_round), key=lambda fault: fault.noticed_at):
+        states.update((rank.rank, rank) for rank in fault.ranks)
+    return [states[rank] for rank in sorted(states)]

@@ -1,0 +1,108 @@
+"""What a remedy costs and wins, and which one to take now.
+
+How long a fault will last is not known in advance, so the choice is a ski-rental problem: a remedy is bought at the
+latest when the loss that has accumulated since the first sign reaches its price, which is never more than twice what a
+clairvoyant would have paid. The durations of earlier incidents of the same class let it be bought earlier. Seconds are
+seconds of training throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MINIMAL_WIN = 0.02
+"""A free live change for less than this relative win would only make the job flap."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One remedy that could be taken. A slowdown of infinity means that the job stands still."""
+
+    remedy: str
+    cost_seconds: float  # steps lost since the checkpoint + restart time; 0: a live change
+    slowdown_after: float  # what is left of the slowdown under it, by simulation; 1: nothing
+    refused: str = ""  # why it may not be taken (not allowed, no spare, budget spent); "": it may
+
+
+@dataclass(frozen=True)
+class Price:
+    """An option with what it would win, and why it was taken or not."""
+
+    option: Option
+    gain_seconds: float  # expected, before its cost
+    due: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All options with their prices, and the one to take now; None: wait, and ask again as the loss grows."""
+
+    chosen: Price | None
+    prices: tuple[Price, ...]
+
+
+def choose(
+    options: Sequence[Option], slowdown: float, lost_seconds: float, remaining_seconds: float = math.inf
+) -> Choice:
+    """Which option to take now.
+
+    slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign.
+    remaining_seconds: expected rest of the fault's duration, see `expected_remaining`; inf: it will not pass by itself.
+    Free options come first; among the others that are due the one with the least cost plus remaining loss.
+    """
+    prices = tuple(_price(option, slowdown, lost_seconds, remaining_seconds) for option in options)
+    due = [price for price in prices if price.due]
+    if not due:
+        return Choice(None, prices)
+    free = [price for price in due if price.option.cost_seconds == 0]
+    horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
+    best = min(
+        free or due, key=lambda price: price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
+    )
+    return Choice(best, prices)
+
+
+_LONG = 86_400.0
+"""Horizon for a fault that does not pass by itself: what is left of the slowdown then outweighs any restart."""
+
+
+def loss_rate(slowdown: float) -> float:
+    """Seconds of training lost a second: 1 − 1/S."""
+    return 1.0 if math.isinf(slowdown) else 1.0 - 1.0 / max(slowdown, 1.0)
+
+
+def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
+    """Expected rest of a fault that has lasted `elapsed_seconds`, from the durations of earlier ones of its class.
+
+    The mean residual life of the earlier ones that lasted longer, with two pseudo-observations of the prior: an
+    exponential of mean `prior_seconds`, whose residual is the same at every age (10 minutes for compute faults, 24 for
+    communication: Greyhound).
+    """
+    longer = [duration - elapsed_seconds for duration in durations if duration > elapsed_seconds]
+    return (2 * prior_seconds + sum(longer)) / (2 + len(longer))
+
+
+def _price(option: Option, slowdown: float, lost_seconds: float, remaining_seconds: float) -> Price:
+    saved = loss_rate(slowdown) - loss_rate(option.slowdown_after)
+    gain = saved * (remaining_seconds if math.isfinite(remaining_seconds) else _LONG)
+    if option.refused:
+        return Price(option, gain, False, option.refused)
+    if saved <= 0:
+        return Price(option, 0.0, False, "wins nothing")
+    cost = option.cost_seconds
+    if cost == 0:
+        relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
+        due = relative >= MINIMAL_WIN
+        return Price(
+            option, gain, due, f"free, {relative:.0%} faster steps" if due else f"only {relative:.1%} faster steps"
+        )
+    if math.isinf(slowdown):
+        return Price(option, gain, True, "the job stands still")
+    if lost_seconds >= cost:
+        return Price(option, gain, True, f"{lost_seconds:.0f} s lost so far reach its cost of {cost:.1f} s")
+    if math.isfinite(remaining_seconds) and gain > cost:
+        return Price(option, gain, True, f"expected gain of {gain:.0f} s exceeds its cost of {cost:.1f} s")
+    return Price(option, gain, False, f"costs {cost:.1f} s, and only {lost_seconds:.1f} s are lost so far")

@@ -1,0 +1,101 @@
+"""Who is blamed for a hang, and who is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.diagnose.hang import HangKind, verdict
+from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+
+WAITING = RankState(
+    rank=0,
+    phase="TRAIN",
+    phase_seconds=9.0,
+    step=41,
+    collective="ALL_REDUCE",
+    group=1,
+    sequence=100,
+    collectives_entered=100,
+    waiting_seconds=3.0,
+    process_state="S",
+    moving=False,
+    stack="File train.py, line 12, in backward",
+)
+OUTSIDE = replace(
+    WAITING, collective="NONE", sequence=99, collectives_entered=99, stack="File train.py, line 9, in spin"
+)
+
+
+def stalls(*states: RankState, round_number: int = 1) -> list[Fault]:
+    """One worker a rank, each with its own report; `states` in rank order."""
+    return [
+        Fault(f"w{rank}-stall", FaultKind.STALLED, f"w{rank}", round_number, 10.0, ranks=(replace(state, rank=rank),))
+        for rank, state in enumerate(states)
+    ]
+
+
+def test_the_rank_that_never_entered_is_blamed() -> None:
+    found = verdict(stalls(WAITING, WAITING, OUTSIDE, WAITING), world_size=4)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,))
+    assert "line 9, in spin" in found.evidence[0]
+
+
+def test_a_stopped_process_is_blamed_even_inside_the_collective() -> None:
+    found = verdict(stalls(WAITING, replace(WAITING, process_state="T", stack=""), WAITING), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.STOPPED, (1,))
+
+
+def test_nobody_is_blamed_before_all_have_reported() -> None:
+    assert verdict(stalls(WAITING, WAITING, OUTSIDE), world_size=4) is None
+
+
+@pytest.mark.parametrize("phase", ["COMPILE", "EVALUATE", "CHECKPOINT", "DATA", "START", "RESTORE"])
+def test_a_long_phase_excuses_everybody(phase: str) -> None:
+    busy = replace(OUTSIDE, phase=phase, phase_seconds=60.0)
+    assert verdict(stalls(WAITING, busy, WAITING), world_size=3) is None
+
+
+def test_a_phase_beyond_its_ceiling_excuses_nobody() -> None:
+    stuck = replace(OUTSIDE, phase="DATA", phase_seconds=2000.0)
+    found = verdict(stalls(WAITING, stuck, WAITING), world_size=3, ceiling_seconds=1800.0)
+    assert found is not None
+    assert found.ranks == (1,)
+
+
+def test_a_rank_that_still_works_outside_of_collectives_is_slow_not_hung() -> None:
+    assert verdict(stalls(WAITING, replace(OUTSIDE, moving=True), WAITING), world_size=3) is None
+
+
+def test_another_collective_than_the_peers_is_a_mismatch() -> None:
+    found = verdict(stalls(WAITING, WAITING, replace(WAITING, collective="BROADCAST")), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, (2,))
+
+
+def test_one_behind_in_the_same_group_is_a_mismatch() -> None:
+    found = verdict(stalls(WAITING, replace(WAITING, sequence=99), WAITING), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, (1,))
+
+
+def test_all_inside_the_same_collective_is_a_link_and_no_ranks_fault() -> None:
+    found = verdict(stalls(WAITING, WAITING, WAITING), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.COMMUNICATION, ())
+
+
+def test_reports_of_an_earlier_round_do_not_count() -> None:
+    old = stalls(WAITING, OUTSIDE, WAITING)
+    assert verdict([*old, *stalls(WAITING, WAITING, round_number=2)], world_size=3) is None
+
+
+def test_the_newest_report_of_a_rank_counts() -> None:
+    first = stalls(WAITING, replace(OUTSIDE, moving=True), WAITING)
+    later = [replace(fault, name=fault.name + "-2", noticed_at=11.0) for fault in stalls(WAITING, OUTSIDE, WAITING)]
+    found = verdict([*later, *first], world_size=3)
+    assert found is not None
+    assert found.ranks == (1,)

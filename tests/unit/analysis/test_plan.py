@@ -1,0 +1,73 @@
+"""The plan and the reports survive the wire, and say what is wrong with what is not one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
+
+PLAN = Plan(
+    version=7,
+    membership=2,
+    round=3,
+    members=(Member("j-w0-0", "10.0.0.1", (0, 1)), Member("j-w4-0", "10.0.0.5", (2, 3))),
+    restarts=5,
+    sync_mode=SyncMode.SYNC,
+    shares=(8, 8, 4, 4),
+)
+
+
+def test_plan_survives_json() -> None:
+    assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
+
+
+def test_a_worker_is_told_its_own_part() -> None:
+    part = PLAN.part("j-w4-0")
+    assert (part.role, part.ranks, part.world_size, part.store) == (Role.MEMBER, (2, 3), 4, "10.0.0.1:29400")
+    assert not part.serves_store
+    assert part.neighbours == ("10.0.0.1",)
+    assert part.shares is None, "only the worker of rank 0 hands the shares to the others"
+    assert PLAN.part("j-w0-0").shares == (8, 8, 4, 4)
+    assert WorkerPlan.from_json(json.loads(json.dumps(part.to_json()))) == part
+
+
+def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
+    assert PLAN.part("j-w9-0").role is Role.SPARE
+    assert Plan(stop=Stop.FINISH).part("j-w9-0").role is Role.LEAVE
+
+
+def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
+    assert Plan.from_json({**PLAN.to_json(), "novelty": 1}) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shares": [8, 8]}, "2 shares for 4 ranks"),
+        ({"shares": [24, 0, 0, 0]}, "at least 1"),
+        ({"members": [{"worker": "w", "address": "a", "ranks": [0, 0]}]}, "exactly once"),
+        ({"sync_mode": "Quantum"}, "Quantum"),
+    ],
+)
+def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Plan.from_json({**PLAN.to_json(), **change})
+
+
+def test_reports_survive_json() -> None:
+    state = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "stack")
+    for report in (
+        Heartbeat(worker="w", state=LauncherState.RUNNING, step=5),
+        Fault("n", FaultKind.STALLED, "w", 1, 2.0, ranks=(state,), unreachable=("10.0.0.1",)),
+        Evidence("e1", "w", 1, (RankWindow(0, (1, 2), (0.1, 0.1), (0.05, 0.05), (8, 8)),)),
+    ):
+        assert type(report).from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_a_bad_report_says_what_it_should_have_been() -> None:
+    with pytest.raises(InputError, match="not a Fault"):
+        Fault.from_json({"name": "n", "kind": "Surprise", "worker": "w", "round": 1, "noticed_at": 0.0})

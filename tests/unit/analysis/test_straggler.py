@@ -1,0 +1,73 @@
+"""Stragglers and uniform slowness from windows of the ranks' own work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.diagnose import straggler, uniform
+from pacekeeper_analysis.reports import RankWindow
+
+
+def window(per_sample: list[float], samples: list[int], steps: int = 32, noise: float = 0.02) -> straggler.Window:
+    random = np.random.default_rng(0)
+    windows = [
+        RankWindow(
+            rank=rank,
+            steps=tuple(range(rank, steps + rank)),  # each rank's window begins elsewhere
+            step_seconds=(0.1,) * steps,
+            compute_seconds=tuple(cost * share * (1 + noise * random.standard_normal(steps))),
+            samples=(share,) * steps,
+        )
+        for rank, (cost, share) in enumerate(zip(per_sample, samples, strict=True))
+    ]
+    aligned = straggler.align(windows)
+    assert aligned is not None
+    return aligned
+
+
+def test_one_of_four_at_half_speed() -> None:
+    found = straggler.find(window([1, 1, 1, 2], [8, 8, 8, 8], noise=0.0), threshold=1.1)
+    assert found.slowdown == pytest.approx(1.6)
+    assert found.culprits == (3,)
+    assert found.rank_slowdown == pytest.approx((1, 1, 1, 2))
+    assert found.slowdown_replaced == pytest.approx(1.0)
+
+
+def test_noise_alone_blames_nobody() -> None:
+    assert straggler.find(window([1, 1, 1, 1], [8, 8, 8, 8], noise=0.1), threshold=1.1).culprits == ()
+
+
+def test_after_a_rebalance_the_slow_rank_keeps_nobody_waiting() -> None:
+    found = straggler.find(window([1, 1, 1, 2], [8, 8, 8, 4]), threshold=1.1)
+    assert found.culprits == ()
+    assert found.rank_slowdown[3] == pytest.approx(2.0, rel=0.05)
+
+
+def test_unequal_shares_make_no_straggler() -> None:
+    found = straggler.find(window([1, 1, 1, 1], [4, 8, 8, 8], noise=0.0), threshold=1.1)
+    assert found.culprits == ()
+
+
+def test_what_comes_and_goes_is_not_persistent() -> None:
+    aligned = window([1, 1, 1, 1], [8, 8, 8, 8], noise=0.0)
+    aligned.compute_seconds[::2, 1] *= 3
+    assert straggler.find(aligned, threshold=1.1).culprits == ()
+
+
+def test_windows_without_common_steps_are_refused() -> None:
+    one = RankWindow(0, (1, 2, 3), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
+    other = RankWindow(1, (7, 8, 9), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
+    assert straggler.align([one, other]) is None
+    assert straggler.align([one]) is None
+
+
+def test_all_slow_alike_is_uniform() -> None:
+    found = uniform.find([2.0, 2.02, 1.98, 2.0], [1.0, 1.0, 1.0, 1.0], threshold=1.1)
+    assert found is not None
+    assert found.ratio == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("now", [[2.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0]])
+def test_one_slow_rank_is_not_uniform(now: list[float]) -> None:
+    assert uniform.find(now, [1.0] * 4, threshold=1.1) is None
