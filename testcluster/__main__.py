@@ -1,0 +1,86 @@
+"""The command line: `python -m testcluster --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from testcluster import cluster, control_plane, faults, network, prometheus
+from testcluster.programs import Programs
+from testcluster.settings import KUBECONFIG
+from testcluster.shell import ClusterError
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        _perform(arguments)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _perform(arguments: argparse.Namespace) -> None:
+    match arguments.verb:
+        case "up":
+            cluster.up(arguments.nodes)
+            print(f"export KUBECONFIG={KUBECONFIG}")
+        case "down":
+            cluster.down()
+        case "status":
+            print(cluster.status())
+        case "node-down" | "node-up":
+            network.set_link(cluster.member(arguments.node), up=arguments.verb == "node-up")
+        case "slow-link":
+            network.set_rate(cluster.member(arguments.node), arguments.rate)
+        case "clear-link":
+            network.clear_rate(cluster.member(arguments.node))
+        case "container":
+            namespace, pod, container = arguments.container.split("/")
+            found = faults.find_container(namespace, pod, container)
+            print(f"node    {found.node}\ncgroup  {found.cgroup}\npids    {' '.join(map(str, found.pids()))}")
+        case "cpu-quota":
+            namespace, pod, container = arguments.container.split("/")
+            faults.set_cpu_quota(namespace, pod, container, arguments.millicores)
+        case "prometheus-stop":
+            prometheus.prometheus(Programs()).stop()
+        case "prometheus-start":
+            prometheus.ensure(Programs())
+        case "apiserver-restart":
+            programs = Programs()
+            control_plane.api_server(programs).stop()
+            control_plane.ensure_api_server(programs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m testcluster", description="A real Kubernetes on this machine.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    up = verbs.add_parser("up", help="bring the cluster up, or repair it; prints the KUBECONFIG")
+    up.add_argument("--nodes", type=int, help="worker nodes (6)")
+    verbs.add_parser("down", help="end it and remove all but the logs")
+    verbs.add_parser("status", help="what runs")
+
+    node_down = verbs.add_parser("node-down", help="pull a node's network cable")
+    node_up = verbs.add_parser("node-up", help="plug it in again")
+    slow_link = verbs.add_parser("slow-link", help="slow a node's network down, both ways")
+    clear_link = verbs.add_parser("clear-link", help="full speed again")
+    for verb in (node_down, node_up, slow_link, clear_link):
+        verb.add_argument("node", help="node-1, say")
+    slow_link.add_argument("rate", help="in tc's words: 50mbit")
+
+    container = verbs.add_parser("container", help="node, cgroup and host processes of a container")
+    cpu_quota = verbs.add_parser("cpu-quota", help="change a container's CPU limit while it runs")
+    for verb in (container, cpu_quota):
+        verb.add_argument("container", metavar="NAMESPACE/POD/CONTAINER")
+    cpu_quota.add_argument("millicores", type=int)
+
+    verbs.add_parser("prometheus-stop", help="Prometheus is away")
+    verbs.add_parser("prometheus-start", help="and back again")
+    verbs.add_parser("apiserver-restart", help="kill the API server and start it again")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Reading from the API server, without a client library."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+from testcluster import credentials
+from testcluster.settings import API_URL
+
+
+class Unavailable(Exception):
+    """The API server does not answer, or has no such object."""
+
+
+def get(path: str, timeout: float = 5) -> Any:
+    """The answer to GET `path` (`/api/v1/nodes`): parsed if it is JSON, else its text."""
+    request = urllib.request.Request(API_URL + path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
+    context = ssl.create_default_context(cafile=str(credentials.CA))
+    try:
+        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
+            text = answer.read().decode()
+            return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise Unavailable(f"GET {path}: {error}") from error
+
+
+def is_ready() -> bool:
+    try:
+        return bool(get("/readyz") == "ok")
+    except Unavailable:
+        return False
+
+
+def ready_nodes() -> set[str]:
+    """Names of the nodes whose condition Ready is True."""
+    return {
+        node["metadata"]["name"]
+        for node in get("/api/v1/nodes")["items"]
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", []))
+    }

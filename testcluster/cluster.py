@@ -1,0 +1,168 @@
+"""The whole cluster: up, down, status.
+
+`up` makes everything that is missing and leaves alone what runs as it should, so it also repairs, and it may be killed at
+any point and run again. `down` ends and removes all that is below our cgroup, our folders and our names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from testcluster import api, cgroups, control_plane, credentials, images, network, node, prometheus
+from testcluster.programs import Programs
+from testcluster.settings import (
+    API_URL,
+    DEFAULT_NODES,
+    KUBECONFIG,
+    LOGS,
+    MAX_NODES,
+    PROMETHEUS_URL,
+    RUN,
+    STATE,
+    Node,
+    nodes,
+)
+from testcluster.shell import ClusterError, run, say, step, wait_for
+
+_COUNT = STATE / "node-count"
+_PARALLEL = max(2, os.cpu_count() or 2)
+
+
+def up(count: int | None = None) -> None:
+    """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there."""
+    with _exclusive(), step("Cluster"):
+        programs = Programs()
+        members = _members(count)
+        credentials.ensure()
+        network.ensure_host()
+        archive, spec = images.archive(programs.pause), images.runtime_spec(programs)
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            with step("API server"):
+                server = pool.submit(control_plane.ensure_api_server, programs)
+                runtimes = [pool.submit(node.ensure_runtime, n, members, programs, archive, spec) for n in members]
+                server.result()
+            control_plane.ensure_controllers(programs)
+            with step(f"containerd of {len(members)} nodes"):
+                for runtime in runtimes:
+                    runtime.result()
+        with step(f"Nodes {', '.join(n.name for n in members)}"):
+            for member in members:
+                node.ensure_kubelet(member, programs)
+            control_plane.apply_objects(programs)
+            prometheus.ensure(programs)
+            names = {member.name for member in members}
+            wait_for(lambda: _all_ready(names), 120, "all nodes Ready", LOGS / "node-*-kubelet.log")
+
+
+def down() -> None:
+    """End and remove the cluster. Only the logs stay."""
+    with _exclusive(), step("Cluster down"):
+        cgroups.kill(cgroups.OURS)
+        _unmount_all()
+        network.remove(nodes(MAX_NODES))
+        cgroups.remove(cgroups.OURS)
+        _remove_files()
+
+
+def members() -> list[Node]:
+    """The nodes of the cluster that is up (or was, before it died)."""
+    return nodes(int(_COUNT.read_text())) if _COUNT.exists() else []
+
+
+def member(name: str) -> Node:
+    for candidate in members():
+        if candidate.name == name:
+            return candidate
+    raise ClusterError(f"no node {name!r}; there are: {', '.join(n.name for n in members()) or 'none (cluster is down)'}")
+
+
+def status() -> str:
+    """One line a daemon and node, for people."""
+    running = {folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in _daemon_folders()}
+    if not running:
+        return "down"
+    try:
+        ready = api.ready_nodes()
+    except api.Unavailable:
+        ready = set()
+    lines = [f"{name:32} {'running, pid ' + str(pids[0]) if pids else 'DEAD'}" for name, pids in sorted(running.items())]
+    lines += [f"{member.name:32} {'Ready' if member.name in ready else 'NOT READY'}" for member in members()]
+    return "\n".join([*lines, f"API server {API_URL}", f"Prometheus {PROMETHEUS_URL}", f"KUBECONFIG {KUBECONFIG}"])
+
+
+def is_up() -> bool:
+    """Every daemon runs and every node is Ready."""
+    running = [cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in _daemon_folders()]
+    return bool(running) and all(running) and api.is_ready() and _all_ready({member.name for member in members()})
+
+
+def _members(count: int | None) -> list[Node]:
+    present = len(members())
+    wanted = count or present or DEFAULT_NODES
+    if wanted < present:
+        raise ClusterError(f"the cluster has {present} nodes: `python -m testcluster down` first, to have {wanted}")
+    if wanted > MAX_NODES:
+        raise ClusterError(f"--nodes {wanted}: at most {MAX_NODES}, the addresses allow no more")
+    _COUNT.write_text(str(wanted))
+    return nodes(wanted)
+
+
+def _all_ready(names: set[str]) -> bool:
+    try:
+        return names <= api.ready_nodes()
+    except api.Unavailable:
+        return False
+
+
+def _daemon_folders() -> list[Path]:
+    parent = cgroups.controller("pids", f"{cgroups.OURS}/daemons")
+    return [folder for folder in parent.iterdir() if folder.is_dir()] if parent.exists() else []
+
+
+@contextmanager
+def _exclusive() -> Iterator[None]:
+    """Only one `up` or `down` at a time on this machine."""
+    if os.geteuid() != 0:
+        raise ClusterError("namespaces and cgroups need root: run it with sudo")
+    STATE.mkdir(parents=True, exist_ok=True)
+    with (STATE.parent / f"{STATE.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another `up` or `down` is at work: waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        STATE.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+def _unmount_all() -> None:
+    """Unmount what kubelets and containerds left below our folders: a container's root, volumes, namespaces."""
+    for place in reversed(_our_mounts()):
+        run("umount", "--lazy", place)
+    if left := _our_mounts():
+        raise ClusterError(f"still mounted, so nothing is removed: {', '.join(left)}")
+
+
+def _our_mounts() -> list[str]:
+    places = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [place for place in places if Path(place).is_relative_to(STATE) or Path(place).is_relative_to(RUN)]
+
+
+def _remove_files() -> None:
+    for address in RUN.glob("*/containerd/io.containerd.runtime.v2.task/k8s.io/*/address"):
+        Path(address.read_text().removeprefix("unix://")).unlink(missing_ok=True)  # the shim's socket
+    for left in Path("/var/lib/cni/results").glob("pacekeeper-node-*"):
+        left.unlink()
+    for link in Path("/var/log/containers").glob("*.log"):
+        if link.is_symlink() and link.readlink().is_relative_to(STATE):
+            link.unlink()
+    shutil.rmtree(RUN, ignore_errors=True)
+    for entry in STATE.iterdir():
+        if entry != LOGS:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

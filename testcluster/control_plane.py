@@ -1,0 +1,183 @@
+"""etcd, API server, controllers and scheduler on the machine itself, and the objects that every cluster starts with."""
+
+from __future__ import annotations
+
+from testcluster import api, credentials
+from testcluster.daemons import Daemon
+from testcluster.images import DEV_IMAGE
+from testcluster.programs import Programs
+from testcluster.settings import (
+    API_PORT,
+    DNS_SERVICE,
+    ETCD_PORT,
+    ETCD_URL,
+    HOST_ADDRESS,
+    KUBECONFIG,
+    SERVICE_SUBNET,
+    STATE,
+    VOLUMES,
+)
+from testcluster.shell import run
+
+VOLUME_COUNT = 8
+_RECYCLER = STATE / "recycler.yaml"
+
+
+def etcd(programs: Programs) -> Daemon:
+    peer = f"http://127.0.0.1:{ETCD_PORT + 1}"
+    command = (
+        str(programs.etcd),
+        "--name=pacekeeper",
+        f"--data-dir={STATE / 'etcd'}",
+        f"--listen-client-urls={ETCD_URL}",
+        f"--advertise-client-urls={ETCD_URL}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=pacekeeper={peer}",
+        "--unsafe-no-fsync",  # the data of a test cluster need not outlive a power cut
+        "--log-level=warn",
+    )
+    return Daemon("etcd", command)
+
+
+def api_server(programs: Programs) -> Daemon:
+    command = (
+        programs["kube-apiserver"],
+        f"--etcd-servers={ETCD_URL}",
+        f"--bind-address={HOST_ADDRESS}",
+        f"--advertise-address={HOST_ADDRESS}",
+        f"--secure-port={API_PORT}",
+        f"--service-cluster-ip-range={SERVICE_SUBNET}",
+        f"--tls-cert-file={credentials.API_SERVER}.crt",
+        f"--tls-private-key-file={credentials.API_SERVER}.key",
+        f"--client-ca-file={credentials.CA}",
+        f"--token-auth-file={credentials.TOKENS}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-signing-key-file={credentials.SERVICE_ACCOUNTS}.key",
+        f"--service-account-key-file={credentials.SERVICE_ACCOUNTS}.pub",
+        f"--kubelet-client-certificate={credentials.KUBELET_CLIENT}.crt",
+        f"--kubelet-client-key={credentials.KUBELET_CLIENT}.key",
+        "--kubelet-preferred-address-types=InternalIP",  # node names do not resolve
+    )
+    return Daemon("kube-apiserver", command)
+
+
+def controller_manager(programs: Programs) -> Daemon:
+    kubeconfig = credentials.CONTROLLER_MANAGER.kubeconfig
+    command = (
+        programs["kube-controller-manager"],
+        f"--bind-address={HOST_ADDRESS}",
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--leader-elect=false",
+        "--use-service-account-credentials=true",
+        f"--service-account-private-key-file={credentials.SERVICE_ACCOUNTS}.key",
+        f"--root-ca-file={credentials.CA}",
+        "--kube-api-qps=100",
+        "--kube-api-burst=200",
+        f"--pv-recycler-pod-template-filepath-hostpath={_RECYCLER}",
+    )
+    return Daemon("kube-controller-manager", command, configuration=_recycler_pod())
+
+
+def scheduler(programs: Programs) -> Daemon:
+    kubeconfig = credentials.SCHEDULER.kubeconfig
+    command = (
+        programs["kube-scheduler"],
+        f"--bind-address={HOST_ADDRESS}",
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--leader-elect=false",
+    )
+    return Daemon("kube-scheduler", command)
+
+
+def ensure_api_server(programs: Programs) -> None:
+    """etcd and API server run, and the API server is ready."""
+    etcd(programs).ensure()
+    server = api_server(programs)
+    server.ensure()
+    server.wait_for(api.is_ready, timeout=60, what="API server ready")
+
+
+def ensure_controllers(programs: Programs) -> None:
+    _RECYCLER.write_text(_recycler_pod())
+    controller_manager(programs).ensure()
+    scheduler(programs).ensure()
+
+
+def apply_objects(programs: Programs) -> None:
+    """Volumes, the rights of Prometheus, and the DNS service."""
+    for index in range(VOLUME_COUNT):
+        folder = VOLUMES / f"checkpoints-{index}"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o777)  # containers write to it as any user
+    objects = "\n---\n".join([_PROMETHEUS_RIGHTS, _DNS, _STORAGE_CLASS, *map(_volume, range(VOLUME_COUNT))])
+    kubectl = (programs.kubectl, f"--kubeconfig={KUBECONFIG}")
+    run(*kubectl, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
+
+
+_PROMETHEUS_RIGHTS = f"""
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {{name: prometheus}}
+roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}}
+subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: {credentials.PROMETHEUS.name}}}]
+"""
+
+# There is no DNS server (Pacekeeper's plans carry addresses). A service without backends refuses look-ups at once, where
+# no service at all would let them time out.
+_DNS = f"""
+apiVersion: v1
+kind: Service
+metadata: {{name: kube-dns, namespace: kube-system}}
+spec:
+  clusterIP: {DNS_SERVICE}
+  ports: [{{name: dns, port: 53, protocol: UDP}}, {{name: dns-tcp, port: 53, protocol: TCP}}]
+"""
+
+_STORAGE_CLASS = """
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: shared}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: Immediate
+"""
+
+
+def _volume(index: int) -> str:
+    """A folder that all nodes share, as they are one machine. Emptied and free again once its claim is deleted."""
+    return f"""
+apiVersion: v1
+kind: PersistentVolume
+metadata: {{name: checkpoints-{index}}}
+spec:
+  storageClassName: shared
+  accessModes: [ReadWriteMany, ReadWriteOnce]
+  capacity: {{storage: 100Gi}}
+  persistentVolumeReclaimPolicy: Recycle
+  hostPath: {{path: {VOLUMES}/checkpoints-{index}, type: Directory}}
+"""
+
+
+def _recycler_pod() -> str:
+    return f"""
+apiVersion: v1
+kind: Pod
+metadata: {{name: volume-recycler, namespace: default}}
+spec:
+  restartPolicy: Never
+  activeDeadlineSeconds: 60
+  containers:
+  - name: recycler
+    image: {DEV_IMAGE}
+    command: [find, /scrub, -mindepth, "1", -delete]
+    securityContext: {{runAsUser: 0}}
+    volumeMounts: [{{name: vol, mountPath: /scrub}}]
+  volumes: [{{name: vol, hostPath: {{path: /replaced-by-the-controller}}}}]
+"""

@@ -1,0 +1,86 @@
+"""Long-running programs of the cluster, each in a cgroup of its own: started if absent or changed, ended by that cgroup."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster import cgroups
+from testcluster.settings import LOGS, STATE
+from testcluster.shell import ClusterError
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A program and all that it was started with: it is restarted when any of this changes."""
+
+    name: str
+    command: tuple[str, ...]
+    namespace: str | None = None  # the network namespace that it runs in
+    configuration: str = ""  # text of its configuration files
+
+    def ensure(self) -> None:
+        """Let it run with this command and configuration; do nothing if it does."""
+        if self.is_running() and self._started_with.exists() and self._started_with.read_text() == self._digest:
+            return
+        self.stop()
+        self._started_with.parent.mkdir(parents=True, exist_ok=True)
+        self._started_with.write_text(self._digest)
+        cgroups.create(self.cgroup)
+        LOGS.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            subprocess.Popen(
+                cgroups.entering(self.cgroup, self._command_in_namespace),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in our terminal is not meant for it
+            )
+
+    def stop(self) -> None:
+        cgroups.kill(self.cgroup)
+
+    def is_running(self) -> bool:
+        return bool(cgroups.pids(self.cgroup))
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        """Wait for a sign of life, at most `timeout` seconds; the death of the program ends the wait at once."""
+        deadline = time.monotonic() + timeout
+        seen_running = False
+        while not condition():
+            running = self.is_running()
+            if seen_running and not running:
+                raise ClusterError(f"{self.name} ended by itself. {self.log} ends with:\n{_last_lines(self.log)}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{what}: not within {timeout:.0f} s; see {self.log}")
+            seen_running = seen_running or running
+            time.sleep(0.1)
+
+    @property
+    def cgroup(self) -> str:
+        return f"{cgroups.OURS}/daemons/{self.name}"
+
+    @property
+    def log(self) -> Path:
+        return LOGS / f"{self.name}.log"
+
+    @property
+    def _started_with(self) -> Path:
+        return STATE / "daemons" / self.name
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(repr((self.command, self.namespace, self.configuration)).encode()).hexdigest()
+
+    @property
+    def _command_in_namespace(self) -> tuple[str, ...]:
+        # nsenter, not `ip netns exec`: the latter mounts /sys anew and hides the cgroups.
+        return ("nsenter", f"--net=/run/netns/{self.namespace}", *self.command) if self.namespace else self.command
+
+
+def _last_lines(log: Path, count: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

@@ -1,0 +1,86 @@
+"""Faults for tests and the demo, made from outside the containers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from testcluster import api, cgroups, cluster, network
+from testcluster.shell import ClusterError
+
+_SHORTEST_QUOTA_US = 1000  # the kernel refuses less
+
+
+@dataclass(frozen=True)
+class Container:
+    """A running container. `cgroup` is relative to the root of the tree."""
+
+    node: str
+    cgroup: str
+
+    def pids(self) -> list[int]:
+        """Process ids on the machine, the container's first process first."""
+        return sorted(cgroups.pids(self.cgroup))
+
+
+def find_container(namespace: str, pod: str, container: str) -> Container:
+    found = api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+    status = found["status"]
+    statuses = status.get("containerStatuses", []) + status.get("initContainerStatuses", [])
+    ids = {entry["name"]: entry.get("containerID", "").removeprefix("containerd://") for entry in statuses}
+    if not ids.get(container):
+        raise ClusterError(f"pod {namespace}/{pod} has no started container {container!r}; it has: {', '.join(ids)}")
+    node = found["spec"]["nodeName"]
+    base = cgroups.controller("cpu", cluster.member(node).cgroup)
+    for folder in base.glob(f"kubepods/**/{ids[container]}"):
+        return Container(node, f"{cluster.member(node).cgroup}/{folder.relative_to(base)}")
+    raise ClusterError(f"container {namespace}/{pod}/{container} does not run (no cgroup below {base}/kubepods)")
+
+
+def container_pids(namespace: str, pod: str, container: str) -> list[int]:
+    """Process ids on the machine, the container's first process first."""
+    return find_container(namespace, pod, container).pids()
+
+
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """SIGKILL makes a crash, SIGSTOP a hang."""
+    os.kill(pid, number)
+
+
+def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> None:
+    """Give a running container `millicores` / 1000 of a CPU, without a word to Kubernetes: a straggler."""
+    cgroup = find_container(namespace, pod, container).cgroup
+    folder = cgroups.controller("cpu", cgroup)
+    if cgroups.is_v2():
+        period_us = int((folder / "cpu.max").read_text().split()[1])
+    else:
+        period_us = int((folder / "cpu.cfs_period_us").read_text())
+    quota_us = period_us * millicores // 1000
+    if quota_us < _SHORTEST_QUOTA_US:
+        raise ValueError(f"millicores={millicores}: the least is {1000 * _SHORTEST_QUOTA_US // period_us} with this period")
+    try:
+        if cgroups.is_v2():
+            (folder / "cpu.max").write_text(f"{quota_us} {period_us}")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+    except OSError as error:
+        raise ValueError(f"millicores={millicores}: the kernel refuses it, more than the pod's own limit?") from error
+
+
+def node_down(node: str) -> None:
+    """Pull the node's network cable."""
+    network.set_link(cluster.member(node), up=False)
+
+
+def node_up(node: str) -> None:
+    network.set_link(cluster.member(node), up=True)
+
+
+def slow_link(node: str, rate: str) -> None:
+    """Slow the node's network down, both ways, to `rate` (in tc's words: 50mbit)."""
+    network.set_rate(cluster.member(node), rate)
+
+
+def clear_link(node: str) -> None:
+    network.clear_rate(cluster.member(node))

@@ -1,0 +1,131 @@
+"""Container images without a registry and without Docker, and the machine's own programs inside their containers.
+
+The images hold next to nothing. Each containerd adds read-only binds to every container (`runtime_spec`): the machine's
+/usr, the Python installation, the virtual environment and the checkout. A manifest needs not a word of it, and a change of a
+source file is in the next container without a build. The places inside are those of the Dockerfile for real clusters:
+/opt/venv (the environment, first on the PATH) and /opt/pacekeeper (the checkout, the working directory).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from testcluster.programs import Programs
+from testcluster.settings import REPOSITORY
+from testcluster.shell import run
+
+PAUSE_IMAGE = "pacekeeper.dev/pause:dev"
+DEV_IMAGE = "pacekeeper.dev/dev:dev"
+TRAINER_IMAGE = "pacekeeper.dev/trainer:dev"
+OPERATOR_IMAGE = "pacekeeper.dev/operator:dev"
+
+UNPRIVILEGED = 65532
+_VENV = "/opt/venv"
+_CHECKOUT = "/opt/pacekeeper"
+_ENVIRONMENT = {
+    "PATH": f"{_VENV}/bin:/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "PYTHONPATH": ":".join(f"{_CHECKOUT}/{package}" for package in ("analysis", "operator", "trainer")),
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+}
+_PASSWD = f"root:x:0:0:root:/tmp:/bin/sh\npacekeeper:x:{UNPRIVILEGED}:{UNPRIVILEGED}:pacekeeper:/tmp:/bin/sh\n"
+_GROUP = f"root:x:0:\npacekeeper:x:{UNPRIVILEGED}:\n"
+# The console script of the environment names its interpreter by the checkout's path, which containers do not have.
+_CONSOLE_SCRIPT = f"#!{_VENV}/bin/python\nfrom pacekeeper.cli import main\n\nraise SystemExit(main())\n"
+
+
+def archive(pause: Path) -> bytes:
+    """An OCI layout (a tar) with all images; the same bytes for the same input."""
+    layout = _Layout()
+    pause_layer = layout.add_layer({"pause": (0o755, pause.read_bytes())})
+    layout.add_image([PAUSE_IMAGE], pause_layer, {"Entrypoint": ["/pause"], "User": f"{UNPRIVILEGED}"})
+
+    layer = layout.add_layer(
+        {
+            "etc/passwd": (0o644, _PASSWD.encode()),
+            "etc/group": (0o644, _GROUP.encode()),
+            "opt/bin/pacekeeper": (0o755, _CONSOLE_SCRIPT.encode()),
+            "tmp/": (0o1777, b""),
+        }
+    )
+    environment = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
+    common = {"Env": environment, "WorkingDir": _CHECKOUT, "Cmd": ["python"]}
+    layout.add_image([TRAINER_IMAGE, DEV_IMAGE], layer, common)
+    layout.add_image([OPERATOR_IMAGE], layer, common | {"User": f"{UNPRIVILEGED}:{UNPRIVILEGED}"})
+    return layout.to_tar()
+
+
+def runtime_spec(programs: Programs) -> str:
+    """containerd's base_runtime_spec: its own default and our binds."""
+    spec = json.loads(run(programs["ctr"], "oci", "spec"))
+    for source, place in _binds():
+        options = ["rbind", "ro", "nosuid", "nodev"]
+        spec["mounts"].append({"destination": place, "type": "bind", "source": str(source), "options": options})
+    return json.dumps(spec, indent=1)
+
+
+def _binds() -> list[tuple[Path, str]]:
+    """(folder or file of the machine, its place in a container)."""
+    system = [Path(place) for place in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")]
+    binds = [(path, str(path)) for path in system if path.exists()]
+    python = Path(sys.base_prefix)
+    if not python.is_relative_to("/usr"):
+        binds.append((python, str(python)))
+    return [*binds, (Path(sys.prefix), _VENV), (REPOSITORY, _CHECKOUT)]
+
+
+class _Layout:
+    """Collects the blobs and the index of an OCI image layout."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+        self._manifests: list[dict[str, Any]] = []
+
+    def add_layer(self, files: dict[str, tuple[int, bytes]]) -> dict[str, Any]:
+        """`files`: path → (mode, content); a path that ends with / is a folder."""
+        return self._add("application/vnd.oci.image.layer.v1.tar", _tar(files))
+
+    def add_image(self, names: list[str], layer: dict[str, Any], config: dict[str, Any]) -> None:
+        architecture = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+        image = {
+            "architecture": architecture,
+            "os": "linux",
+            "config": config,
+            "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+        }
+        config_blob = self._add("application/vnd.oci.image.config.v1+json", json.dumps(image).encode())
+        manifest_type = "application/vnd.oci.image.manifest.v1+json"
+        manifest = {"schemaVersion": 2, "mediaType": manifest_type, "config": config_blob, "layers": [layer]}
+        described = self._add(manifest_type, json.dumps(manifest).encode())
+        self._manifests += [described | {"annotations": {"io.containerd.image.name": name}} for name in names]
+
+    def to_tar(self) -> bytes:
+        files = {f"blobs/sha256/{digest}": (0o644, content) for digest, content in self._blobs.items()}
+        files["oci-layout"] = (0o644, json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
+        files["index.json"] = (0o644, json.dumps({"schemaVersion": 2, "manifests": self._manifests}).encode())
+        return _tar(files)
+
+    def _add(self, media_type: str, content: bytes) -> dict[str, Any]:
+        digest = hashlib.sha256(content).hexdigest()
+        self._blobs[digest] = content
+        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
+
+
+def _tar(files: dict[str, tuple[int, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path, (mode, content) in files.items():
+            entry = tarfile.TarInfo(path.rstrip("/"))
+            entry.type = tarfile.DIRTYPE if path.endswith("/") else tarfile.REGTYPE
+            entry.mode, entry.size = mode, len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()

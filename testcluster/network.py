@@ -1,0 +1,118 @@
+"""The nodes' network: a bridge on the machine, and per node a namespace with a cable (veth pair) to it.
+
+Pods of node i have addresses in 10.244.i.0/24, behind the node's address. Nothing leaves the machine: nodes have no default
+route, so that a look-up of a name or an image registry fails at once instead of timing out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from testcluster.settings import BRIDGE, HOST_ADDRESS, SERVICE_SUBNET, STATE, Node
+from testcluster.shell import run, succeeds
+
+# What six nodes need of the machine, and what kubelets set by themselves (they are put back by `down`).
+_WANTED_SYSCTLS = {
+    "net.ipv4.ip_forward": "1",
+    "fs.inotify.max_user_instances": "8192",  # each kubelet takes a dozen of the usual 128
+    "fs.inotify.max_user_watches": "524288",
+}
+_SYSCTLS_OF_KUBELET = ("vm.overcommit_memory", "vm.panic_on_oom", "kernel.panic", "kernel.panic_on_oops")
+_SAVED_SYSCTLS = STATE / "sysctls.json"
+
+
+def ensure_host() -> None:
+    """The machine's own end: bridge, forwarding."""
+    _ensure_sysctls()
+    if not _link_exists(BRIDGE):
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+    run("ip", "address", "replace", f"{HOST_ADDRESS}/24", "dev", BRIDGE)
+    run("ip", "link", "set", BRIDGE, "up")
+    for rule in _forward_rules():  # the default policy may be DROP: Docker sets it so
+        if not succeeds("iptables", "-w", "-C", *rule):
+            run("iptables", "-w", "-I", *rule)
+
+
+def ensure_node(node: Node, nodes: Iterable[Node]) -> None:
+    """Namespace, cable and routes of a node; a cable that was cut or slowed is whole again afterwards."""
+    place = Path("/run/netns", node.namespace)
+    if not os.path.ismount(place):
+        place.unlink(missing_ok=True)  # left by an `ip netns add` that was killed half-way
+        run("ip", "netns", "add", node.namespace)
+    if not (_link_exists(node.link) and succeeds("ip", "-n", node.namespace, "link", "show", "eth0")):
+        if _link_exists(node.link):
+            run("ip", "link", "delete", node.link)
+        run("ip", "link", "add", node.link, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
+    run("ip", "link", "set", node.link, "master", BRIDGE, "up")
+    clear_rate(node)
+    inside = ["link set lo up", f"address replace {node.address}/24 dev eth0", "link set eth0 up"]
+    inside += [f"route replace {SERVICE_SUBNET} via {HOST_ADDRESS}"]  # kube-proxy rewrites the destination on its way
+    inside += [f"route replace {other.pod_subnet} via {other.address}" for other in nodes if other != node]
+    run("ip", "-n", node.namespace, "-batch", "-", stdin="\n".join(inside) + "\n")
+    run("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    run("ip", "route", "replace", node.pod_subnet, "via", node.address)
+    if node.index == 1:  # the machine itself reaches services through one node's kube-proxy
+        run("ip", "route", "replace", SERVICE_SUBNET, "via", node.address)
+
+
+def set_link(node: Node, up: bool) -> None:
+    """Plug the node's cable in, or pull it: then nothing reaches the node and nothing comes from it."""
+    run("ip", "link", "set", node.link, "up" if up else "down")
+
+
+def set_rate(node: Node, rate: str) -> None:
+    """Slow the node's cable down, both ways, to `rate` (in tc's words: 50mbit)."""
+    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+    run("tc", "qdisc", "replace", "dev", node.link, *shape)
+    run("tc", "-n", node.namespace, "qdisc", "replace", "dev", "eth0", *shape)
+
+
+def clear_rate(node: Node) -> None:
+    for place in (["dev", node.link], ["-n", node.namespace, "dev", "eth0"]):
+        options, device = place[:-2], place[-2:]
+        if "tbf" in run("tc", *options, "qdisc", "show", *device):
+            run("tc", *options, "qdisc", "delete", *device, "root")
+
+
+def remove(nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        if _link_exists(node.link):
+            run("ip", "link", "delete", node.link)
+        if Path("/run/netns", node.namespace).exists():
+            run("ip", "netns", "delete", node.namespace)
+    if _link_exists(BRIDGE):
+        run("ip", "link", "delete", BRIDGE)
+    for rule in _forward_rules():
+        if succeeds("iptables", "-w", "-C", *rule):
+            run("iptables", "-w", "-D", *rule)
+    _restore_sysctls()
+
+
+def _forward_rules() -> list[list[str]]:
+    return [["FORWARD", direction, BRIDGE, "-j", "ACCEPT"] for direction in ("-i", "-o")]
+
+
+def _link_exists(name: str) -> bool:
+    return Path("/sys/class/net", name).exists()
+
+
+def _sysctl_file(name: str) -> Path:
+    return Path("/proc/sys", *name.split("."))
+
+
+def _ensure_sysctls() -> None:
+    if not _SAVED_SYSCTLS.exists():
+        names = [*_WANTED_SYSCTLS, *_SYSCTLS_OF_KUBELET]
+        _SAVED_SYSCTLS.write_text(json.dumps({name: _sysctl_file(name).read_text().strip() for name in names}))
+    for name, wanted in _WANTED_SYSCTLS.items():
+        if int(_sysctl_file(name).read_text()) < int(wanted):
+            _sysctl_file(name).write_text(wanted)
+
+
+def _restore_sysctls() -> None:
+    if _SAVED_SYSCTLS.exists():
+        for name, value in json.loads(_SAVED_SYSCTLS.read_text()).items():
+            _sysctl_file(name).write_text(value)

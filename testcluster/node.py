@@ -1,0 +1,183 @@
+"""One worker node: containerd, kubelet and kube-proxy in the node's network namespace, each with folders of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from testcluster import cgroups, credentials, images, network
+from testcluster.daemons import Daemon
+from testcluster.programs import Programs
+from testcluster.settings import DNS_SERVICE, POD_SUBNET, Node
+from testcluster.shell import run, succeeds
+
+
+def ensure_runtime(node: Node, nodes: Iterable[Node], programs: Programs, archive: bytes, runtime_spec: str) -> None:
+    """Network, cgroups and containerd of the node, with all images in it. Needs no API server."""
+    network.ensure_node(node, nodes)
+    for path in (node.cgroup, _shim_cgroup(node)):
+        cgroups.create(path)
+    daemon = containerd(node, programs, runtime_spec)
+    daemon.ensure()
+    ctr = (programs["ctr"], "--address", str(node.containerd_socket))
+    daemon.wait_for(lambda: succeeds(*ctr, "version"), timeout=30, what=f"containerd of {node.name} answers")
+    _import_images(node, ctr, archive)
+
+
+def ensure_kubelet(node: Node, programs: Programs) -> None:
+    kubelet(node, programs).ensure()
+    proxy(node, programs).ensure()
+
+
+def containerd(node: Node, programs: Programs, runtime_spec: str) -> Daemon:
+    spec = _write(node.folder / "runtime-spec.json", runtime_spec)
+    network_plugin = _write(node.folder / "cni" / "pacekeeper.conflist", json.dumps(_network_plugin(node), indent=1))
+    config = _write(node.folder / "containerd.toml", _containerd_config(node, programs.cni_folder, spec, network_plugin.parent))
+    files = runtime_spec + config.read_text() + network_plugin.read_text()
+    command = (programs["containerd"], "--config", str(config))
+    return Daemon(f"{node.name}-containerd", command, node.namespace, files)
+
+
+def kubelet(node: Node, programs: Programs) -> Daemon:
+    config = _write(node.folder / "kubelet.yaml", yaml.safe_dump(_kubelet_config(node)))
+    command = (
+        programs["kubelet"],
+        f"--config={config}",
+        f"--kubeconfig={credentials.kubelet(node).kubeconfig}",
+        f"--root-dir={node.folder / 'kubelet'}",
+        f"--cert-dir={node.folder / 'kubelet' / 'pki'}",
+        f"--hostname-override={node.name}",
+        f"--node-ip={node.address}",
+    )
+    return Daemon(f"{node.name}-kubelet", command, node.namespace, config.read_text())
+
+
+def proxy(node: Node, programs: Programs) -> Daemon:
+    config = _write(node.folder / "kube-proxy.yaml", yaml.safe_dump(_proxy_config(node)))
+    command = (programs["kube-proxy"], f"--config={config}")
+    return Daemon(f"{node.name}-kube-proxy", command, node.namespace, config.read_text())
+
+
+def _kubelet_config(node: Node) -> dict[str, Any]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": node.address,
+        "containerRuntimeEndpoint": f"unix://{node.containerd_socket}",
+        "authentication": {"anonymous": {"enabled": False}, "x509": {"clientCAFile": str(credentials.CA)}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "clusterDNS": [DNS_SERVICE],
+        "clusterDomain": "cluster.local",
+        "resolvConf": "",
+        "cgroupDriver": "cgroupfs",
+        # Its own: with a shared root each kubelet takes the others' pods for orphans and kills them.
+        "cgroupRoot": f"/{node.cgroup}",
+        "enforceNodeAllocatable": [],
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "oomScoreAdj": 0,
+        # Crash back-off would hide the recovery times that tests measure.
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
+        # The usual 100 ms are longer than a training step: a limited worker would run some steps at full speed.
+        "cpuCFSQuotaPeriod": "10ms",
+        "featureGates": {"KubeletCrashLoopBackOffMax": True, "CustomCPUCFSQuotaPeriod": True},
+        # The disk is the machine's: nothing is evicted and no image removed because of it.
+        "evictionHard": {
+            signal: "0%" for signal in ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+        },
+        "imageGCHighThresholdPercent": 100,
+        "podLogsDir": str(node.folder / "pod-logs"),
+        "volumePluginDir": str(node.folder / "volume-plugins"),
+        "serializeImagePulls": False,
+    }
+
+
+def _proxy_config(node: Node) -> dict[str, Any]:
+    return {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "nftables",
+        "bindAddress": node.address,
+        "hostnameOverride": node.name,
+        "clusterCIDR": POD_SUBNET,
+        "clientConnection": {"kubeconfig": str(credentials.PROXY.kubeconfig)},
+        "conntrack": {"maxPerCore": 0},  # the limit is the machine's, not a node's
+        "oomScoreAdj": 0,
+    }
+
+
+def _network_plugin(node: Node) -> dict[str, Any]:
+    addresses = {
+        "type": "host-local",
+        "ranges": [[{"subnet": node.pod_subnet}]],
+        "routes": [{"dst": "0.0.0.0/0"}],
+        "dataDir": str(node.folder / "addresses"),
+    }
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True, "ipam": addresses}
+    return {"cniVersion": "0.4.0", "name": node.namespace, "plugins": [bridge]}
+
+
+def _containerd_config(node: Node, cni_folder: Path, runtime_spec: Path, network_plugins: Path) -> str:
+    cri = 'plugins."io.containerd.grpc.v1.cri"'
+    return f"""
+version = 2
+root = "{node.folder}/containerd"
+state = "{node.run_folder}/containerd"
+disabled_plugins = [{", ".join(f'"io.containerd.snapshotter.v1.{name}"' for name in ("aufs", "btrfs", "devmapper", "zfs"))}]
+
+[grpc]
+  address = "{node.containerd_socket}"
+
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{node.folder}/opt"
+
+[{cri}]
+  sandbox_image = "{images.PAUSE_IMAGE}"
+  netns_mounts_under_state_dir = true
+  # runc may not lower oom_score_adj where CAP_SYS_RESOURCE is missing.
+  restrict_oom_score_adj = true
+
+[{cri}.cni]
+  bin_dir = "{cni_folder}"
+  conf_dir = "{network_plugins}"
+
+[{cri}.containerd]
+  default_runtime_name = "runc"
+
+[{cri}.containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+  base_runtime_spec = "{runtime_spec}"
+
+[{cri}.containerd.runtimes.runc.options]
+  Root = "{node.run_folder}/runc"
+  ShimCgroup = "/{_shim_cgroup(node)}"
+  SystemdCgroup = false
+"""
+
+
+def _shim_cgroup(node: Node) -> str:
+    """Containers outlive a restart of containerd, so their shims must not be in its cgroup."""
+    return f"{node.cgroup}/shims"
+
+
+def _import_images(node: Node, ctr: tuple[str, ...], archive: bytes) -> None:
+    imported = node.folder / "imported-images"
+    digest = hashlib.sha256(archive).hexdigest()
+    if imported.exists() and imported.read_text() == digest:
+        return
+    file = node.folder / "images.tar"
+    file.write_bytes(archive)
+    run(*ctr, "--namespace", "k8s.io", "images", "import", file)
+    file.unlink()
+    imported.write_text(digest)
+
+
+def _write(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path

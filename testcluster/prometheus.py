@@ -1,0 +1,78 @@
+"""Prometheus beside the cluster, on the machine itself: finds pods by service discovery and scrapes them every second."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Any
+
+import yaml
+
+from testcluster import credentials
+from testcluster.daemons import Daemon
+from testcluster.programs import Programs
+from testcluster.settings import HOST_ADDRESS, PROMETHEUS_PORT, PROMETHEUS_URL, STATE
+
+
+def ensure(programs: Programs) -> None:
+    daemon = prometheus(programs)
+    daemon.ensure()
+    daemon.wait_for(_is_ready, timeout=60, what="Prometheus ready")
+
+
+def prometheus(programs: Programs) -> Daemon:
+    config = STATE / "prometheus.yaml"
+    config.write_text(yaml.safe_dump(_config(), sort_keys=False))
+    command = (
+        programs["prometheus"],
+        f"--config.file={config}",
+        f"--storage.tsdb.path={STATE / 'prometheus'}",
+        "--storage.tsdb.retention.time=1d",
+        "--storage.tsdb.retention.size=2GB",
+        f"--web.listen-address={HOST_ADDRESS}:{PROMETHEUS_PORT}",
+        "--log.level=warn",
+    )
+    return Daemon("prometheus", command, configuration=config.read_text())
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "scrape_configs": [
+            # Pacekeeper's sidecars and operator: every container port with this name.
+            _pods("pacekeeper", _keep("__meta_kubernetes_pod_container_port_name", "pk-metrics")),
+            # The exporter's own labels (pod, namespace: those of the GPU's user) win over those of the scraped pod,
+            # as in the usual ServiceMonitor of dcgm-exporter.
+            _pods(
+                "dcgm-exporter",
+                _keep("__meta_kubernetes_pod_label_app_kubernetes_io_name", "dcgm-exporter"),
+                _keep("__meta_kubernetes_pod_container_port_name", "metrics"),
+            )
+            | {"honor_labels": True},
+        ],
+    }
+
+
+def _pods(job: str, *choose: dict[str, Any]) -> dict[str, Any]:
+    relabel = [*choose, _keep("__meta_kubernetes_pod_phase", "Pending|Running")]
+    for label, source in (
+        ("namespace", "namespace"),
+        ("pod", "pod_name"),
+        ("container", "pod_container_name"),
+        ("node", "pod_node_name"),
+    ):
+        relabel.append({"source_labels": [f"__meta_kubernetes_{source}"], "target_label": label})
+    discovery = {"role": "pod", "kubeconfig_file": str(credentials.PROMETHEUS.kubeconfig)}
+    return {"job_name": job, "kubernetes_sd_configs": [discovery], "relabel_configs": relabel}
+
+
+def _keep(label: str, pattern: str) -> dict[str, Any]:
+    return {"source_labels": [label], "regex": pattern, "action": "keep"}
+
+
+def _is_ready() -> bool:
+    try:
+        with urllib.request.urlopen(f"{PROMETHEUS_URL}/-/ready", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False

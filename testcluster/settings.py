@@ -1,0 +1,83 @@
+"""Where things are: versions, addresses, folders, and the layout of one node."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+KUBERNETES_VERSION = "1.36.3"
+
+HOST_ADDRESS = "10.200.0.1"  # the machine's address on the bridge: the API server and Prometheus listen here
+SERVICE_SUBNET = "10.96.0.0/16"
+POD_SUBNET = "10.244.0.0/16"
+KUBERNETES_SERVICE = "10.96.0.1"
+DNS_SERVICE = "10.96.0.10"
+BRIDGE = "pacekeeper0"
+
+API_PORT = 6443
+ETCD_PORT = 12379
+PROMETHEUS_PORT = 9090
+API_URL = f"https://{HOST_ADDRESS}:{API_PORT}"
+ETCD_URL = f"http://127.0.0.1:{ETCD_PORT}"
+PROMETHEUS_URL = f"http://{HOST_ADDRESS}:{PROMETHEUS_PORT}"
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("PACEKEEPER_CACHE", Path.home() / ".cache/pacekeeper")).absolute()
+STATE = Path(os.environ.get("PACEKEEPER_CLUSTER_DIR", "/var/lib/pacekeeper-cluster")).absolute()
+RUN = Path("/run/pacekeeper-cluster")  # sockets and container bundles: must vanish when the machine restarts
+LOGS = STATE / "logs"
+KUBECONFIG = STATE / "kubeconfig"
+VOLUMES = STATE / "volumes"
+
+DEFAULT_NODES = 6
+MAX_NODES = 200  # node i has the address 10.200.0.(10 + i)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One worker node, numbered from 1."""
+
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"node-{self.index}"
+
+    @property
+    def address(self) -> str:
+        return f"10.200.0.{10 + self.index}"
+
+    @property
+    def pod_subnet(self) -> str:
+        return f"10.244.{self.index}.0/24"
+
+    @property
+    def namespace(self) -> str:
+        """The network namespace's name."""
+        return f"pacekeeper-{self.name}"
+
+    @property
+    def link(self) -> str:
+        """The host's end of the node's network cable; the node's end is called eth0."""
+        return f"pk-{self.name}"
+
+    @property
+    def cgroup(self) -> str:
+        return f"pacekeeper/{self.name}"
+
+    @property
+    def folder(self) -> Path:
+        return STATE / "nodes" / self.name
+
+    @property
+    def run_folder(self) -> Path:
+        return RUN / self.name
+
+    @property
+    def containerd_socket(self) -> Path:
+        return self.run_folder / "containerd.sock"
+
+
+def nodes(count: int) -> list[Node]:
+    return [Node(index) for index in range(1, count + 1)]

@@ -1,0 +1,63 @@
+"""Running commands, waiting for conditions and telling the user how far things are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class ClusterError(Exception):
+    """Something that the user can act upon: the message says what, and which log to read."""
+
+
+_started = time.monotonic()
+
+
+def say(message: str) -> None:
+    print(f"[{time.monotonic() - _started:6.1f} s] {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Announce a long step, and how long it took when it is done."""
+    say(f"{what} ...")
+    before = time.monotonic()
+    yield
+    say(f"{what}: done in {time.monotonic() - before:.1f} s")
+
+
+def run(*command: str | Path, stdin: str | None = None, timeout: float = 60) -> str:
+    """Run a command to its end and return its standard output; a failure becomes a ClusterError with its last words."""
+    arguments = [str(part) for part in command]
+    try:
+        done = subprocess.run(arguments, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"`{' '.join(arguments)}` did not end within {timeout:.0f} s") from error
+    if done.returncode != 0:
+        raise ClusterError(f"`{' '.join(arguments)}` failed ({done.returncode}): {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def succeeds(*command: str | Path) -> bool:
+    return subprocess.run([str(part) for part in command], capture_output=True, check=False).returncode == 0
+
+
+def run_shown(command: Sequence[str | Path], environment: dict[str, str] | None = None, folder: Path | None = None) -> None:
+    """Run a long command whose output the user wants to see (on standard error)."""
+    arguments = [str(part) for part in command]
+    done = subprocess.run(arguments, env=environment, cwd=folder, stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        raise ClusterError(f"`{' '.join(arguments)}` failed ({done.returncode}); its output is above")
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, what: str, log: Path | None = None) -> None:
+    """Wait until `condition()` holds, for at most `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{what}: not within {timeout:.0f} s" + (f"; see {log}" if log else ""))
+        time.sleep(0.1)
