@@ -1,0 +1,26 @@
+"""The runtime folder's files are replaced whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pacekeeper.runtime import Runtime, read_json, write_json
+
+
+def test_the_environment_names_the_folder() -> None:
+    assert Runtime.from_environment({"PACEKEEPER_RUNTIME": "/somewhere"}).root == Path("/somewhere")
+    assert Runtime.from_environment({"PACEKEEPER_RUNTIME": ""}).root == Path("/run/pacekeeper")
+
+
+def test_making_the_folder_twice_is_making_it_once(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path / "deep" / "folder").make().make()
+    assert sorted(path.name for path in runtime.root.iterdir()) == ["faults", "rings", "snapshots", "stacks"]
+
+
+def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert read_json(path) is None
+    write_json(path, {"version": 1})
+    write_json(path, {"version": 2})
+    assert read_json(path) == {"version": 2}
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,83 @@
+"""The runtime folder that launcher, sidecar and ranks of one worker share, and its files, each written in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEFAULT_ROOT = "/run/pacekeeper"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where things lie in the runtime folder (docs/architecture.md, "The runtime folder")."""
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Runtime:
+        return cls(Path(environment.get("PACEKEEPER_RUNTIME") or DEFAULT_ROOT))
+
+    def make(self) -> Runtime:
+        """Makes the folder and its parts where they are missing."""
+        for folder in (self.root, self.faults, self.rings, self.snapshots, self.stacks):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.root / "heartbeat.json"
+
+    @property
+    def contact(self) -> Path:
+        """Touched by the sidecar at each answer of the operator: its age is the age of the last contact."""
+        return self.root / "contact"
+
+    @property
+    def faults(self) -> Path:
+        return self.root / "faults"
+
+    @property
+    def rings(self) -> Path:
+        return self.root / "rings"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.root / "snapshots"
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / "stacks"
+
+    def ring(self, local_rank: int) -> Path:
+        return self.rings / str(local_rank)
+
+    def stack(self, local_rank: int) -> Path:
+        return self.stacks / str(local_rank)
+
+    def fault(self, name: str) -> Path:
+        return self.faults / f"{name}.json"
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replaces `path` in one step: a reader sees the old content or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(data, separators=(",", ":")))
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The content of `path`; None where nothing has been written yet."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return content
