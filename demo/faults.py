@@ -1,0 +1,121 @@
+"""The faults of the demo, each made from outside as the real world makes it, and what ought to come of it."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from demo import job, kube
+from testcluster import faults
+
+TRAINER = "trainer"
+XID_FALLEN_OFF_THE_BUS = 79
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `inject` makes it and returns what was done, in words; `undo` ends what would outlast the demo."""
+
+    name: str
+    how: str
+    causes: tuple[str, ...]  # the causes under which the operator may rightly open its Incident
+    remedies: tuple[str, ...]  # any of these is a right answer
+    inject: Callable[[], str]
+    undo: Callable[[], None] = lambda: None
+    timeout: float = 60.0
+
+
+def rank_crash() -> str:
+    worker = job.worker_of_rank(2)
+    faults.signal_process(_rank_process(worker), signal.SIGKILL)
+    return f"SIGKILL to rank 2 on {worker}"
+
+
+def rank_hang() -> str:
+    worker = job.worker_of_rank(1)
+    faults.signal_process(_rank_process(worker), signal.SIGSTOP)
+    return f"SIGSTOP to rank 1 on {worker}"
+
+
+def worker_deleted() -> str:
+    worker = job.worker_of_rank(3)
+    kube.kubectl("delete", "pod", worker, "-n", job.NAMESPACE, "--wait=false")
+    return f"kubectl delete pod {worker}"
+
+
+@dataclass
+class StragglerFault:
+    """One container's CPU quota cut while it runs, without a word to Kubernetes."""
+
+    millicores: int
+    worker: str = ""
+
+    def inject(self) -> str:
+        self.worker = job.worker_of_rank(2)
+        faults.set_cpu_quota(job.NAMESPACE, self.worker, TRAINER, self.millicores)
+        return f"CPU quota of {self.worker} cut to {self.millicores}m"
+
+
+@dataclass
+class GpuFault:
+    """A GPU that has fallen off the bus, as DCGM's exporter shows it."""
+
+    node: str = ""
+
+    def inject(self) -> str:
+        worker = job.worker_of_rank(0)
+        self.node = job.node_of(worker)
+        self._set(XID_FALLEN_OFF_THE_BUS)
+        return f"XID {XID_FALLEN_OFF_THE_BUS} on GPU 0 of {self.node}, which runs {worker}"
+
+    def undo(self) -> None:
+        if self.node:
+            self._set(0)
+
+    def _set(self, xid: int) -> None:
+        pods = kube.get("pod", namespace="gpu-monitoring")
+        address = next(pod["status"]["podIP"] for pod in pods if pod["spec"]["nodeName"] == self.node)
+        url = f"http://{address}:9400/gpus/0/DCGM_FI_DEV_XID_ERRORS"
+        urllib.request.urlopen(urllib.request.Request(url, data=str(xid).encode(), method="PUT"), timeout=5).close()
+
+
+@dataclass
+class NodeFault:
+    """A node whose network cable is pulled: its pods go on, but nobody hears of them."""
+
+    node: str = ""
+
+    def inject(self) -> str:
+        worker = job.worker_of_rank(3)
+        self.node = job.node_of(worker)
+        faults.node_down(self.node)
+        return f"link of {self.node} down, which runs {worker}"
+
+    def undo(self) -> None:
+        if self.node:
+            faults.node_up(self.node)
+
+
+def all_faults() -> list[Fault]:
+    """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
+    halved, crawling, gpu, node = StragglerFault(200), StragglerFault(120), GpuFault(), NodeFault()
+    replaced = ("ReplaceWorker",)
+    return [
+        Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
+        Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
+        Fault("straggler", "CPU quota halved", ("straggler",), ("Rebalance",), halved.inject),
+        Fault("straggler beyond shares", "CPU quota cut to 0.3", ("straggler",), replaced, crawling.inject, timeout=90),
+        Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
+        Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
+        Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
+    ]
+
+
+def _rank_process(worker: str) -> int:
+    """The rank's process on the machine: the youngest of the trainer container that runs the training script."""
+    pids = faults.container_pids(job.NAMESPACE, worker, TRAINER)
+    if len(pids) < 3:  # launcher, warm process, rank
+        raise kube.DemoError(f"{worker} runs no rank now (processes {pids})")
+    return pids[-1]

@@ -1,0 +1,80 @@
+"""The job as the demo sees it: where its ranks are, how it does, and the incidents that the operator has opened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from demo import kube
+
+NAMESPACE = "demo"
+NAME = "gpt"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A TrainingJob's status at one moment."""
+
+    phase: str
+    step: int
+    round: int
+    slowdown: float
+    ready: int
+    spares: int
+    mode: str
+
+    @classmethod
+    def read(cls) -> Job | None:
+        body = kube.get("trainingjob", NAME, NAMESPACE)
+        if body is None:
+            return None
+        status = body.get("status", {})
+        workers = status.get("workers", {})
+        return cls(
+            phase=status.get("phase", ""),
+            step=int(status.get("step", 0)),
+            round=int(status.get("round", 0)),
+            slowdown=float(status.get("slowdown", 0) or 0),
+            ready=int(workers.get("ready", 0)),
+            spares=int(workers.get("spare", 0)),
+            mode=status.get("syncMode", ""),
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("Complete", "Failed")
+
+
+def worker_of_rank(rank: int) -> str:
+    """The pod that holds `rank` under the plan in force."""
+    for member in _plan()["members"]:
+        if rank in member["ranks"]:
+            return str(member["worker"])
+    raise kube.DemoError(f"no worker holds rank {rank}")
+
+
+def node_of(pod: str) -> str:
+    return str(kube.get("pod", pod, NAMESPACE)["spec"]["nodeName"])
+
+
+def shares() -> list[int] | None:
+    found: list[int] | None = _plan().get("shares")
+    return found
+
+
+def incidents() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = kube.get("incident", namespace=NAMESPACE)
+    return found
+
+
+def live_step() -> int:
+    """The newest step that all ranks have completed, seconds fresher than the status."""
+    found = kube.query(f'min(pacekeeper_rank_step{{namespace="{NAMESPACE}",job="{NAME}"}})')
+    return int(float(found[0]["value"][1])) if found else -1
+
+
+def _plan() -> dict[str, Any]:
+    body = kube.get("configmap", f"{NAME}-plan", NAMESPACE)
+    plan: dict[str, Any] = json.loads(body["data"]["plan.json"])
+    return plan

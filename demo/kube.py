@@ -1,0 +1,93 @@
+"""What the demo reads and does on the cluster, through kubectl, helm and Prometheus as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from testcluster import programs
+from testcluster.settings import KUBECONFIG, PROMETHEUS_URL
+
+Value = TypeVar("Value")
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+def kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
+    return _run([str(programs.kubectl()), *arguments], stdin, timeout)
+
+
+def helm(*arguments: str, timeout: float = 180) -> str:
+    return _run([str(Path(sys.prefix, "bin", "helm")), *arguments], None, timeout)
+
+
+def get(kind: str, name: str = "", namespace: str = "") -> Any:
+    """One object, or the items of a list; None where the object is not there."""
+    where = ["-n", namespace] if namespace else []
+    answer = kubectl("get", kind, *([name] if name else []), *where, "--ignore-not-found", "-o", "json")
+    if not answer.strip():
+        return None if name else []
+    found = json.loads(answer)
+    return found if name else found["items"]
+
+
+def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
+    """The first answer of `condition` that counts as true. DemoError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise DemoError(f"{what}: not within {timeout:.0f} s")
+        time.sleep(0.25)
+
+
+def query(expression: str, at: float | None = None) -> list[dict[str, Any]]:
+    """The result of an instant PromQL query."""
+    return _prometheus("query", {"query": expression} | ({"time": f"{at:.3f}"} if at else {}))
+
+
+def curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:
+    """(seconds since `start`, value) of a range query that gives one series, one point a second."""
+    found = _prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "1"})
+    return [(float(at) - start, float(value)) for at, value in found[0]["values"]] if found else []
+
+
+def seconds(timestamp: str) -> float:
+    """Seconds since the epoch of a time in the API's form."""
+    return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
+
+
+def _prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+    url = f"{PROMETHEUS_URL}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+            return found
+    except OSError as error:
+        raise DemoError(f"Prometheus at {PROMETHEUS_URL}: {error}") from error
+
+
+def _run(command: list[str], stdin: str | None, timeout: float) -> str:
+    environment = os.environ | {"KUBECONFIG": str(KUBECONFIG)}
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DemoError(f"`{' '.join(command[:6])} …` did not end within {timeout:.0f} s") from error
+    if done.returncode != 0:
+        raise DemoError(f"`{' '.join(command[:6])} …` failed: {done.stderr.strip()}")
+    return done.stdout

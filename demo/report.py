@@ -1,0 +1,167 @@
+"""What the demo leaves behind: build/demo/report.json and a self-contained report.html."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One fault and what became of it. Times in seconds since the fault was made."""
+
+    fault: str
+    how: str
+    remedy: str
+    injected_at: float  # seconds since the demo began
+    detected_s: float | None
+    decided_s: float | None
+    recovered_s: float | None
+    steps_lost: int | None
+    gain: str
+    healed: bool
+    incident: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    outcomes: tuple[Outcome, ...]
+    phase: str
+    steps: int
+    seconds: float
+    loss_before: float | None
+    loss_after: float | None
+    curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo began, value)
+
+    @property
+    def passed(self) -> bool:
+        return self.phase == "Complete" and all(outcome.healed for outcome in self.outcomes)
+
+
+def write(report: Report, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = {
+        "passed": report.passed,
+        "phase": report.phase,
+        "steps": report.steps,
+        "seconds": round(report.seconds, 1),
+        "loss_before": report.loss_before,
+        "loss_after": report.loss_after,
+        "incidents": [asdict(outcome) for outcome in report.outcomes],
+    }
+    (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "report.html").write_text(page(report))
+
+
+def page(report: Report) -> str:
+    """The whole page: no script and nothing from elsewhere."""
+    verdict = "All faults healed, job Complete" if report.passed else f"Not all healed; job {report.phase or 'unknown'}"
+    rows = "".join(_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
+    charts = "".join(_chart(title, curve, report) for title, curve in report.curves.items())
+    loss = ""
+    if report.loss_before is not None and report.loss_after is not None:
+        loss = f" · loss {report.loss_before:.2f} → {report.loss_after:.2f}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Pacekeeper: a job that heals itself</title><style>{_STYLE}</style></head><body><main>
+<h1>A job that heals itself</h1>
+<p class="verdict {"good" if report.passed else "bad"}">{html.escape(verdict)}</p>
+<p>{report.steps} steps in {report.seconds:.0f} s{loss}</p>
+<div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected after</th>
+<th>Decided after</th><th>Recovered after</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
+<tbody>{rows}</tbody></table></div>
+{charts}</main></body></html>
+"""
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: light-dark(#1b2130, #e8eaf0); --faint: light-dark(#667, #99a);
+  --paper: light-dark(#fff, #14171f); --line: light-dark(#dde, #333a4a); --curve: light-dark(#1f5fd0, #7fb0ff);
+  --mark: light-dark(#d0561f, #ff9a66); --good: light-dark(#11773c, #63d391); --bad: #d33; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 24px 16px 48px; }
+h1 { font-size: 1.6rem; margin: 0; }
+h2 { font-size: 1rem; margin: 28px 0 4px; }
+.verdict { font-weight: 600; margin: 4px 0; }
+.good { color: var(--good); }
+.bad { color: var(--bad); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; white-space: nowrap; }
+th, td { padding: 5px 10px; text-align: left; border-bottom: 1px solid var(--line); }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th { font-weight: 600; color: var(--faint); }
+svg { width: 100%; height: auto; display: block; }
+.axis { fill: var(--faint); font-size: 11px; }
+.grid { stroke: var(--line); }
+.curve { stroke: var(--curve); fill: none; stroke-width: 1.5; }
+.mark { stroke: var(--mark); stroke-dasharray: 3 3; }
+.band { fill: var(--mark); opacity: .13; }
+.number-mark { fill: var(--mark); font-size: 11px; font-weight: 600; }
+"""
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 1040, 190, 48, 22, 16
+
+
+def _row(number: int, outcome: Outcome) -> str:
+    cells = [
+        f"<td>{number}</td><td>{html.escape(outcome.fault)}</td><td>{html.escape(outcome.how)}</td>",
+        f'<td title="{html.escape(outcome.reason)}">{html.escape(outcome.remedy or "none")}</td>',
+    ]
+    cells += [
+        f'<td class="number">{_seconds(value)}</td>'
+        for value in (outcome.detected_s, outcome.decided_s, outcome.recovered_s)
+    ]
+    lost = "" if outcome.steps_lost is None else str(outcome.steps_lost)
+    healed = '<td class="good">yes</td>' if outcome.healed else '<td class="bad">no</td>'
+    return f'<tr>{"".join(cells)}<td class="number">{lost}</td><td>{html.escape(outcome.gain)}</td>{healed}</tr>'
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def _chart(title: str, curve: Curve, report: Report) -> str:
+    """One curve over the demo's time, with a band from each fault to its recovery."""
+    if not curve:
+        return f"<h2>{html.escape(title)}</h2><p>no data</p>"
+    span = max(report.seconds, curve[-1][0], 1.0)
+    values = sorted(value for _, value in curve)
+    top = values[int(0.995 * (len(values) - 1))] * 1.1 or 1.0  # one wild point must not flatten the rest
+
+    def x(at: float) -> float:
+        return _LEFT + at / span * (_WIDTH - _LEFT - 8)
+
+    def y(value: float) -> float:
+        return _TOP + (1 - min(value / top, 1.0)) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = []
+    for fraction in (0.0, 0.5, 1.0):
+        height = y(top * fraction)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{height:.1f}" y2="{height:.1f}"/>')
+        parts.append(
+            f'<text class="axis" x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{top * fraction:.3g}</text>'
+        )
+    for at in range(0, int(span) + 1, 30):
+        parts.append(f'<text class="axis" x="{x(at):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{at} s</text>')
+    for number, outcome in enumerate(report.outcomes, 1):
+        left = x(outcome.injected_at)
+        tip = f"<title>{html.escape(f'{outcome.fault}: {outcome.remedy}. {outcome.reason}')}</title>"
+        if outcome.recovered_s is not None:
+            width = max(x(outcome.injected_at + outcome.recovered_s) - left, 1)
+            inner = _HEIGHT - _TOP - _BOTTOM
+            parts.append(
+                f'<rect class="band" x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{inner}">{tip}</rect>'
+            )
+        parts.append(
+            f'<line class="mark" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">{tip}</line>'
+        )
+        parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
+    points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
+    parts.append(f'<polyline class="curve" points="{points}"/>')
+    return f'<h2>{html.escape(title)}</h2><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'

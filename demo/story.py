@@ -1,0 +1,204 @@
+"""The demo from the empty machine to the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from demo import job, kube
+from demo.faults import Fault, all_faults
+from demo.job import Job
+from demo.report import Outcome, Report, write
+from demo.view import View
+from testcluster import cluster
+from testcluster.settings import REPOSITORY
+
+RELEASE = "pacekeeper"
+SYSTEM = "pacekeeper-system"
+STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
+STEADY_SECONDS = 60.0
+COMPLETE_SECONDS = 180.0
+_SELECTOR = f'{{namespace="{job.NAMESPACE}",job="{job.NAME}"}}'
+
+
+def run(out: Path, only: Sequence[str] | None = None) -> Report:
+    """Bring everything up, make the faults one after the other, wait for the job's end, and write the report to `out`.
+
+    only: make just the faults whose name contains one of these words.
+    """
+    cluster.up()
+    faults = [fault for fault in all_faults() if only is None or any(word in fault.name for word in only)]
+    with View(len(faults)) as view:
+        install(view)
+        started = time.time()
+        with the_job(view):
+            outcomes = []
+            for fault in faults:
+                steady(view)
+                outcomes.append(endure(fault, started, view))
+                view.add(outcomes[-1])
+            last = ended(view)
+            report = Report(
+                outcomes=tuple(outcomes),
+                phase=last.phase,
+                steps=last.step,
+                seconds=time.time() - started,
+                **curves(started),
+            )
+        write(report, out)
+    view.finish()
+    return report
+
+
+def install(view: View) -> None:
+    view.say("helm install pacekeeper")
+    chart = REPOSITORY / "charts/pacekeeper"
+    values = chart / "ci/dev-values.yaml"
+    kube.helm(
+        "upgrade", "--install", RELEASE, str(chart), "--namespace", SYSTEM, "--create-namespace",
+        "--values", str(values), "--wait", "--timeout", "120s", timeout=150,
+    )  # fmt: skip
+    kube.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
+    kube.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=60s", timeout=70)
+
+
+@contextmanager
+def the_job(view: View) -> Iterator[None]:
+    """A fresh job for the length of the demo; afterwards its namespace and the quarantines that it caused are gone."""
+    clean_up()
+    kube.kubectl("create", "namespace", job.NAMESPACE)
+    view.say("kubectl apply -f examples/gpt.yaml")
+    kube.kubectl("apply", "-n", job.NAMESPACE, "-f", str(REPOSITORY / "examples/gpt.yaml"))
+    try:
+        yield
+    finally:
+        clean_up()
+
+
+def clean_up() -> None:
+    for fault in _made:
+        fault.undo()
+    _made.clear()
+    kube.kubectl("delete", "namespace", job.NAMESPACE, "--ignore-not-found", "--timeout=90s", timeout=100)
+    kube.kubectl("delete", "nodequarantine", "--all", "--timeout=60s", timeout=70)
+
+
+_made: list[Fault] = []
+"""Faults made so far whose traces outlast the job: what `clean_up` undoes, also when the demo is interrupted."""
+
+
+def steady(view: View) -> None:
+    """Wait until the job has trained undisturbed for a while, with its spare in place."""
+    view.say("training undisturbed …")
+    since: list[int] = []
+
+    def undisturbed() -> bool:
+        now = watch(view)
+        if now is None or now.ended:
+            raise kube.DemoError(f"the job is {now.phase if now else 'gone'}, too early for the next fault")
+        step = job.live_step()
+        if now.phase != "Running" or now.spares < 1 or any(is_open(incident) for incident in job.incidents()):
+            since.clear()
+            return False
+        since.append(step)
+        return step >= since[0] + STEADY_STEPS
+
+    kube.wait_for(undisturbed, STEADY_SECONDS, f"{STEADY_STEPS} steps without a disturbance and a spare in place")
+
+
+def endure(fault: Fault, started: float, view: View) -> Outcome:
+    """Make a fault, and wait until its Incident says that the job has recovered from it."""
+    known = {incident["metadata"]["name"] for incident in job.incidents()}
+    _made.append(fault)
+    at = time.time()
+    view.say(f"FAULT {fault.name}: {fault.inject()}")
+
+    def incident() -> dict[str, Any] | None:
+        watch(view)
+        fresh = [found for found in job.incidents() if found["metadata"]["name"] not in known]
+        fitting = [found for found in fresh if found["spec"]["cause"] in fault.causes]
+        return next((found for found in fitting if not is_open(found)), None)
+
+    try:
+        found = kube.wait_for(incident, fault.timeout, fault.name)
+    except kube.DemoError:
+        opened = [i for i in job.incidents() if i["metadata"]["name"] not in known]
+        return outcome_of(fault, opened[-1] if opened else {}, at, started)
+    return outcome_of(fault, found, at, started)
+
+
+def outcome_of(fault: Fault, incident: dict[str, Any], at: float, started: float) -> Outcome:
+    """`incident` is empty where none was opened."""
+    status = incident.get("status", {})
+    remedy = status.get("remedy", "")
+
+    def after(stage: str) -> float | None:
+        return round(max(kube.seconds(status[stage]) - at, 0.0), 2) if status.get(stage) else None
+
+    chosen: dict[str, Any] = next((option for option in status.get("considered", []) if option["name"] == remedy), {})
+    return Outcome(
+        fault=fault.name,
+        how=fault.how,
+        remedy=remedy,
+        injected_at=round(at - started, 2),
+        detected_s=after("detected"),
+        decided_s=after("decided"),
+        recovered_s=after("recovered"),
+        steps_lost=status.get("stepsLost"),
+        gain=gain_of(status),
+        healed=status.get("outcome") in ("Recovered", "Mitigated") and remedy in fault.remedies,
+        incident=incident.get("metadata", {}).get("name", ""),
+        reason=chosen.get("reason", ""),
+    )
+
+
+def gain_of(status: dict[str, Any]) -> str:
+    before, after = status.get("slowdownBefore"), status.get("slowdownAfter")
+    if before and after:
+        return f"slowdown {float(before):.2f} → {float(after):.2f}"
+    return "trains again" if status.get("recovered") else ""
+
+
+def is_open(incident: dict[str, Any]) -> bool:
+    return not incident.get("status", {}).get("outcome")
+
+
+def ended(view: View) -> Job:
+    view.say("all faults made; the job runs to its end …")
+
+    def at_end() -> Job | None:
+        now = watch(view)
+        return now if now and now.ended else None
+
+    return kube.wait_for(at_end, COMPLETE_SECONDS, "the job's end")
+
+
+def watch(view: View) -> Job | None:
+    now = Job.read()
+    view.show(
+        now, _value(f"avg(pacekeeper_rank_step_seconds{_SELECTOR})"), _value(f"avg(pacekeeper_rank_loss{_SELECTOR})")
+    )
+    return now
+
+
+def curves(started: float) -> dict[str, Any]:
+    end = time.time()
+    loss = kube.curve(f"avg(pacekeeper_rank_loss{_SELECTOR})", started, end)
+    slowdown = f"max(pacekeeper_rank_compute_seconds{_SELECTOR}) / avg(pacekeeper_rank_compute_seconds{_SELECTOR})"
+    return {
+        "loss_before": loss[0][1] if loss else None,
+        "loss_after": loss[-1][1] if loss else None,
+        "curves": {
+            "Training loss (nats a byte)": loss,
+            "Step time (s)": kube.curve(f"avg(pacekeeper_rank_step_seconds{_SELECTOR})", started, end),
+            "Slowdown (slowest rank's work over the mean)": kube.curve(slowdown, started, end),
+        },
+    }
+
+
+def _value(expression: str) -> float | None:
+    found = kube.query(expression)
+    return float(found[0]["value"][1]) if found else None
