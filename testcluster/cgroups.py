@@ -26,11 +26,11 @@ def is_v2() -> bool:
 
 @cache
 def _trees() -> tuple[Path, ...]:
-    """The root folder of every tree."""
+    """The root folder of every tree; with version 1 also that of the version 2 tree without controllers beside them."""
     if is_v2():
         return (_ROOT,)
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    return tuple(dict.fromkeys(Path(mount[1]) for mount in mounts if mount[2] == "cgroup"))
+    return tuple(dict.fromkeys(Path(mount[1]) for mount in mounts if mount[2] in ("cgroup", "cgroup2")))
 
 
 def controller(name: str, path: str) -> Path:
@@ -81,7 +81,9 @@ def kill(path: str, timeout: float = 20) -> None:
     deadline = time.monotonic() + timeout
     while remaining := pids(path, recursive=True):
         if time.monotonic() > deadline:
-            raise ClusterError(f"processes {remaining} in cgroup {path} do not die; a restart of the machine frees them")
+            raise ClusterError(
+                f"processes {remaining} in cgroup {path} do not die; a restart of the machine frees them"
+            )
         for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)

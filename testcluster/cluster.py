@@ -79,7 +79,9 @@ def member(name: str) -> Node:
     for candidate in members():
         if candidate.name == name:
             return candidate
-    raise ClusterError(f"no node {name!r}; there are: {', '.join(n.name for n in members()) or 'none (cluster is down)'}")
+    raise ClusterError(
+        f"no node {name!r}; there are: {', '.join(n.name for n in members()) or 'none (cluster is down)'}"
+    )
 
 
 def status() -> str:
@@ -91,7 +93,9 @@ def status() -> str:
         ready = api.ready_nodes()
     except api.Unavailable:
         ready = set()
-    lines = [f"{name:32} {'running, pid ' + str(pids[0]) if pids else 'DEAD'}" for name, pids in sorted(running.items())]
+    lines = [
+        f"{name:32} {'running, pid ' + str(pids[0]) if pids else 'DEAD'}" for name, pids in sorted(running.items())
+    ]
     lines += [f"{member.name:32} {'Ready' if member.name in ready else 'NOT READY'}" for member in members()]
     return "\n".join([*lines, f"API server {API_URL}", f"Prometheus {PROMETHEUS_URL}", f"KUBECONFIG {KUBECONFIG}"])
 
@@ -157,8 +161,9 @@ def _our_mounts() -> list[str]:
 def _remove_files() -> None:
     for address in RUN.glob("*/containerd/io.containerd.runtime.v2.task/k8s.io/*/address"):
         Path(address.read_text().removeprefix("unix://")).unlink(missing_ok=True)  # the shim's socket
-    for left in Path("/var/lib/cni/results").glob("pacekeeper-node-*"):
-        left.unlink()
+    for result in Path("/var/lib/cni/results").glob("*"):
+        if str(RUN) in result.read_text():
+            result.unlink()
     for link in Path("/var/log/containers").glob("*.log"):
         if link.is_symlink() and link.readlink().is_relative_to(STATE):
             link.unlink()

@@ -119,9 +119,7 @@ def _certificate(
     return builder.sign(signer, hashes.SHA256())
 
 
-def _write_pair(
-    stem: Path, name: str, authority_key: ec.EllipticCurvePrivateKey, authority: x509.Certificate
-) -> None:
+def _write_pair(stem: Path, name: str, authority_key: ec.EllipticCurvePrivateKey, authority: x509.Certificate) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _certificate(name, key, authority_key, authority)
     stem.with_suffix(".crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -138,7 +136,5 @@ def _write_service_account_keys() -> None:
 def _write_private_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     path.touch(mode=0o600)
     path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )

@@ -33,13 +33,15 @@ class Daemon:
         cgroups.create(self.cgroup)
         LOGS.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            subprocess.Popen(
+            process = subprocess.Popen(
                 cgroups.entering(self.cgroup, self._command_in_namespace),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in our terminal is not meant for it
             )
+        while not self.is_running() and process.poll() is None:
+            time.sleep(0.001)  # until it has entered its cgroup
 
     def stop(self) -> None:
         cgroups.kill(self.cgroup)
@@ -50,14 +52,11 @@ class Daemon:
     def wait_for(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
         """Wait for a sign of life, at most `timeout` seconds; the death of the program ends the wait at once."""
         deadline = time.monotonic() + timeout
-        seen_running = False
         while not condition():
-            running = self.is_running()
-            if seen_running and not running:
+            if not self.is_running():
                 raise ClusterError(f"{self.name} ended by itself. {self.log} ends with:\n{_last_lines(self.log)}")
             if time.monotonic() > deadline:
                 raise ClusterError(f"{what}: not within {timeout:.0f} s; see {self.log}")
-            seen_running = seen_running or running
             time.sleep(0.1)
 
     @property

@@ -58,7 +58,9 @@ def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> 
         period_us = int((folder / "cpu.cfs_period_us").read_text())
     quota_us = period_us * millicores // 1000
     if quota_us < _SHORTEST_QUOTA_US:
-        raise ValueError(f"millicores={millicores}: the least is {1000 * _SHORTEST_QUOTA_US // period_us} with this period")
+        raise ValueError(
+            f"millicores={millicores}: the least is {1000 * _SHORTEST_QUOTA_US // period_us} with this period"
+        )
     try:
         if cgroups.is_v2():
             (folder / "cpu.max").write_text(f"{quota_us} {period_us}")

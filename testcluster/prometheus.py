@@ -24,7 +24,7 @@ def prometheus(programs: Programs) -> Daemon:
     config = STATE / "prometheus.yaml"
     config.write_text(yaml.safe_dump(_config(), sort_keys=False))
     command = (
-        programs["prometheus"],
+        str(programs.prometheus),
         f"--config.file={config}",
         f"--storage.tsdb.path={STATE / 'prometheus'}",
         "--storage.tsdb.retention.time=1d",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KUBERNETES_VERSION = "1.36.3"
+PROMETHEUS_VERSION = "3.15.0"
 
 HOST_ADDRESS = "10.200.0.1"  # the machine's address on the bridge: the API server and Prometheus listen here
 SERVICE_SUBNET = "10.96.0.0/16"

@@ -38,7 +38,9 @@ def run(*command: str | Path, stdin: str | None = None, timeout: float = 60) -> 
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"`{' '.join(arguments)}` did not end within {timeout:.0f} s") from error
     if done.returncode != 0:
-        raise ClusterError(f"`{' '.join(arguments)}` failed ({done.returncode}): {(done.stderr or done.stdout).strip()}")
+        raise ClusterError(
+            f"`{' '.join(arguments)}` failed ({done.returncode}): {(done.stderr or done.stdout).strip()}"
+        )
     return done.stdout
 
 
@@ -46,7 +48,9 @@ def succeeds(*command: str | Path) -> bool:
     return subprocess.run([str(part) for part in command], capture_output=True, check=False).returncode == 0
 
 
-def run_shown(command: Sequence[str | Path], environment: dict[str, str] | None = None, folder: Path | None = None) -> None:
+def run_shown(
+    command: Sequence[str | Path], environment: dict[str, str] | None = None, folder: Path | None = None
+) -> None:
     """Run a long command whose output the user wants to see (on standard error)."""
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, env=environment, cwd=folder, stdout=sys.stderr, check=False)
