@@ -1,0 +1,54 @@
+"""The demo's report says what happened, and passes only when all was healed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from demo.report import Outcome, Report, page, write
+
+HEALED = Outcome(
+    fault="rank crash",
+    how="SIGKILL",
+    remedy="RestartRanks",
+    injected_at=12.0,
+    detected_s=0.1,
+    decided_s=0.1,
+    recovered_s=1.2,
+    steps_lost=3,
+    gain="trains again",
+    healed=True,
+    incident="gpt-r1-crash",
+    reason="the job <stands> still",
+)
+REPORT = Report(
+    outcomes=(HEALED,),
+    phase="Complete",
+    steps=900,
+    seconds=120.0,
+    loss_before=5.5,
+    loss_after=2.5,
+    curves={"Training loss": [(0.0, 5.5), (60.0, 3.0), (120.0, 2.5)], "Step time (s)": []},
+)
+
+
+def test_passes_only_when_complete_and_all_healed() -> None:
+    assert REPORT.passed
+    assert not replace(REPORT, phase="Failed").passed
+    assert not replace(REPORT, outcomes=(HEALED, replace(HEALED, healed=False))).passed
+
+
+def test_json_has_the_documented_keys(tmp_path: Path) -> None:
+    write(REPORT, tmp_path)
+    incident = json.loads((tmp_path / "report.json").read_text())["incidents"][0]
+    assert {"fault", "remedy", "detected_s", "recovered_s", "steps_lost", "healed"} <= set(incident)
+
+
+def test_page_is_self_contained_and_escapes() -> None:
+    text = page(REPORT)
+    assert "http" not in text
+    assert "<script" not in text
+    assert "the job &lt;stands&gt; still" in text
+    assert text.count("<polyline") == 1, "one curve has data"
+    assert "no data" in text
