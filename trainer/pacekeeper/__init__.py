@@ -1,1 +1,30 @@
-"""The trainer library, the launcher and the sidecar: the only code that imports torch."""
+"""The trainer library, the launcher and the sidecar: the only code that imports torch.
+
+    import pacekeeper as pk          # to be steered: pk.init() and what it returns
+    import pacekeeper.auto           # to be watched only
+
+Its names are imported when they are first used, so that launcher and sidecar start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .job import Checkpoints, Job, init
+    from .step import Step
+
+__all__ = ["Checkpoints", "Job", "Step", "init"]
+
+_MODULES = {"Checkpoints": "job", "Job": "job", "Step": "step", "init": "job"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,54 @@
+"""What launcher and operator tell a rank through its environment; one frozen object, read once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pacekeeper_analysis.errors import InputError
+
+from .runtime import Runtime
+
+LEFT_WHEN_TOLD = 143
+"""Exit code of a rank that was told to leave (SIGTERM, suspend), after its checkpoint: 128 + SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A rank's place in the job. Without a launcher: one rank, no runtime folder."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    round: int = 0
+    runtime: Runtime | None = None
+    """None: no launcher is there, and nothing is recorded."""
+    checkpoint_path: Path | None = None
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: none but those that are asked for."""
+    checkpoint_keep: int = 3
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+        """Raises InputError that names the variable which is no number."""
+        path = variables.get("PACEKEEPER_CHECKPOINT_PATH")
+        return cls(
+            rank=_number(variables, "RANK", 0),
+            world_size=_number(variables, "WORLD_SIZE", 1),
+            local_rank=_number(variables, "LOCAL_RANK", 0),
+            round=_number(variables, "PACEKEEPER_ROUND", 0),
+            runtime=Runtime.from_environment(variables) if variables.get("PACEKEEPER_RUNTIME") else None,
+            checkpoint_path=Path(path) if path else None,
+            checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
+            checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
+        )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name) or str(default)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InputError(f"{name}={text!r} is not a whole number; the launcher sets it, unset it otherwise") from error

@@ -1,0 +1,152 @@
+"""What a rank is doing, told to its ring: steps, own work, phases, and how long it waited for its peers.
+
+**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*, that is
+
+- the time its training thread was blocked in `Work.wait` (all that FSDP2, barriers and object collectives do on CPU), and
+- the *tail*: from its last entry into a collective that nobody waits for in Python until that is done, but no longer than
+  to the beginning of the optimizer's step. This is DDP, whose reducer overlaps all buckets but the last with the backward
+  pass and then waits in C++. Broadcasts of DDP's buffers, which C++ waits for at once, count whole.
+
+Loading data is own work: it is the rank's, and grows with its share of the batch. A collective that a script starts itself
+and finishes across the optimizer's step counts as waiting from its beginning to that step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
+
+from .environment import Environment
+from .ring import RingWriter
+
+
+class Recorder:
+    """Writes one rank's records. All times are nanoseconds of CLOCK_MONOTONIC."""
+
+    def __init__(self, ring: RingWriter | NoRing) -> None:
+        self.ring = ring
+        self.step = 0
+        """The step that is under way: the number it will have when it is complete."""
+        self.phase = Phase.START
+        self._training_thread = threading.get_ident()
+        self._step_start = time.monotonic_ns()
+        self._waits: list[int] = []
+        self._in_flight: dict[object, None] = {}
+        self._last_entry = 0
+        self._last_done = 0
+        self._last_wait_end = 0
+
+    def end_step(self, samples: int = 0, now: int | None = None) -> None:
+        """The optimizer has stepped: `samples` of this rank went into it (0: unknown)."""
+        end = time.monotonic_ns() if now is None else now
+        start, self._step_start = self._step_start, end
+        own = max(0, end - start - sum(self._waits))
+        self._waits.clear()
+        self.ring.write(Kind.STEP, start, end, self.step, self.phase, samples)
+        self.ring.write(Kind.COMPUTE, start, start + own, self.step, self.phase, samples)
+        self.ring.end_step(self.step, end)
+        self.step += 1
+        if self.phase is Phase.START:
+            self.enter(Phase.TRAIN, end)
+
+    def restart_clock(self, step: int) -> None:
+        """The next step to complete is `step`, and it begins now."""
+        self.step = step
+        self._step_start = time.monotonic_ns()
+        self._waits.clear()
+
+    def enter(self, phase: Phase, now: int | None = None) -> None:
+        self.phase = phase
+        self.ring.enter_phase(phase, now)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """A phase other than training. Its time is no part of any step's."""
+        before, start = self.phase, time.monotonic_ns()
+        waits = len(self._waits)
+        self.enter(phase, start)
+        try:
+            yield
+        finally:
+            del self._waits[waits:]
+            self.end_phase(before, start)
+
+    def end_phase(self, before: Phase, start: int) -> None:
+        """The present phase, begun at `start`, is over and the one `before` it goes on."""
+        phase, end = self.phase, time.monotonic_ns()
+        self._step_start += end - start
+        self.enter(before, end)
+        self.ring.write(Kind.PHASE, start, end, self.step, phase)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Waiting for the loader: a phase with a deadline of its own, and part of the step."""
+        before, start = self.phase, time.monotonic_ns()
+        self.enter(Phase.DATA, start)
+        try:
+            yield
+        finally:
+            end = time.monotonic_ns()
+            self.enter(before, end)
+            self.ring.write(Kind.DATA, start, end, self.step, before)
+
+    def waited(self, start: int, end: int) -> None:
+        """The calling thread was blocked on its peers; other threads than the training one cost the step nothing."""
+        if threading.get_ident() == self._training_thread:
+            self._waits.append(end - start)
+            self._last_wait_end = end
+
+    def entered(self, collective: Collective, token: object, start: int) -> None:
+        """The rank has entered a collective; `token` names it until it is done."""
+        self._in_flight[token] = None
+        if collective in SYMMETRIC:
+            self._last_entry = start
+
+    def done(self, collective: Collective, token: object, start: int, end: int, overlapped: bool) -> None:
+        """Called from whichever thread learns of it first. `overlapped`: no Python code waits for it."""
+        self._in_flight.pop(token, None)
+        self._last_done = end
+        if overlapped and collective is Collective.BROADCAST:
+            self._waits.append(end - start)
+        if not self._in_flight:
+            self.ring.leave_collective()
+
+    def optimizer_begins(self) -> None:
+        """Closes the tail: what C++ waited for at the end of the backward pass."""
+        entry = self._last_entry
+        if entry > max(self._step_start, self._last_wait_end):
+            # The thread that learns of the end may come second to this one, so what is still in flight ends now.
+            end = time.monotonic_ns() if self._in_flight else self._last_done
+            self._waits.append(max(0, end - entry))
+        self._last_entry = 0
+
+
+class NoRing:
+    """Stands in where no launcher has made a ring: takes every call and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.state: Any = SimpleNamespace()
+
+    def write(self, *args: Any, **fields: Any) -> None: ...
+
+    def enter_phase(self, phase: Phase, now_ns: int | None = None) -> None: ...
+
+    def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None: ...
+
+    def leave_collective(self) -> None: ...
+
+    def end_step(self, step: int, now_ns: int) -> None: ...
+
+
+def open_recorder(environment: Environment) -> Recorder:
+    """The rank's recorder: on its ring, where a launcher has made one."""
+    if environment.runtime is None:
+        return Recorder(NoRing())
+    path = environment.runtime.ring(environment.local_rank)
+    return Recorder(RingWriter(path) if path.exists() else NoRing())
