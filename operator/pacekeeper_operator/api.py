@@ -1,0 +1,530 @@
+"""The custom resources as the operator sees them: names, words, and frozen dataclasses with the CRDs' defaults.
+
+`JobSpec.parse(body["spec"])` reads what the API server has validated against crds/; the checks here are those that a
+duration or a number needs to become a value. Unknown fields are left out, so that operator and CRD may differ by a
+version. Durations are seconds, points in time are seconds since the epoch; on the wire they are `1h30m` and RFC 3339.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Self
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import SyncMode
+
+from .codec import Converters, from_json, to_json, to_patch
+
+GROUP = "pacekeeper.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+LABEL_JOB = f"{GROUP}/job"
+"""On pods, plans and incidents: the job's name."""
+LABEL_WORKER = f"{GROUP}/worker"
+"""On pods: the worker's ordinal."""
+LABEL_PROBE = f"{GROUP}/probe"
+"""On probe pods: the node's UID."""
+LABEL_NEVER_QUARANTINE = f"{GROUP}/never-quarantine"
+"""On nodes, with the value `true`: the platform team's opt-out."""
+ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
+"""On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
+TAINT_QUARANTINE = f"{GROUP}/quarantine"
+"""Key of the taint (effect NoSchedule) of a quarantined node."""
+FINALIZER_JOB = f"{GROUP}/job"
+FINALIZER_QUARANTINE = f"{GROUP}/release-node"
+FIELD_MANAGER_CORDON = "pacekeeper-quarantine"
+"""Owner of taint and cordon (server-side apply): giving up the ownership leaves a cordon that somebody else owns."""
+
+TRAINER = "trainer"
+"""The container of the template that runs `pacekeeper run`."""
+SIDECAR = "pacekeeper-sidecar"
+MAX_JOB_NAME = 40
+TOKEN_AUDIENCE = "pacekeeper"
+METRICS_PORT = 9464
+METRICS_PORT_NAME = "pk-metrics"
+
+
+class Remedy(StrEnum):
+    """What can be done about a fault; the CRD's `remediation.allow` takes any of them."""
+
+    RESTART_RANKS = "RestartRanks"
+    REPLACE_WORKER = "ReplaceWorker"
+    REBALANCE = "Rebalance"
+    LOCAL_SGD = "LocalSGD"
+    QUARANTINE_NODE = "QuarantineNode"
+    PLAN_TRAFFIC = "PlanTraffic"
+
+
+class Mode(StrEnum):
+    """Whether remedies are applied, or only decided and written down."""
+
+    ACT = "Act"
+    RECOMMEND = "Recommend"
+
+
+class CleanPodPolicy(StrEnum):
+    """Which pods go once the job is Complete or Failed."""
+
+    RUNNING = "Running"  # those that still run; ended ones stay for their logs
+    ALL = "All"
+    NONE = "None"
+
+
+class Phase(StrEnum):
+    """The job in one word, for people; programs read the conditions."""
+
+    PENDING = "Pending"  # not all workers are placed
+    STARTING = "Starting"  # placed, before the first step of the first round
+    RUNNING = "Running"
+    RECOVERING = "Recovering"  # an incident is open and its remedy under way
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Condition(StrEnum):
+    """Types of a job's conditions."""
+
+    RUNNING = "Running"
+    DEGRADED = "Degraded"
+    RECOVERING = "Recovering"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
+
+
+class Reason(StrEnum):
+    """Reasons of conditions and events."""
+
+    # Running
+    TRAINING = "Training"
+    WAITING_FOR_PODS = "WaitingForPods"
+    SCHEDULING_TIMEOUT = "SchedulingTimeout"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    # Degraded
+    ALL_SLOW = "AllRanksSlowAlike"
+    STRAGGLER = "Straggler"
+    FEWER_REPLICAS = "FewerReplicas"
+    NO_SPARE = "NoSpareLeft"
+    METRICS_UNAVAILABLE = "MetricsUnavailable"
+    BREAKER_TRIPPED = "BreakerTripped"
+    PAUSED = "Paused"
+    HEALTHY = "Healthy"
+    # Recovering
+    INCIDENT = "IncidentOpen"
+    NO_INCIDENT = "NoIncident"
+    # Suspended
+    SUSPENDED = "SuspendRequested"
+    RESUMED = "Resumed"
+    # Complete, Failed
+    TRAINED = "RanksFinished"
+    SCRIPT_FAILED = "ScriptFailed"
+    RESTARTS_EXHAUSTED = "RestartsExhausted"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # InvalidTemplate
+    REFUSED = "PodRefused"
+    ACCEPTED = "PodAccepted"
+
+
+class Cause(StrEnum):
+    """What an incident is about."""
+
+    RANK_FAILED = "RankFailed"
+    RANK_HUNG = "RankHung"
+    OUT_OF_MEMORY = "OutOfMemory"
+    WORKER_LOST = "WorkerLost"
+    NODE_LOST = "NodeLost"
+    GPU_ERROR = "GPUError"
+    STRAGGLER = "Straggler"
+    ALL_SLOW = "AllRanksSlowAlike"
+
+
+class Class(StrEnum):
+    """Whose fault it is."""
+
+    APPLICATION = "Application"
+    INFRASTRUCTURE = "Infrastructure"
+    DISRUPTION = "Disruption"  # somebody wanted it: drain, eviction, preemption, deletion
+    PERFORMANCE = "Performance"
+    UNKNOWN = "Unknown"
+
+
+class Outcome(StrEnum):
+    """What became of an incident, measured after the fact."""
+
+    RECOVERED = "Recovered"  # training goes on as before
+    MITIGATED = "Mitigated"  # better than before the remedy, not as good as before the fault
+    NOT_HELPED = "NotHelped"
+    RECOMMENDED = "Recommended"  # mode Recommend: nothing was done
+    FAILED = "Failed"  # the job failed of it
+    SUPERSEDED = "Superseded"  # another incident took over
+
+
+class QuarantinePhase(StrEnum):
+    PENDING = "Pending"  # waits for approval
+    ACTIVE = "Active"  # tainted and cordoned
+    PROBING = "Probing"  # a probe pod decides whether it is released
+    RELEASED = "Released"
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    path: str = "/checkpoints"
+    every_steps: int = 100
+    keep: int = 3
+    volume_claim_name: str = ""  # "": the user mounts a volume at `path` himself, or none outlives the pod
+
+
+@dataclass(frozen=True)
+class DetectionSpec:
+    straggler_slowdown: float = 1.1
+    window_steps: int = 32
+    hang_seconds: float | None = None  # None: auto, from the job's own steps
+
+
+@dataclass(frozen=True)
+class RemediationSpec:
+    mode: Mode = Mode.ACT
+    allow: tuple[Remedy, ...] = tuple(Remedy)
+    max_restarts: int = 10  # within `restart_window`; disruptions and suspend never count
+    restart_window: float = 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class RunPolicySpec:
+    active_deadline_seconds: int | None = None
+    ttl_seconds_after_finished: int | None = None
+    clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What the user wants of a job."""
+
+    template: Mapping[str, Any]  # PodTemplateSpec, as the user wrote it
+    replicas: int = 1
+    min_replicas: int | None = None  # None: never fewer than `replicas`
+    spares: int = 0
+    nproc_per_node: int = 1
+    suspend: bool = False
+    scheduling_timeout: float = 300.0  # seconds
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    detection: DetectionSpec = field(default_factory=DetectionSpec)
+    remediation: RemediationSpec = field(default_factory=RemediationSpec)
+    run_policy: RunPolicySpec = field(default_factory=RunPolicySpec)
+
+    @property
+    def fewest_replicas(self) -> int:
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        """Raises InputError that names the field."""
+        if "template" not in spec:
+            raise InputError("spec.template: is missing; give a pod template with a container `trainer`")
+        return from_json(cls, spec, "spec", _SPEC_CONVERTERS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A TrainingJob: who it is, and what its user wants."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: JobSpec
+    created_at: float = 0.0
+    deleted: bool = False  # deletion was asked for
+
+    @property
+    def plan_name(self) -> str:
+        return f"{self.name}-plan"
+
+    @property
+    def selector(self) -> str:
+        """Label selector of its pods; also `status.selector`, for the scale subresource."""
+        return f"{LABEL_JOB}={self.name}"
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """`body`: the whole object. Raises InputError that names the field."""
+        metadata = body["metadata"]
+        return cls(
+            namespace=metadata["namespace"],
+            name=metadata["name"],
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            spec=JobSpec.parse(body["spec"]),
+            created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
+            deleted="deletionTimestamp" in metadata,
+        )
+
+
+@dataclass(frozen=True)
+class WorkerCounts:
+    """Of `status.workers`. `ready` counts those whose ranks run, out of `desired`; spares are counted apart."""
+
+    desired: int = 0
+    ready: int = 0
+    spare: int = 0
+    summary: str = ""  # the column WORKERS
+
+    @classmethod
+    def of(cls, desired: int, ready: int, spare: int) -> Self:
+        return cls(desired, ready, spare, f"{ready}/{desired}" + (f"+{spare}" if spare else ""))
+
+
+@dataclass(frozen=True)
+class ConditionStatus:
+    """A metav1.Condition; lists of them are keyed by `type`."""
+
+    type: str
+    status: str  # True | False | Unknown
+    reason: str
+    message: str = ""
+    last_transition_time: float = 0.0
+    observed_generation: int = 0
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What the operator says of a job. `to_patch` is for a merge patch: what is None is removed."""
+
+    phase: Phase | None = None
+    reason: str | None = None
+    message: str | None = None
+    observed_generation: int | None = None
+    conditions: tuple[ConditionStatus, ...] = ()
+    start_time: float | None = None
+    completion_time: float | None = None
+    round: int | None = None
+    step: int | None = None
+    last_checkpoint_step: int | None = None
+    workers: WorkerCounts = field(default_factory=WorkerCounts)
+    selector: str | None = None
+    slowdown: float | None = None
+    goodput: float | None = None  # 0 … 1
+    sync_mode: SyncMode | None = None
+    restarts: int | None = None
+    bottleneck: str | None = None
+
+    @classmethod
+    def parse(cls, status: Mapping[str, Any]) -> Self:
+        return from_json(cls, status, "status", _TIMES)
+
+    def to_patch(self) -> dict[str, Any]:
+        return to_patch(self, {**_TIMES_OUT, "slowdown": round_figure, "goodput": round_figure})
+
+
+@dataclass(frozen=True)
+class ObjectRef:
+    name: str
+    namespace: str = ""
+    uid: str = ""
+
+
+@dataclass(frozen=True)
+class RemedyPrice:
+    """One remedy that was considered, with what it would win and cost (seconds of training)."""
+
+    name: str
+    gain_seconds: float | None = None  # None: the job stands still, every remedy wins all
+    cost_seconds: float | None = None
+    chosen: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class IncidentSpec:
+    """What happened, where and to whom; written once."""
+
+    job_ref: ObjectRef
+    cause: Cause
+    class_: Class = Class.UNKNOWN
+    round: int = 0
+    rank: int | None = None
+    worker: str | None = None
+    node: str | None = None
+    message: str = ""  # one sentence for people
+    evidence: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        return from_json(cls, spec, "spec", {})
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self, {})
+
+
+@dataclass(frozen=True)
+class IncidentStatus:
+    """How the incident goes on. Times are seconds since the epoch; durations count from `first_sign`."""
+
+    mode: Mode | None = None
+    remedy: str | None = None  # the chosen one
+    remedies: tuple[RemedyPrice, ...] = ()
+    first_sign: float | None = None
+    detected: float | None = None
+    decided: float | None = None
+    applied: float | None = None
+    recovered: float | None = None
+    detected_seconds: float | None = None
+    recovered_seconds: float | None = None
+    steps_lost: int | None = None
+    slowdown_before: float | None = None
+    slowdown_after: float | None = None
+    predicted_gain: float | None = None  # seconds of training
+    measured_gain: float | None = None
+    outcome: Outcome | None = None
+    message: str | None = None
+
+    @classmethod
+    def parse(cls, status: Mapping[str, Any]) -> Self:
+        return from_json(cls, status, "status", _TIMES)
+
+    def to_patch(self) -> dict[str, Any]:
+        return to_patch(self, {**_TIMES_OUT, **dict.fromkeys(_INCIDENT_FIGURES, round_figure)})
+
+
+@dataclass(frozen=True)
+class QuarantineSpec:
+    """A NodeQuarantine is named after its node."""
+
+    reason: str
+    node_uid: str | None = None  # a node of the same name and another UID is not the one that was meant
+    incident_ref: ObjectRef | None = None
+    expires_after: float = 3600.0  # seconds, from cordonedAt
+    approved: bool = False
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration})
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self, {"expires_after": format_duration})
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One look at a quarantined node by a pod that was pinned to it."""
+
+    pod: str
+    started: float
+    finished: float | None = None
+    passed: bool | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class QuarantineStatus:
+    phase: QuarantinePhase | None = None
+    message: str | None = None
+    conditions: tuple[ConditionStatus, ...] = ()
+    cordoned_at: float | None = None
+    previously_cordoned: bool | None = None  # somebody else's cordon was there before ours, and stays
+    probes: tuple[ProbeResult, ...] = ()  # the last few
+
+    @classmethod
+    def parse(cls, status: Mapping[str, Any]) -> Self:
+        return from_json(cls, status, "status", _TIMES)
+
+    def to_patch(self) -> dict[str, Any]:
+        return to_patch(self, _TIMES_OUT)
+
+
+def incident_name(job: Job, round_: int, cause: Cause, occurrence: int = 1) -> str:
+    """Deterministic, so that writing an incident twice is "already exists".
+
+    It ends with the job's UID: incidents outlive their job, and the next job of that name must not find its own
+    written already.
+    """
+    kebab = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cause).lower()
+    again = f"-{occurrence}" if occurrence > 1 else ""
+    return f"{job.name}-r{round_}-{kebab}{again}-{job.uid[:5]}"
+
+
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `1h30m`, `5m`, `90s`. Raises InputError."""
+    match = _DURATION.fullmatch(text)
+    if not text or match is None:
+        raise InputError(f"{text!r} is not a duration: write whole hours, minutes and seconds like 1h30m, 5m or 90s")
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(3600 * hours + 60 * minutes + seconds)
+
+
+def format_duration(seconds: float) -> str:
+    """What `parse_duration` reads; whole seconds."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    parts = [f"{value}{unit}" for value, unit in ((hours, "h"), (minutes, "m"), (left, "s")) if value]
+    return "".join(parts) or "0s"
+
+
+def parse_time(text: str) -> float:
+    """Seconds since the epoch of an RFC 3339 time."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise InputError(f"{text!r} is not a time in RFC 3339, like 2026-01-31T12:00:00Z") from error
+
+
+def format_time(seconds: float) -> str:
+    """RFC 3339 with microseconds, UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def round_figure(value: float) -> float | None:
+    """Three digits after the point; None for what JSON cannot carry (a slowdown of infinity: the job stands still)."""
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def _parse_hang_seconds(value: str | int) -> float | None:
+    if value == "auto":
+        return None
+    if isinstance(value, int) and value >= 1:
+        return float(value)
+    raise InputError(f"{value!r} must be auto or whole seconds ≥ 1")
+
+
+_SPEC_CONVERTERS: Converters = {
+    "scheduling_timeout": parse_duration,
+    "restart_window": parse_duration,
+    "hang_seconds": _parse_hang_seconds,
+    "template": dict,
+}
+_TIME_FIELDS = (
+    "last_transition_time",
+    "start_time",
+    "completion_time",
+    "first_sign",
+    "detected",
+    "decided",
+    "applied",
+    "recovered",
+    "cordoned_at",
+    "started",
+    "finished",
+)
+_TIMES: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
+_TIMES_OUT: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
+_INCIDENT_FIGURES = (
+    "gain_seconds",
+    "cost_seconds",
+    "detected_seconds",
+    "recovered_seconds",
+    "slowdown_before",
+    "slowdown_after",
+    "predicted_gain",
+    "measured_gain",
+)

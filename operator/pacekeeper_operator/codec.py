@@ -1,0 +1,100 @@
+"""Frozen dataclasses from and to the JSON of custom resources: snake_case here, camelCase there.
+
+Nested dataclasses, tuples of them and enumerations are converted by the annotations of the fields; what else a field
+needs (durations, times) by a table of converters from the field's name, which holds on all levels.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar
+
+from pacekeeper_analysis.errors import InputError
+
+Converters = Mapping[str, Callable[[Any], Any]]
+Record = TypeVar("Record")
+
+
+def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters: Converters) -> Record:
+    """`path` is where `data` stands, for messages: `spec.checkpoint`. Absent and null fields take their default."""
+    hints = _hints(cls)
+    values: dict[str, Any] = {}
+    for name, hint in hints.items():
+        key = camel_case(name)
+        if data.get(key) is not None:
+            values[name] = _read(hint, data[key], f"{path}.{key}", converters, converters.get(name))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        missing = [camel_case(name) for name in hints if name not in values]
+        raise InputError(f"{path}: {', '.join(missing)} must be given") from error
+
+
+def to_json(record: Any, converters: Converters) -> dict[str, Any]:
+    """Without the fields that are None."""
+    return {key: value for key, value in to_patch(record, converters).items() if value is not None}
+
+
+def to_patch(record: Any, converters: Converters) -> dict[str, Any]:
+    """For a merge patch: a field that is None is null, which removes it. Items of lists hold no nulls."""
+    return {
+        camel_case(item.name): _write(getattr(record, item.name), converters, converters.get(item.name))
+        for item in fields(record)
+    }
+
+
+def camel_case(name: str) -> str:
+    """`class_` → `class`, `node_uid` → `nodeUID`, `job_ref` → `jobRef`."""
+    first, *rest = name.rstrip("_").split("_")
+    return first + "".join("UID" if word == "uid" else word.capitalize() for word in rest)
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
+    if convert is not None:
+        try:
+            return convert(value)
+        except (InputError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: {error}") from error
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{path}: must be a list, not {value!r}")
+        item = typing.get_args(hint)[0]
+        return tuple(_read(item, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{path}: must be an object, not {value!r}")
+        return from_json(typing.cast(type[Any], hint), value, path, converters)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        try:
+            return hint(value)
+        except ValueError as error:
+            raise InputError(f"{path}: {value!r} is not one of {', '.join(hint)}") from error
+    if hint is float and type(value) is int:
+        return float(value)
+    if isinstance(hint, type) and type(value) is not hint:
+        raise InputError(f"{path}: {value!r} must be of type {hint.__name__}")
+    return value
+
+
+def _write(value: Any, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
+    if value is None:
+        return None
+    if convert is not None:
+        return convert(value)
+    if isinstance(value, tuple):
+        return [to_json(item, converters) if is_dataclass(item) else _write(item, converters, None) for item in value]
+    if is_dataclass(value):
+        return to_patch(value, converters)
+    return str(value) if isinstance(value, StrEnum) else value
