@@ -1,0 +1,235 @@
+"""Jobs without a pipeline: DDP, FSDP and their like, where collectives overlap with computation and ranks wait for
+data.
+
+The short way in, for a table of compute times:
+
+    whatif = analyse(compute_seconds)                            # [step, rank]
+    whatif.slowdown                                              # S
+    whatif.decomposition.by_replica                              # S_w of each rank (None where S is below 1.03)
+    whatif.gain(replaced([2]))                                   # rank 2 at its peers' pace: times faster
+    whatif.gain(reshared(new=[4, 4, 2], old=[3, 3, 4]))          # batch shares
+
+The long way: a `program` says what every rank does in a step, in order, and `window` takes the seconds of each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pacekeeper_analysis.whatif.figures import WhatIf
+from pacekeeper_analysis.whatif.figures import analyse as analyse_window
+from pacekeeper_analysis.whatif.graph import GraphBuilder
+from pacekeeper_analysis.whatif.scenario import AS_RECORDED, PEERS, Scaled, Scenario, Seconds, Where
+from pacekeeper_analysis.whatif.simulate import Array
+from pacekeeper_analysis.whatif.window import Operation, Window, ideal_seconds
+
+DATA, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = "data", "compute", "forward-compute", "backward-compute", "optimizer"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+
+COMPUTATIONS = (COMPUTE, FORWARD, BACKWARD, OPTIMIZER)
+"""What becomes faster on a faster rank."""
+
+SAMPLE_WORK = (COMPUTE, FORWARD, BACKWARD)
+"""What takes longer with more samples."""
+
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+"""What waits for other ranks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rank itself is busy: it computes, or waits for its loader."""
+
+    type: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective starts as soon as all ranks along `across` have launched it and its stream is free."""
+
+    type: str
+    name: str
+    across: tuple[int, ...] = (0,)
+    """Axes of the rank mesh that take part."""
+    stream: str = "collectives"
+    """Collectives of one stream run one after the other."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank goes on only when this collective has ended."""
+
+    name: str
+
+
+Instruction = Run | Launch | Wait
+
+
+def analyse(
+    compute_seconds: ArrayLike,
+    communication_seconds: ArrayLike = 0.0,
+    data_seconds: ArrayLike = 0.0,
+    *,
+    steps: Sequence[int] | None = None,
+    measured_seconds: ArrayLike | None = None,
+) -> WhatIf:
+    """The analysis of a synchronous job in which every rank loads, computes and then joins one collective a step.
+
+    compute_seconds: [step, rank], without any waiting for other ranks. communication_seconds: what the collective
+    takes once the last rank is there, as far as nothing overlaps it, broadcastable to [step, rank]. data_seconds:
+    each rank's wait for its loader, likewise. steps: their numbers. measured_seconds: wall time of each step
+    [step]. Raises ValueError where a value is negative or not a number.
+    """
+    compute = np.asarray(compute_seconds, dtype=np.float64)
+    if compute.ndim != 2 or 0 in compute.shape:
+        raise ValueError(
+            f"compute_seconds has shape {compute.shape}; it has to be [step, rank], with at least one of each"
+        )
+    data, communication = (np.asarray(part, dtype=np.float64) for part in (data_seconds, communication_seconds))
+    seconds = np.stack([np.broadcast_to(part, compute.shape).T for part in (data, compute, communication)])
+    program: list[Instruction] = [Run(DATA), Run(COMPUTE), Launch(ALL_REDUCE, "gradients"), Wait("gradients")]
+    return analyse_window(window(program, seconds, steps=steps, measured_seconds=measured_seconds))
+
+
+def replaced(ranks: Iterable[int]) -> Scenario:
+    """These ranks compute and load at their peers' pace: what replacing their worker would win."""
+    return AS_RECORDED.but(Where(replicas=ranks, types=(*COMPUTATIONS, DATA)), takes=PEERS)
+
+
+def reshared(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> Scenario:
+    """Rank r computes new[r] samples a step instead of old[r].
+
+    fixed: seconds of each computation that do not depend on the samples (a of the step time a + b·n).
+    """
+    if len(new) != len(old) or min(old) <= 0 or min(new) < 0:
+        raise ValueError(f"batch shares {list(new)} in place of {list(old)}: one share for each rank, old ones above 0")
+    factors = tuple(float(after) / float(before) for after, before in zip(new, old, strict=True))
+    return AS_RECORDED.but(Where(types=SAMPLE_WORK), takes=Scaled(factors, fixed))
+
+
+def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, by_clock: bool = False) -> float:
+    """Mean seconds for one step's worth of samples under Local-SGD: ranks wait for each other only at
+    synchronisations.
+
+    every: steps between two synchronisations. sync_seconds: what one costs. by_clock: ranks synchronise by the
+    clock and do as many steps as they can meanwhile (A-EDiT, arXiv 2410.07210), so that a slow rank costs only its
+    own samples; otherwise all do the same number of steps, and whoever is slow throughout still makes the others
+    wait.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; synchronise every 1 or more steps")
+    apart = AS_RECORDED.apart(Where(types=COLLECTIVES)).but(Where(types=COLLECTIVES), takes=Seconds(0.0))
+    (own,) = whatif.window.finish([apart])
+    if by_clock:
+        return float(1.0 / np.mean(1.0 / own.mean(axis=1)) + sync_seconds / every)
+    rounds = [own[:, first : first + every].sum(axis=1).max() + sync_seconds for first in range(0, own.shape[1], every)]
+    return float(np.sum(rounds) / own.shape[1])
+
+
+def ddp_program(buckets: int) -> list[Instruction]:
+    """DDP: the gradients of each bucket are reduced while the backward of the next one runs."""
+    program: list[Instruction] = [Run(DATA), Run(FORWARD)]
+    for bucket in range(buckets):
+        program += [Run(BACKWARD), Launch(ALL_REDUCE, f"bucket {bucket}")]
+    return [*program, *(Wait(f"bucket {bucket}") for bucket in range(buckets)), Run(OPTIMIZER)]
+
+
+def fsdp_program(
+    units: int, shard_axes: tuple[int, ...] = (0,), replicate_axes: tuple[int, ...] = ()
+) -> list[Instruction]:
+    """FSDP: each unit's parameters are gathered before its forward and backward, one unit ahead; gradients are
+    scattered.
+
+    With `replicate_axes` (HSDP) each unit's gradients are also reduced over those axes of the mesh.
+    """
+    program: list[Instruction] = [Run(DATA)]
+    for type_, order in ((FORWARD, list(range(units))), (BACKWARD, list(range(units))[::-1])):
+        gathers = [Launch(ALL_GATHER, f"{type_} parameters {unit}", shard_axes, "all-gather") for unit in order]
+        program.append(gathers[0])
+        for at, unit in enumerate(order):
+            program += [Wait(gathers[at].name), *gathers[at + 1 : at + 2], Run(type_)]
+            if type_ == BACKWARD:
+                program.append(Launch(REDUCE_SCATTER, f"gradients {unit}", shard_axes, "reduce-scatter"))
+                if replicate_axes:
+                    program.append(Launch(ALL_REDUCE, f"shards {unit}", replicate_axes, "reduce-scatter"))
+    last = [
+        instruction.name
+        for instruction in program
+        if isinstance(instruction, Launch) and instruction.stream != "all-gather"
+    ]
+    return [*program, *(Wait(name) for name in last), Run(OPTIMIZER)]
+
+
+def window(
+    program: Sequence[Instruction],
+    seconds: ArrayLike,
+    *,
+    steps: Sequence[int] | None = None,
+    measured_seconds: ArrayLike | None = None,
+) -> Window:
+    """The window of a job whose ranks all run `program` in each step.
+
+    seconds: [instruction, *mesh, step], one row for each Run (own seconds) and Launch (seconds once the last rank
+    is there), in the program's order; the mesh is usually one axis of ranks. steps: their numbers, by default from
+    0.
+    measured_seconds: wall time of each step. Raises ValueError where the rows do not fit, or a value is negative or
+    NaN.
+    """
+    timed = [instruction for instruction in program if not isinstance(instruction, Wait)]
+    table: Array = np.asarray(seconds, dtype=np.float64)
+    if table.ndim < 3 or table.shape[0] != len(timed):
+        raise ValueError(f"seconds has shape {table.shape}; the program needs [{len(timed)}, rank, step]")
+    bad = np.argwhere(~(np.isfinite(table) & (table >= 0)))
+    if bad.size:
+        row, *rank, step = (int(index) for index in bad[0])
+        raise ValueError(
+            f"{timed[row]}: {table[tuple(bad[0])]} seconds on rank {rank[0]} at step {step}; drop that step"
+        )
+    graph = GraphBuilder()
+    operations: list[Operation] = []
+    counts = dict.fromkeys((instruction.type for instruction in timed), 0)
+    previous: int | None = None
+    streams: dict[str, int] = {}
+    launched: dict[str, int] = {}
+    waited_on: list[int] = []
+    for instruction in program:
+        if isinstance(instruction, Wait):
+            if instruction.name not in launched:
+                raise ValueError(f"the program waits for {instruction.name!r} before it is launched")
+            waited_on.append(launched[instruction.name])
+            continue
+        node = graph.operation(str(instruction), after=[] if previous is None else [previous])
+        operations.append(Operation(instruction.type, index=counts[instruction.type]))
+        counts[instruction.type] += 1
+        for collective in waited_on:
+            graph.wait(node, on=collective)
+        if isinstance(instruction, Run):
+            previous, waited_on = node, []
+        else:
+            if instruction.stream in streams:
+                graph.wait(node, on=streams[instruction.stream])
+            streams[instruction.stream] = launched[instruction.name] = node
+            graph.start_together([node], across=instruction.across)
+    collectives = frozenset(instruction.type for instruction in timed if isinstance(instruction, Launch))
+    return Window(
+        graph=graph.build(),
+        operations=tuple(operations),
+        seconds=table,
+        ideal=ideal_seconds(operations, table, frozenset(counts) - collectives),
+        steps=tuple(range(table.shape[-1])) if steps is None else tuple(steps),
+        measured_s=None if measured_seconds is None else np.asarray(measured_seconds, dtype=np.float64),
+    )
+
+
+def transfer_seconds(durations: Array) -> Array:
+    """What collectives take once the last rank is there, from how long each rank was inside them.
+
+    The rank that comes last waits for nobody: the shortest duration of a group is the transfer, without any common
+    clock.
+    durations: [rank, step], result [1, step].
+    """
+    return np.asarray(durations.min(axis=0, keepdims=True))

@@ -1,0 +1,67 @@
+"""Traces in the published schema as parquet files, and their metadata files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.whatif.trace import COLUMNS, TYPES, Metadata, Trace, TraceError, trace_from_columns
+
+
+def read_parquet(path: Path, metadata: Metadata) -> Trace:
+    """Reads a trace. Raises TraceError where the file is damaged or lacks columns, OSError where it cannot be
+    read."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise TraceError("parquet traces need pyarrow: pip install 'pacekeeper[whatif]'") from error
+    try:
+        with parquet.ParquetFile(path, read_dictionary=["optype"]) as file:
+            table = file.read(columns=[name for name in COLUMNS if name in file.schema_arrow.names])
+    except pyarrow.ArrowException as error:
+        raise TraceError(f"{path} is not a readable parquet file ({error}); write it again") from error
+    columns: dict[str, NDArray[np.generic]] = {}
+    type_names: Sequence[str] = TYPES
+    for name in table.column_names:
+        column = table.column(name).combine_chunks()
+        if column.null_count:
+            raise TraceError(f"{path}: column {name} has {column.null_count} empty cells; fill them or drop the rows")
+        if pyarrow.types.is_dictionary(column.type):
+            type_names = column.dictionary.to_pylist()
+            columns[name] = column.indices.to_numpy(zero_copy_only=False)
+        else:
+            columns[name] = column.to_numpy(zero_copy_only=False)
+    return trace_from_columns(columns, metadata, type_names)
+
+
+def write_parquet(path: Path, trace: Trace) -> None:
+    """Writes a trace in the published schema."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table(trace.to_columns()), path)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Reads a metadata file: JSON, or lines `key: value` (flat YAML)."""
+    text = path.read_text()
+    if text.lstrip().startswith("{"):
+        try:
+            return Metadata.from_mapping(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{path}: not valid JSON ({error})") from error
+    values: dict[str, object] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.split("#")[0].strip()
+        if not content:
+            continue
+        key, colon, value = (part.strip() for part in content.partition(":"))
+        if not colon:
+            raise TraceError(f"{path}, line {number}: {line!r} is not `key: value`")
+        values[key] = int(value) if value.lstrip("-").isdigit() else value.strip("'\"")
+    return Metadata.from_mapping(values)

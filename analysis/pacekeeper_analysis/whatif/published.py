@@ -1,0 +1,287 @@
+"""From a trace in the published schema to a window: which operation waits for which, and how long each one really
+takes.
+
+The rules are those of arXiv 2505.05713 and its analyzer's published results (methods, section W). The graph is read
+off data-parallel rank 0 of the first complete step and serves every step and rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder
+from pacekeeper_analysis.whatif.rows import DenseRows
+from pacekeeper_analysis.whatif.simulate import Array
+from pacekeeper_analysis.whatif.trace import (
+    ALL_GATHER,
+    BACKWARD,
+    BACKWARD_RECV,
+    BACKWARD_SEND,
+    CLIP,
+    EMBEDDING,
+    FORWARD,
+    FORWARD_RECV,
+    FORWARD_SEND,
+    GC,
+    LAYERNORM,
+    OPTIMIZER,
+    REDUCE_SCATTER,
+    SEPARATE_ALL_REDUCE,
+    Metadata,
+    Trace,
+    TraceError,
+)
+from pacekeeper_analysis.whatif.window import Operation, Window, ideal_seconds
+
+MEAN_TYPES = frozenset({FORWARD, BACKWARD, GC, OPTIMIZER})
+"""Types whose ideal duration is the mean; the median for all others."""
+
+CLOCK_TOLERANCE_S = 5e-5
+"""By how much clocks of a job may differ without meaning anything."""
+
+NEGATIVE_TRANSFER_S = -0.010
+"""A transfer that ended this long before its last participant arrived is a clock error; it counts as 0."""
+
+
+def window_from_trace(trace: Trace) -> Window:
+    """The window of all complete steps. Raises TraceError when there is none, or the rows contradict the metadata."""
+    rows = DenseRows(trace, in_graph(trace.metadata))
+    starts, durations = rows.fill(trace.start_ts), rows.fill(trace.duration)
+    ends = rows.fill(trace.start_ts + trace.duration)  # added in the trace's own precision, as its authors do
+    graph = pipeline_graph(rows.operations, starts[:, 0, 0], ends[:, 0, 0], trace.metadata)
+    seconds = own_seconds(graph, starts, durations, ends)
+    return Window(
+        graph=graph,
+        operations=rows.operations,
+        seconds=seconds,
+        ideal=ideal_seconds(rows.operations, seconds, MEAN_TYPES),
+        steps=rows.steps,
+        measured_s=ends.max(axis=(0, 1)) - starts.min(axis=(0, 1)),
+        skipped=rows.skipped,
+    )
+
+
+def in_graph(meta: Metadata) -> Callable[[str, int], bool]:
+    """Which types of operation belong to the graph in which stage."""
+
+    def included(name: str, stage: int) -> bool:
+        if name in (ALL_GATHER, REDUCE_SCATTER, SEPARATE_ALL_REDUCE):
+            return meta.dp_size * meta.dsp_size > 1
+        if name == EMBEDDING:
+            return stage in (0, meta.pp_size - 1)
+        return True
+
+    return included
+
+
+def own_seconds(graph: Graph, starts: Array, durations: Array, ends: Array) -> Array:
+    """Durations without the wait for others: end minus the latest start among those that start together.
+
+    starts, durations, ends: [operation, replica, step].
+    """
+    seconds = durations.copy()
+    for unit in graph.units:
+        members = list(unit.members)
+        if len(members) > 1 or unit.across:
+            latest = starts[members].max(axis=0)
+            if unit.across:
+                latest = latest.max(axis=0, keepdims=True)
+            transfer = ends[members] - latest
+            seconds[members] = np.where(transfer <= NEGATIVE_TRANSFER_S, 0.0, transfer)
+    return seconds
+
+
+def pipeline_graph(operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> Graph:
+    """The graph of one step, read off one data-parallel rank's start and end times [operation].
+
+    Raises TraceError where operations have no counterpart: a stage without optimizer, a send without its receive.
+    """
+    pipeline = _Pipeline(operations, starts, ends, meta)
+    for stage in range(meta.pp_size):
+        pipeline.compute(stage)
+        pipeline.data_parallel(stage)
+        pipeline.tail(stage)
+    if meta.pp_size > 1:
+        pipeline.point_to_point()
+    pipeline.collectives()
+    return pipeline.build()
+
+
+class _Pipeline:
+    """Builds the graph rule by rule (methods, section W: rules 1 to 8)."""
+
+    def __init__(self, operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> None:
+        self._operations = operations
+        self._starts, self._ends = starts, ends
+        self._meta = meta
+        self._graph = GraphBuilder()
+        self._of: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for node in sorted(range(len(operations)), key=lambda node: (starts[node], operations[node].index)):
+            self._of[operations[node].type, operations[node].stage].append(node)
+        for operation in operations:
+            self._graph.operation(str(operation))
+
+    def build(self) -> Graph:
+        return self._graph.build(
+            final=[node for stage in range(self._meta.pp_size) for node in self._of[OPTIMIZER, stage]]
+        )
+
+    def compute(self, stage: int) -> None:
+        """Forwards and backwards of a stage run one after the other; each chunk's parameters are gathered first."""
+        forwards, backwards = self._of[FORWARD, stage], self._of[BACKWARD, stage]
+        if not forwards or len(forwards) != len(backwards):
+            raise TraceError(
+                f"stage {stage} has {len(forwards)} {FORWARD} and {len(backwards)} {BACKWARD}; "
+                "it needs as many of each, and at least one"
+            )
+        self._graph.chain(self._computes(stage))
+        for gather in self._of[ALL_GATHER, stage]:
+            chunk = self._chunk(forwards, self._operations[gather].chunk)
+            self._graph.wait(chunk[0], on=gather)
+
+    def data_parallel(self, stage: int) -> None:
+        """All-gathers and reduce-scatters share a stream; overlapped, gradients leave after their chunk's last
+        backward."""
+        gathers, scatters = self._of[ALL_GATHER, stage], self._of[REDUCE_SCATTER, stage]
+        self._graph.chain(self._by_start([*gathers, *scatters]))
+        if self._overlapped():
+            for scatter in scatters:
+                chunk = self._chunk(self._of[BACKWARD, stage], self._operations[scatter].chunk)
+                self._graph.wait(scatter, on=max(chunk, key=lambda node: float(self._ends[node])))
+
+    def tail(self, stage: int) -> None:
+        """What follows the last computation, in a fixed order."""
+        last = max(self._computes(stage), key=lambda node: float(self._ends[node]))
+        if not self._of[OPTIMIZER, stage]:
+            raise TraceError(f"stage {stage} has no operation {OPTIMIZER}; a step ends with it, record it too")
+        scatters = self._of[REDUCE_SCATTER, stage]
+        gradients = self._of[SEPARATE_ALL_REDUCE, stage] if self._overlapped() else scatters
+        synchronised = [*self._of[LAYERNORM, stage], *self._of[EMBEDDING, stage], *gradients]
+        after = [*synchronised, *self._of[CLIP, stage], *self._of[OPTIMIZER, stage]]
+        self._graph.chain([last, *self._of[GC, stage], *after])
+        if self._overlapped() and scatters:
+            self._graph.wait(after[0], on=scatters[-1])
+
+    def point_to_point(self) -> None:
+        """Sends and receives between neighbouring stages, in both directions."""
+        stages = self._meta.pp_size
+        for compute, send, receive, step in (
+            (FORWARD, FORWARD_SEND, FORWARD_RECV, 1),
+            (BACKWARD, BACKWARD_SEND, BACKWARD_RECV, -1),
+        ):
+            sends = [self._transfers(compute, send, stage, step) for stage in range(stages)]
+            receives = [self._transfers(compute, receive, stage, step) for stage in range(stages)]
+            for stage in range(stages):
+                neighbour = (stage + step) % stages
+                if len(sends[stage]) != len(receives[neighbour]):
+                    raise TraceError(
+                        f"stage {stage} has {len(sends[stage])} {send} for {len(receives[neighbour])} {receive} "
+                        f"of stage {neighbour}; rows are missing"
+                    )
+                for pair in zip(sends[stage], receives[neighbour], strict=True):
+                    self._graph.start_together(pair)
+        for stage in range(stages):
+            self._before_first_backward(stage)
+
+    def _transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
+        """Orders the transfers of one type and stage among themselves and with computations.
+
+        Returns those that have a counterpart in a neighbouring stage.
+        """
+        transfers, computes = self._of[transfer, stage], self._of[compute, stage]
+        self._graph.chain(transfers)
+        receives = transfer in (FORWARD_RECV, BACKWARD_RECV)
+        connected = []
+        for operation, served in self._served(
+            transfers, computes, stage, outwards=step if not receives else -step, receives=receives
+        ):
+            at = computes.index(served)
+            if not receives:
+                self._graph.wait(operation, on=served)
+            else:
+                self._graph.wait(served, on=operation)
+                if at > 0:
+                    self._graph.wait(operation, on=computes[at - 1])
+            if self._has_neighbour(served, outwards=step if not receives else -step):
+                connected.append(operation)
+        return connected
+
+    def _served(
+        self, transfers: list[int], computes: list[int], stage: int, *, outwards: int, receives: bool
+    ) -> list[tuple[int, int]]:
+        """Pairs of a transfer and the computation that it serves.
+
+        Profilers record either the transfers that take place, or one for every computation, also for those at the
+        ends of the model that have no neighbour (the very first receive or the last send may be missing then, and
+        some may be recorded before or after all computations, without ever being launched).
+        """
+        needing = [node for node in computes if self._has_neighbour(node, outwards)]
+        if len(transfers) == len(needing):
+            return list(zip(transfers, needing, strict=True))
+        if receives:
+            limit = max(self._starts[node] for node in computes) + CLOCK_TOLERANCE_S
+            launched = [node for node in transfers if self._starts[node] <= limit]
+        else:
+            limit = min(self._ends[node] for node in computes) - CLOCK_TOLERANCE_S
+            launched = [node for node in transfers if self._ends[node] >= limit]
+        if len(launched) == len(computes):
+            return list(zip(launched, computes, strict=True))
+        if len(launched) == len(computes) - 1:
+            return list(zip(launched, computes[1:] if receives else computes[:-1], strict=True))
+        name = self._operations[transfers[0]].type if transfers else "transfers"
+        raise TraceError(
+            f"stage {stage} has {len(transfers)} {name} for {len(needing)} computations that need one; rows are missing"
+        )
+
+    def _has_neighbour(self, compute: int, outwards: int) -> bool:
+        """Whether the model has a chunk next to this computation's, towards its end (1) or its beginning (-1)."""
+        operation = self._operations[compute]
+        place = operation.chunk * self._meta.pp_size + operation.stage
+        return 0 <= place + outwards < self._meta.pp_size * self._meta.vpp_size
+
+    def _before_first_backward(self, stage: int) -> None:
+        """The first backward transfers are launched after the last computation but one before the first backward."""
+        computes = self._computes(stage)
+        first = next(at for at, node in enumerate(computes) if self._operations[node].type == BACKWARD)
+        if first >= 2:
+            for name in (BACKWARD_RECV, BACKWARD_SEND):
+                for transfer in self._of[name, stage][:1]:
+                    self._graph.wait(transfer, on=computes[first - 2])
+
+    def collectives(self) -> None:
+        """Operations that all participants start together."""
+        stages = range(self._meta.pp_size)
+        for name in (ALL_GATHER, REDUCE_SCATTER, SEPARATE_ALL_REDUCE):
+            for stage in stages:
+                for node in self._of[name, stage]:
+                    self._graph.start_together([node], across=(0,))
+        for name, across, ends in ((EMBEDDING, (), sorted({0, self._meta.pp_size - 1})), (CLIP, (0,), list(stages))):
+            members = [self._of[name, stage] for stage in ends]
+            if len({len(nodes) for nodes in members}) > 1:
+                raise TraceError(f"stages {ends} have different numbers of {name}; rows are missing")
+            for together in zip(*members, strict=True):
+                self._graph.start_together(together, across=across)
+
+    def _computes(self, stage: int) -> list[int]:
+        return self._by_start([*self._of[FORWARD, stage], *self._of[BACKWARD, stage]])
+
+    def _by_start(self, nodes: list[int]) -> list[int]:
+        return sorted(
+            nodes, key=lambda node: (self._starts[node], self._operations[node].index, self._operations[node].type)
+        )
+
+    def _chunk(self, nodes: list[int], chunk: int) -> list[int]:
+        """The nodes of one model chunk."""
+        chosen = [node for node in nodes if self._operations[node].chunk == chunk]
+        if not chosen:
+            raise TraceError(
+                f"no computation of stage {self._operations[nodes[0]].stage} belongs to model chunk mc {chunk}"
+            )
+        return chosen
+
+    def _overlapped(self) -> bool:
+        """Whether gradients are reduced while backwards still run: the job then has separate all-reduces."""
+        return any(self._of[SEPARATE_ALL_REDUCE, stage] for stage in range(self._meta.pp_size))

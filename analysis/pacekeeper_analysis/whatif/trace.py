@@ -1,0 +1,183 @@
+"""The published trace schema: one row per operation of a pipeline-parallel training job, and what can be wrong with
+it.
+
+Source: ByteDance's StragglerAnalysis data (arXiv 2505.05713). One recorded rank per data-parallel rank and pipeline
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORWARD, BACKWARD = "forward-compute", "backward-compute"
+FORWARD_SEND, FORWARD_RECV = "forward-send", "forward-recv"
+BACKWARD_SEND, BACKWARD_RECV = "backward-send", "backward-recv"
+ALL_GATHER, REDUCE_SCATTER = "params-all-gather", "grads-reduce-scatter"
+SEPARATE_ALL_REDUCE = "separate-grads-all-reduce"
+LAYERNORM, EMBEDDING = "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
+CLIP, OPTIMIZER, GC = "optimizer-clip-main-grad", "optimizer", "gc"
+
+TYPES = (
+    FORWARD,
+    BACKWARD,
+    FORWARD_SEND,
+    FORWARD_RECV,
+    BACKWARD_SEND,
+    BACKWARD_RECV,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    SEPARATE_ALL_REDUCE,
+    LAYERNORM,
+    EMBEDDING,
+    CLIP,
+    OPTIMIZER,
+    GC,
+)
+"""Every operation type; a trace holds their places in this tuple."""
+
+COLUMNS = ("step", "dp_rank", "stage", "rank", "optype", "seq_id", "mc", "mb_id", "start_ts", "duration")
+"""The columns that the analysis reads."""
+
+LONGEST_S = 86_400.0
+"""No operation and no step takes longer than a day; such a value is a broken record."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be analysed. The message names the place and the remedy."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Shape of the job. Raises TraceError where the sizes contradict each other."""
+
+    dp_size: int
+    """Data-parallel ranks."""
+    pp_size: int = 1
+    """Pipeline stages."""
+    tp_size: int = 1
+    """Tensor-parallel ranks; one of them is recorded."""
+    dsp_size: int = 1
+    """Sequence-parallel ranks that share the gradients' collectives; one of them is recorded."""
+    vpp_size: int = 1
+    """Model chunks a stage (interleaved schedule)."""
+    world_size: int | None = None
+    """All ranks of the job; None where it is not known."""
+    trial_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("dp_size", "pp_size", "tp_size", "dsp_size", "vpp_size"):
+            if getattr(self, name) < 1:
+                raise TraceError(f"metadata: {name} is {getattr(self, name)}; it has to be 1 or more")
+        product = self.dp_size * self.pp_size * self.tp_size * self.dsp_size
+        if self.world_size is not None and self.world_size != product:
+            raise TraceError(
+                f"metadata: world_size is {self.world_size}, but dp_size x pp_size x tp_size x dsp_size is {product}; "
+                "correct the sizes, or leave world_size out"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> Metadata:
+        """From the keys of a metadata file; keys that mean nothing here are ignored."""
+        sizes: dict[str, int] = {}
+        for field in fields(cls):
+            if field.name in values and field.name.endswith("_size"):
+                value = values[field.name]
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TraceError(f"metadata: {field.name} is {value!r}; it has to be a whole number")
+                sizes[field.name] = value
+        if "dp_size" not in sizes:
+            raise TraceError("metadata: dp_size is missing; say how many data-parallel ranks the job has")
+        return cls(**sizes, trial_name=str(values.get("trial_name", "")))
+
+
+Ints = NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The rows of a trace, by column. All columns have the same length."""
+
+    step: Ints
+    dp_rank: Ints
+    stage: Ints
+    optype: Ints
+    """Index into TYPES."""
+    seq_id: Ints
+    """Place among the operations of the same type, step and worker, from 0."""
+    mc: Ints
+    """Model chunk; -1 where the operation belongs to none."""
+    mb_id: Ints
+    """Microbatch; -1 where the operation belongs to none."""
+    start_ts: NDArray[np.floating]
+    """Seconds; the origin may be the step's own."""
+    duration: NDArray[np.floating]
+    """Seconds, the wait for others included."""
+    rank: Ints
+    """Global rank of the recorded process."""
+    metadata: Metadata
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def select(self, rows: NDArray[np.bool_]) -> Trace:
+        """The trace of some of the rows."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def worker_ranks(self) -> dict[tuple[int, int], int]:
+        """The global rank of each worker (dp_rank, stage)."""
+        workers = self.dp_rank.astype(np.int64) * (int(self.stage.max()) + 1) + self.stage
+        _, first = np.unique(workers, return_index=True)
+        return {(int(self.dp_rank[row]), int(self.stage[row])): int(self.rank[row]) for row in first}
+
+    def to_columns(self) -> dict[str, NDArray[np.generic]]:
+        """The columns as they are written to files, operation types by name."""
+        columns: dict[str, NDArray[np.generic]] = {name: getattr(self, name) for name in COLUMNS}
+        return columns | {"optype": np.array(TYPES)[self.optype]}
+
+    def where(self, row: int | np.integer) -> str:
+        """A row in words, for messages."""
+        return (
+            f"step {self.step[row]}, dp_rank {self.dp_rank[row]}, stage {self.stage[row]}, "
+            f"{TYPES[self.optype[row]]} {self.seq_id[row]}"
+        )
+
+
+def trace_from_columns(
+    columns: Mapping[str, NDArray[np.generic]], metadata: Metadata, type_names: Sequence[str] = TYPES
+) -> Trace:
+    """Takes the columns of the published schema; `optype` holds names, or places in `type_names`.
+
+    Raises TraceError where a column is missing, empty or of the wrong kind, or an operation type is unknown.
+    """
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise TraceError(f"the trace has no column {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
+    if len({len(columns[name]) for name in COLUMNS}) > 1:
+        raise TraceError("the trace's columns differ in length; the file is damaged, write it again")
+    if len(columns["step"]) == 0:
+        raise TraceError("the trace has no rows; was the profiler on?")
+    checked = {name: np.asarray(columns[name]) for name in COLUMNS}
+    if not np.issubdtype(checked["optype"].dtype, np.integer):
+        names, checked["optype"] = np.unique(checked["optype"].astype(str), return_inverse=True)
+        type_names = names.tolist()
+    for name, column in checked.items():
+        wanted = np.floating if name in ("start_ts", "duration") else np.integer
+        if not np.issubdtype(column.dtype, wanted):
+            kind = "floating-point seconds" if wanted is np.floating else "whole numbers"
+            raise TraceError(f"column {name} holds {column.dtype}; it has to hold {kind}, without missing values")
+    codes = np.array([TYPES.index(name) if name in TYPES else -1 for name in type_names], dtype=np.int8)
+    named = checked["optype"]
+    checked["optype"] = codes[named]
+    unknown = np.flatnonzero(checked["optype"] < 0)
+    if unknown.size:
+        row = unknown[0]
+        step, dp_rank, stage, seq = (checked[name][row] for name in ("step", "dp_rank", "stage", "seq_id"))
+        raise TraceError(
+            f"step {step}, dp_rank {dp_rank}, stage {stage}, seq_id {seq}: unknown operation type "
+            f"{type_names[named[row]]!r} ({unknown.size} such rows); rename it to one of {', '.join(TYPES)}"
+        )
+    return Trace(**checked, metadata=metadata)

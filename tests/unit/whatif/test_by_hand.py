@@ -1,0 +1,151 @@
+"""Traces small enough to work out on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.whatif import Metadata, Trace, WhatIf, analyse, trace_from_columns, window_from_trace
+from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of
+from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, REDUCE_SCATTER, SEPARATE_ALL_REDUCE
+
+# Two stages, two data-parallel ranks, one microbatch; transfers take no time. All computations take 1 s forward and
+# 2 s backward, but 3 s and 6 s on stage 1 of rank 1. Reduce-scatter and optimizer take 0.5 s each.   rank 0: F0
+# 0-1, F1 1-2, B1 2-4, B0 4-6         rank 1: F0 0-1, F1 1-4, B1 4-10, B0 10-12 Reduce-scatter: stage 0 waits for
+# rank 1 until 12, stage 1 until 10. Optimizers: 12.5-13 and 10.5-11.
+ROWS = [
+    # dp_rank, stage, optype, start, end
+    (0, 0, "forward-compute", 0.0, 1.0),
+    (0, 0, "forward-send", 1.0, 1.0),
+    (0, 1, "forward-recv", 0.0, 1.0),
+    (0, 1, "forward-compute", 1.0, 2.0),
+    (0, 1, "backward-compute", 2.0, 4.0),
+    (0, 1, "backward-send", 4.0, 4.0),
+    (0, 0, "backward-recv", 1.0, 4.0),
+    (0, 0, "backward-compute", 4.0, 6.0),
+    (1, 0, "forward-compute", 0.0, 1.0),
+    (1, 0, "forward-send", 1.0, 1.0),
+    (1, 1, "forward-recv", 0.0, 1.0),
+    (1, 1, "forward-compute", 1.0, 4.0),
+    (1, 1, "backward-compute", 4.0, 10.0),
+    (1, 1, "backward-send", 10.0, 10.0),
+    (1, 0, "backward-recv", 1.0, 10.0),
+    (1, 0, "backward-compute", 10.0, 12.0),
+    (0, 0, "grads-reduce-scatter", 6.0, 12.5),
+    (1, 0, "grads-reduce-scatter", 12.0, 12.5),
+    (0, 1, "grads-reduce-scatter", 4.0, 10.5),
+    (1, 1, "grads-reduce-scatter", 10.0, 10.5),
+    (0, 0, "optimizer", 12.5, 13.0),
+    (1, 0, "optimizer", 12.5, 13.0),
+    (0, 1, "optimizer", 10.5, 11.0),
+    (1, 1, "optimizer", 10.5, 11.0),
+]
+
+
+@pytest.fixture
+def paper() -> WhatIf:
+    return analyse(window_from_trace(paper_trace()))
+
+
+def paper_trace() -> Trace:
+    dp_rank, stage, optype, start, end = (np.array(column) for column in zip(*ROWS, strict=True))
+    rows = len(ROWS)
+    computes = np.isin(optype, ["forward-compute", "backward-compute", "grads-reduce-scatter"])
+    columns = {
+        "step": np.full(rows, 7),
+        "dp_rank": dp_rank,
+        "stage": stage,
+        "rank": stage * 2 + dp_rank,
+        "optype": optype,
+        "seq_id": np.zeros(rows, dtype=int),
+        "mc": np.where(computes, 0, -1),
+        "mb_id": np.where(computes, 0, -1),
+        "start_ts": start,
+        "duration": end - start,
+    }
+    return trace_from_columns(columns, Metadata(dp_size=2, pp_size=2, world_size=4))
+
+
+def test_recorded_and_ideal_step(paper: WhatIf) -> None:
+    assert paper.step_s == pytest.approx([13.0])
+    # Means: forward (1+1+1+3)/4 = 1.5, backward (2+2+2+6)/4 = 3; so 1.5 + 1.5 + 3 + 3 + 0.5 + 0.5.
+    assert paper.ideal_step_s == pytest.approx(10.0)
+    assert paper.slowdown == pytest.approx(1.3)
+    assert paper.waste == pytest.approx(1 - 1 / 1.3)
+    assert paper.launch_slowdown == pytest.approx(1.0)
+
+
+def test_parts_of_the_slowdown(paper: WhatIf) -> None:
+    parts = paper.decomposition
+    assert parts is not None
+    assert parts.by_type[FORWARD] == pytest.approx(1.1)  # rank 1: 1 + 3 + 3 + 3 + 1
+    assert parts.by_type[BACKWARD] == pytest.approx(1.2)  # rank 1: 1.5 + 1.5 + 6 + 2 + 1
+    assert parts.by_replica == pytest.approx([1.0, 1.3])
+    assert parts.by_stage == pytest.approx([0.85, 1.45])  # 1 + 1.5 + 3 + 2 + 1; rank 1: 1.5 + 3 + 6 + 3 + 1
+    assert parts.by_worker == pytest.approx(np.array([[0.85, 1.0], [0.85, 1.3]]))
+
+
+def test_blame(paper: WhatIf) -> None:
+    parts = paper.decomposition
+    assert parts is not None
+    assert parts.worst_workers.workers == ((1, 1),)
+    assert parts.worst_workers.without_s == pytest.approx([8.5])  # rank 1: 1 + 1.5 + 3 + 2 + 1
+    assert parts.worst_workers.share == pytest.approx(1.5)
+    assert parts.last_stage.share == pytest.approx(1.5)  # both ranks 1 + 1.5 + 3 + 2 + 1
+
+
+def test_nothing_is_decomposed_below_the_threshold() -> None:
+    shape = Shape(dp=2, pp=1, microbatches=1, steps=3)
+    operations = operations_of(shape)
+    whatif = analyse(window_from_trace(make_trace(shape, operations, np.ones((len(operations), 2, 3)))))
+    assert whatif.slowdown == pytest.approx(1.0)
+    assert whatif.decomposition is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "rounds"),
+    [
+        # (microbatches · chunks + stages - 1) pairs of forward and backward: the bubble of 1F1B, and of its
+        # interleaved form.
+        (Shape(dp=1, pp=4, microbatches=8), 11),
+        (Shape(dp=1, pp=4, vpp=2, microbatches=8), 19),
+        (Shape(dp=2, pp=2, vpp=3, microbatches=4), 13),
+        (Shape(dp=1, pp=1, microbatches=5), 5),
+    ],
+)
+def test_pipeline_bubble(shape: Shape, rounds: int) -> None:
+    operations = operations_of(shape)
+    one = np.array([1.0 if operation.type in (FORWARD, BACKWARD) else 0.0 for operation in operations])
+    seconds = np.broadcast_to(one[:, None, None], (len(operations), shape.dp, shape.steps))
+    whatif = analyse(window_from_trace(make_trace(shape, operations, seconds)))
+    assert whatif.step_s == pytest.approx(2.0 * rounds)
+
+
+@pytest.mark.parametrize(("overlapped", "exposed"), [(True, 5.0), (False, 6.0)])
+def test_overlapped_gradients_start_before_the_last_backward(overlapped: bool, exposed: float) -> None:
+    """Two chunks whose gradients take 3 s each. The last backwards end at 15 s (chunk 1) and 16 s (chunk 0):
+    overlapped, the reduce-scatters run from 15 to 18 and from 18 to 21; otherwise from 16 to 22."""
+    shape = Shape(dp=2, pp=1, vpp=2, microbatches=4, overlapped=overlapped)
+    operations = operations_of(shape)
+    takes = {FORWARD: 1.0, BACKWARD: 1.0, REDUCE_SCATTER: 3.0, SEPARATE_ALL_REDUCE: 0.25}
+    each = np.array([takes.get(operation.type, 0.0) for operation in operations])
+    seconds = np.broadcast_to(each[:, None, None], (len(operations), shape.dp, shape.steps))
+    whatif = analyse(window_from_trace(make_trace(shape, operations, seconds)))
+    assert whatif.step_s == pytest.approx(16.0 + exposed + (0.25 if overlapped else 0.0))
+
+
+def test_gradients_are_reduced_with_one_data_parallel_rank_and_sequence_parallelism() -> None:
+    """dp 1 and dsp 2: the gradients' collectives are there; dp 1 and dsp 1: they are no part of the step."""
+    shape = Shape(dp=1, pp=1, microbatches=1, steps=1)
+    with_peer = Shape(dp=2, pp=1, microbatches=1, steps=1)
+    operations = operations_of(with_peer)
+    trace = make_trace(with_peer, operations, np.ones((len(operations), 2, 1)))
+    alone = trace.select(trace.dp_rank == 0)
+    sequence_parallel = replace(alone, metadata=Metadata(dp_size=1, dsp_size=2))
+    single = replace(alone, metadata=shape.metadata)
+    # forward, backward, gc, layernorm, embedding, clip and optimizer take 1 s each; all-gather and reduce-scatter
+    # too.
+    assert analyse(window_from_trace(sequence_parallel)).step_s == pytest.approx([9.0])
+    assert analyse(window_from_trace(single)).step_s == pytest.approx([7.0])

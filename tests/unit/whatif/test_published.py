@@ -1,0 +1,96 @@
+"""The analysis reproduces the results that the authors of the method published for real traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.whatif import WhatIf, analyse, window_from_trace
+from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
+
+RATIO = 2e-6
+SECONDS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def analysed(published: Path) -> dict[str, WhatIf]:
+    """The analysis of every published trace in the folder."""
+    names = [path.stem.removeprefix("trace-") for path in sorted(published.glob("trace-*.parquet"))]
+    return {name: analysis(published, name) for name in names}
+
+
+def analysis(folder: Path, name: str) -> WhatIf:
+    trace = read_parquet(folder / f"trace-{name}.parquet", read_metadata(folder / f"meta-{name}.yaml"))
+    return analyse(window_from_trace(trace), trace.worker_ranks())
+
+
+def expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / f"{kind}-{name}.json").read_text())
+    return values
+
+
+def test_slowdowns_and_step_times(published: Path, analysed: dict[str, WhatIf]) -> None:
+    for name, whatif in analysed.items():
+        result = expected(published, "result", name)
+        steps = [str(step) for step in whatif.steps]
+        assert whatif.skipped == ()
+        assert whatif.slowdown == pytest.approx(result["blocking_slowdown"], abs=RATIO)
+        assert whatif.launch_slowdown == pytest.approx(result["launch_slowdown"], abs=RATIO)
+        assert steps == sorted(result["step_t_base"], key=int)
+        for ours, theirs in (
+            (whatif.window.measured_s, "step_t_base"),
+            (whatif.step_s, "step_t_nodelay"),
+            (np.full(len(steps), whatif.ideal_step_s), "step_t_noblk"),
+        ):
+            assert ours == pytest.approx(np.array([result[theirs][step] for step in steps]), abs=SECONDS)
+        for ours, theirs in (
+            (whatif.slowdown_per_step, "blocking_step_slowdown"),
+            (whatif.launch_slowdown_per_step, "launch_step_slowdown"),
+        ):
+            assert ours == pytest.approx(np.array([result[theirs][step] for step in steps]), abs=RATIO)
+
+
+def test_decomposition(published: Path, analysed: dict[str, WhatIf]) -> None:
+    for name, whatif in analysed.items():
+        result = expected(published, "result", name)
+        parts = whatif.decomposition
+        if parts is None:
+            assert result["blocking_decompose_by_optype"] is None
+            continue
+        assert parts.by_type == pytest.approx(result["blocking_decompose_by_optype"], abs=RATIO)
+        assert by_number(parts.by_replica) == pytest.approx(result["blocking_decompose_by_dp_rank"], abs=RATIO)
+        assert by_number(parts.by_stage) == pytest.approx(result["blocking_decompose_by_stage"], abs=RATIO)
+        for at, step in enumerate(map(str, whatif.steps)):
+            of_types = {name: values[at] for name, values in parts.by_type_per_step.items()}
+            assert of_types == pytest.approx(result["blocking_decompose_by_optype_per_step"][step], abs=RATIO)
+            of_replicas, of_stages = (
+                by_number(parts.by_replica_per_step[:, at]),
+                by_number(parts.by_stage_per_step[:, at]),
+            )
+            assert of_replicas == pytest.approx(result["blocking_decompose_by_dp_rank_per_step"][step], abs=RATIO)
+            assert of_stages == pytest.approx(result["blocking_decompose_by_stage_per_step"][step], abs=RATIO)
+
+
+def test_blame(published: Path, analysed: dict[str, WhatIf]) -> None:
+    for name, whatif in analysed.items():
+        if whatif.decomposition is None:
+            continue
+        recorded, ideal = whatif.step_s.mean(), whatif.ideal_step_s
+        parts = whatif.decomposition
+        for kind, blame in (("mw", parts.worst_workers), ("ms", parts.last_stage)):
+            result = expected(published, kind, name)
+            alone = (blame.alone_s.mean() - ideal) / (recorded - ideal)
+            assert blame.share == pytest.approx(result["rem"], abs=RATIO)
+            assert alone == pytest.approx(result["add"], abs=RATIO)
+            assert blame.without_s.mean() == pytest.approx(result["trem"], abs=SECONDS)
+            assert blame.alone_s.mean() == pytest.approx(result["tadd"], abs=SECONDS)
+            assert recorded == pytest.approx(result["tori"], abs=SECONDS)
+            assert ideal == pytest.approx(result["tideal"], abs=SECONDS)
+
+
+def by_number(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+    return {str(number): float(value) for number, value in enumerate(values)}
