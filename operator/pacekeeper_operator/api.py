@@ -30,8 +30,8 @@ LABEL_WORKER = f"{GROUP}/worker"
 """On pods: the worker's ordinal."""
 LABEL_PROBE = f"{GROUP}/probe"
 """On probe pods: the node's UID."""
-LABEL_NEVER_QUARANTINE = f"{GROUP}/never-quarantine"
-"""On nodes, with the value `true`: the platform team's opt-out."""
+LABEL_NO_QUARANTINE = f"{GROUP}/no-quarantine"
+"""On nodes, with any value: the platform team's opt-out."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
@@ -97,6 +97,7 @@ class Condition(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
 
@@ -113,20 +114,23 @@ class Reason(StrEnum):
     STRAGGLER = "Straggler"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
-    METRICS_UNAVAILABLE = "MetricsUnavailable"
-    BREAKER_TRIPPED = "BreakerTripped"
+    QUARANTINE_BREAKER = "QuarantineBreaker"
     PAUSED = "Paused"
     HEALTHY = "Healthy"
     # Recovering
     INCIDENT = "IncidentOpen"
     NO_INCIDENT = "NoIncident"
+    # MetricsAvailable
+    METRICS_ANSWERED = "PrometheusAnswers"
+    METRICS_AWAY = "PrometheusAway"
+    METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # Suspended
     SUSPENDED = "SuspendRequested"
     RESUMED = "Resumed"
     # Complete, Failed
     TRAINED = "RanksFinished"
     SCRIPT_FAILED = "ScriptFailed"
-    RESTARTS_EXHAUSTED = "RestartsExhausted"
+    RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     # InvalidTemplate
     REFUSED = "PodRefused"
@@ -134,16 +138,16 @@ class Reason(StrEnum):
 
 
 class Cause(StrEnum):
-    """What an incident is about."""
+    """What an incident is about; part of its name."""
 
-    RANK_FAILED = "RankFailed"
-    RANK_HUNG = "RankHung"
-    OUT_OF_MEMORY = "OutOfMemory"
-    WORKER_LOST = "WorkerLost"
-    NODE_LOST = "NodeLost"
-    GPU_ERROR = "GPUError"
-    STRAGGLER = "Straggler"
-    ALL_SLOW = "AllRanksSlowAlike"
+    CRASH = "crash"  # a rank ended
+    HANG = "hang"
+    OUT_OF_MEMORY = "out-of-memory"
+    WORKER_LOST = "worker-lost"
+    NODE_LOST = "node-lost"
+    GPU_ERROR = "gpu-error"
+    STRAGGLER = "straggler"
+    ALL_SLOW = "all-slow"  # against the job's own first steps
 
 
 class Class(StrEnum):
@@ -370,7 +374,7 @@ class IncidentStatus:
 
     mode: Mode | None = None
     remedy: str | None = None  # the chosen one
-    remedies: tuple[RemedyPrice, ...] = ()
+    considered: tuple[RemedyPrice, ...] = ()
     first_sign: float | None = None
     detected: float | None = None
     decided: float | None = None
@@ -444,11 +448,10 @@ def incident_name(job: Job, round_: int, cause: Cause, occurrence: int = 1) -> s
     """Deterministic, so that writing an incident twice is "already exists".
 
     It ends with the job's UID: incidents outlive their job, and the next job of that name must not find its own
-    written already.
+    written already. `occurrence` counts incidents of one cause in one round: live remedies start no new one.
     """
-    kebab = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cause).lower()
     again = f"-{occurrence}" if occurrence > 1 else ""
-    return f"{job.name}-r{round_}-{kebab}{again}-{job.uid[:5]}"
+    return f"{job.name}-r{round_}-{cause}{again}-{job.uid[:5]}"
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

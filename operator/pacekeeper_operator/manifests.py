@@ -1,0 +1,302 @@
+"""Pure builders: from a job and the installation's settings to the objects that the API server is sent.
+
+A worker is the user's pod template with what Pacekeeper adds to it; nothing that the user wrote is lost or changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pacekeeper_analysis.plan import Plan
+
+from .api import (
+    API_VERSION,
+    LABEL_JOB,
+    LABEL_PROBE,
+    LABEL_WORKER,
+    METRICS_PORT,
+    METRICS_PORT_NAME,
+    SIDECAR,
+    TAINT_QUARANTINE,
+    TOKEN_AUDIENCE,
+    TRAINER,
+    Job,
+)
+
+Object = dict[str, Any]
+
+RUNTIME_PATH = "/run/pacekeeper"
+TOKEN_PATH = "/var/run/secrets/pacekeeper"
+PLAN_KEY = "plan.json"
+DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
+PROBE_SECONDS = 60
+
+_RUNTIME = "pacekeeper-runtime"
+_SHARED_MEMORY = "pacekeeper-shm"
+_CHECKPOINTS = "pacekeeper-checkpoints"
+_TOKEN = "pacekeeper-token"
+_HOSTNAME = "kubernetes.io/hostname"
+_RESTRICTED: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What all workers of this installation have in common."""
+
+    operator_url: str  # https://host:port
+    authority: str  # PEM of the certificate authority behind `operator_url`
+    sidecar_image: str = ""  # "": the trainer's own image, which has Pacekeeper in it
+    sidecar_pull_policy: str = ""  # "": the API server's default
+    sidecar_resources: Mapping[str, Any] = field(
+        default_factory=lambda: {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+    )
+
+
+def worker_pod(
+    job: Job,
+    ordinal: int,
+    incarnation: int,
+    installation: Installation,
+    *,
+    spare: bool = False,
+    avoid_nodes: Sequence[str] = (),
+) -> Object:
+    """A worker: the user's template, the sidecar, and what both need of volumes and environment.
+
+    `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects, whether
+    they are tainted (a template may tolerate everything) or not (mode Recommend).
+    """
+    template = copy.deepcopy(dict(job.spec.template))
+    metadata, spec = template.get("metadata") or {}, template["spec"]
+    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
+    spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    spec.setdefault("automountServiceAccountToken", False)
+    spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
+    environment = _environment(job, spec["terminationGracePeriodSeconds"])
+
+    sidecar = _sidecar(trainer, environment, installation)
+    trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
+    trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *_mounts(job, trainer)]
+    spec["volumes"] = [*spec.get("volumes", []), *_volumes(job)]
+    spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
+    _place(job, spec, spare, avoid_nodes)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": worker_name(job, ordinal, incarnation),
+            "namespace": job.namespace,
+            "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
+            "annotations": metadata.get("annotations", {}),
+            "ownerReferences": [_owned_by(job)],
+        },
+        "spec": spec,
+    }
+
+
+def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
+    """Never used twice by a job: a replacement has the next incarnation."""
+    return f"{job.name}-w{ordinal}-{incarnation}"
+
+
+def plan_config_map(job: Job, plan: Plan, resource_version: str = "") -> Object:
+    """`resource_version`: of the plan that this one replaces, for compare-and-swap; "": there is none yet."""
+    metadata: Object = {
+        "name": job.plan_name,
+        "namespace": job.namespace,
+        "labels": {LABEL_JOB: job.name},
+        "ownerReferences": [_owned_by(job)],
+    }
+    if resource_version:
+        metadata["resourceVersion"] = resource_version
+    content = json.dumps(plan.to_json(), separators=(",", ":"))
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {PLAN_KEY: content}}
+
+
+def probe_pod(
+    name: str,
+    namespace: str,
+    node: Object,
+    quarantine: Object,
+    image: str,
+    command: Sequence[str],
+    resources: Mapping[str, Any] | None = None,
+) -> Object:
+    """A short-lived pod on a quarantined `node`: it succeeds if the node can be used again.
+
+    It is bound to the node by name (a cordon keeps the scheduler away) and goes with its NodeQuarantine.
+    """
+    container = {
+        "name": "probe",
+        "image": image,
+        "command": list(command),
+        "resources": dict(resources or {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}),
+        "securityContext": dict(_RESTRICTED),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {LABEL_PROBE: node["metadata"]["uid"]},
+            "ownerReferences": [_reference(quarantine["metadata"], "NodeQuarantine")],
+        },
+        "spec": {
+            "nodeName": node["metadata"]["name"],
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": PROBE_SECONDS,
+            "terminationGracePeriodSeconds": 1,
+            "automountServiceAccountToken": False,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532},
+            "tolerations": [
+                {"key": TAINT_QUARANTINE, "operator": "Exists"},
+                {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"},
+            ],
+            "containers": [container],
+        },
+    }
+
+
+def _sidecar(trainer: Object, environment: list[Object], installation: Installation) -> Object:
+    """A native sidecar: up before the trainer starts, ended after it, and no obstacle to the pod's completion."""
+    identity = ("runAsUser", "runAsGroup", "runAsNonRoot")  # as the trainer's: they share files
+    context = trainer.get("securityContext", {})
+    sidecar: Object = {
+        "name": SIDECAR,
+        "image": installation.sidecar_image or trainer.get("image", ""),
+        "command": ["python", "-m", "pacekeeper.sidecar"],
+        "restartPolicy": "Always",
+        "env": [
+            *environment,
+            _variable("PACEKEEPER_OPERATOR", installation.operator_url),
+            _variable("PACEKEEPER_CA", installation.authority),
+            _variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
+            _variable("PACEKEEPER_METRICS_PORT", METRICS_PORT),
+        ],
+        "ports": [{"name": METRICS_PORT_NAME, "containerPort": METRICS_PORT}],
+        "resources": copy.deepcopy(dict(installation.sidecar_resources)),
+        "securityContext": {**_RESTRICTED, **{key: context[key] for key in identity if key in context}},
+        "startupProbe": _healthy(period=1, failures=60),
+        "livenessProbe": _healthy(period=10, failures=3),
+        "volumeMounts": [
+            {"name": _RUNTIME, "mountPath": RUNTIME_PATH},
+            {"name": _TOKEN, "mountPath": TOKEN_PATH, "readOnly": True},
+        ],
+    }
+    policy = installation.sidecar_pull_policy if installation.sidecar_image else trainer.get("imagePullPolicy")
+    if policy:
+        sidecar["imagePullPolicy"] = policy
+    return sidecar
+
+
+def _healthy(period: int, failures: int) -> Object:
+    """A probe of the sidecar; periods in seconds."""
+    return {
+        "httpGet": {"path": "/healthz", "port": METRICS_PORT_NAME},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _environment(job: Job, grace_seconds: int) -> list[Object]:
+    """Of trainer and sidecar; docs/architecture.md lists it."""
+    spec = job.spec
+    hang_seconds = spec.detection.hang_seconds
+    return [
+        _variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
+        _variable("PACEKEEPER_JOB", job.name),
+        _variable("PACEKEEPER_NAMESPACE", job.namespace),
+        _from_pod("PACEKEEPER_WORKER", "metadata.name"),
+        _from_pod("PACEKEEPER_NODE", "spec.nodeName"),
+        _from_pod("PACEKEEPER_POD_IP", "status.podIP"),
+        _variable("PACEKEEPER_NPROC", spec.nproc_per_node),
+        _variable("PACEKEEPER_CHECKPOINT_PATH", spec.checkpoint.path),
+        _variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
+        _variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
+        _variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
+        _variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
+        _variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
+    ]
+
+
+def _variable(name: str, value: str | int) -> Object:
+    return {"name": name, "value": str(value)}
+
+
+def _from_pod(name: str, path: str) -> Object:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _mounts(job: Job, trainer: Object) -> list[Object]:
+    """What the trainer gets besides its own mounts."""
+    mounts = [{"name": _RUNTIME, "mountPath": RUNTIME_PATH}]
+    if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
+        mounts.append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
+    if job.spec.checkpoint.volume_claim_name:
+        mounts.append({"name": _CHECKPOINTS, "mountPath": job.spec.checkpoint.path})
+    return mounts
+
+
+def _volumes(job: Job) -> list[Object]:
+    # Memory volumes need no size limit of their own: what is in them counts against the containers' memory limits.
+    token = {"audience": TOKEN_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
+    volumes: list[Object] = [
+        {"name": _RUNTIME, "emptyDir": {"medium": "Memory"}},
+        {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory"}},
+        {"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": token}]}},
+    ]
+    if claim := job.spec.checkpoint.volume_claim_name:
+        volumes.append({"name": _CHECKPOINTS, "persistentVolumeClaim": {"claimName": claim}})
+    return volumes
+
+
+def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> None:
+    """Adds our wishes to the template's own affinity.
+
+    A spare on a worker's node would be lost with it: that is required. Workers are spread where the user has no wish of
+    his own (he may want them close together).
+    """
+    affinity = spec.setdefault("affinity", {})
+    others = {"labelSelector": {"matchLabels": {LABEL_JOB: job.name}}, "topologyKey": _HOSTNAME}
+    users_choice = affinity.keys() & {"podAffinity", "podAntiAffinity"} or spec.get("topologySpreadConstraints")
+    if spare:
+        apart = affinity.setdefault("podAntiAffinity", {})
+        apart.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(others)
+    elif not users_choice:
+        wish = {"weight": 100, "podAffinityTerm": others}
+        affinity["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
+    if avoid_nodes:
+        required = affinity.setdefault("nodeAffinity", {}).setdefault(
+            "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": [{}]}
+        )
+        # The terms are alternatives, so each must exclude the nodes; the API server takes one name a requirement.
+        excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid_nodes]
+        for term in required["nodeSelectorTerms"]:
+            term["matchFields"] = [*term.get("matchFields", []), *excluded]
+
+
+def _owned_by(job: Job) -> Object:
+    return _reference({"name": job.name, "uid": job.uid}, "TrainingJob")
+
+
+def _reference(metadata: Mapping[str, Any], kind: str) -> Object:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": kind,
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
