@@ -1,0 +1,1 @@
+"""kopf's registrations: thin."""

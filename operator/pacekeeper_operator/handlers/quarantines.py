@@ -1,0 +1,1 @@
+"""A daemon for each NodeQuarantine; registered with kopf by importing this module."""
