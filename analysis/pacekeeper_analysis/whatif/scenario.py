@@ -49,7 +49,7 @@ class Where:
         self.steps = None if steps is None else frozenset(steps)
 
     def includes(self, operation: Operation) -> bool:
-        """Whether the operation is meant, in at least one replica and step."""
+        """Whether the operation is meant, in at least one replica and step; it goes by its type and stage."""
         return (
             (self.types is None or operation.type in self.types)
             and (self.stages is None or operation.stage in self.stages)
@@ -166,6 +166,14 @@ class Scenario:
         """The same, but the chosen collectives do not wait for other replicas (Local-SGD between
         synchronisations)."""
         return replace(self, alone=(*self.alone, where))
+
+    def pace(self, operation: Operation) -> Pace | None:
+        """The one pace of an operation in all replicas and steps; None where it depends on them, or on earlier changes."""
+        pace: Pace | None = self.base
+        for change in self.changes:
+            if change.where.includes(operation):
+                pace = change.takes if change.where.whole() and change.takes in (RECORDED, IDEAL) else None
+        return pace
 
     def seconds(self, window: Window, operation: int) -> Array:
         """Seconds of one operation, broadcastable to [replica, step]."""

@@ -11,7 +11,7 @@ from pacekeeper_analysis.whatif.graph import Graph
 from pacekeeper_analysis.whatif.scenario import AS_RECORDED, IDEAL, RECORDED, Scenario
 from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
 
-COLUMNS_AT_ONCE = 4096
+COLUMNS_AT_ONCE = 32_768
 """Columns (scenarios x replicas x steps) simulated together: enough to hide Python, few enough for the level-2
 cache."""
 
@@ -178,21 +178,18 @@ def _kinds(window: Window, scenarios: Sequence[Scenario]) -> tuple[list[list[int
 
     In all others it takes its ideal time.
     """
-    recorded: list[list[int]] = [[] for _ in window.operations]
-    special: list[list[int]] = [[] for _ in window.operations]
+    sorts = {(operation.type, operation.stage): operation for operation in window.operations}
+    recorded: dict[tuple[str, int], list[int]] = {sort: [] for sort in sorts}
+    special: dict[tuple[str, int], list[int]] = {sort: [] for sort in sorts}
     for index, scenario in enumerate(scenarios):
-        for node, operation in enumerate(window.operations):
-            pace, whole = scenario.base, True
-            for change in scenario.changes:
-                if change.where.includes(operation):
-                    pace, whole = change.takes, change.where.whole()
-                    if not whole:
-                        break
-            if not whole or pace not in (RECORDED, IDEAL):
-                special[node].append(index)
-            elif pace is RECORDED:
-                recorded[node].append(index)
-    return recorded, special
+        for sort, operation in sorts.items():
+            pace = scenario.pace(operation)
+            if pace is RECORDED:
+                recorded[sort].append(index)
+            elif pace is not IDEAL:
+                special[sort].append(index)
+    keys = [(operation.type, operation.stage) for operation in window.operations]
+    return [recorded[key] for key in keys], [special[key] for key in keys]
 
 
 class _AloneAndIdeal:
