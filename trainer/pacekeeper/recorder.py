@@ -55,6 +55,10 @@ class Recorder:
         if self.phase is Phase.START:
             self.enter(Phase.TRAIN, end)
 
+    @property
+    def last_step_end(self) -> int:
+        return self._step_start
+
     def restart_clock(self, step: int) -> None:
         """The next step to complete is `step`, and it begins now."""
         self.step = step

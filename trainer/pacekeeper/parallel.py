@@ -1,0 +1,79 @@
+"""Data parallelism for unequal shares: gradients are summed over the ranks, not averaged.
+
+Each rank divides its loss sum by the weight of the whole global batch, so the sum of the ranks' gradients is the gradient
+of the whole batch, whatever the shares are: g = Σ (n_i / n) · mean gradient of rank i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+Units = Callable[[nn.Module], Iterable[nn.Module]]
+
+
+def replicate(model: nn.Module) -> DistributedDataParallel:
+    """`model` as replicas whose gradients are summed. Collective."""
+    device = next(model.parameters()).device
+    replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    # A lambda, since DDP compares annotations with types, and those of this module are strings.
+    replicated.register_comm_hook(dist.group.WORLD, lambda group, bucket: _sum_bucket(group, bucket))
+    _fix_buckets(replicated)
+    return replicated
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, units: Units) -> nn.Module:
+    """`model` sharded over `mesh`, unit by unit, with gradients that are summed."""
+    for unit in units(model):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks or only adds them up."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = wanted
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The script's own module."""
+    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return module
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def _fix_buckets(replicated: DistributedDataParallel) -> None:
+    """Has DDP settle its gradient buckets now.
+
+    It would do so after the first backward pass, in the order in which gradients came, and sum in another order from the
+    second step on: a restored rank would differ from one that was never interrupted, by rounding. So gradients of zero come
+    here in the order that DDP expects (last parameter first), and the buckets stay as they are for good.
+    """
+    parameters = [parameter for parameter in replicated.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        replicated.reducer.prepare_for_backward([])
+        aliases = [parameter.view_as(parameter) for parameter in reversed(parameters)]
+        for alias in aliases:
+            torch.autograd.backward([alias], [torch.zeros_like(alias)])
+        replicated.reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
