@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -24,7 +23,7 @@ def get(path: str, timeout: float = 5) -> Any:
         with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
             text = answer.read().decode()
             return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except OSError as error:  # URLError, a time-out, a broken connection
         raise Unavailable(f"GET {path}: {error}") from error
 
 

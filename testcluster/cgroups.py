@@ -1,7 +1,7 @@
-"""Control groups, version 1 (one tree per controller) or 2 (one tree): `path` is relative to the root, `pacekeeper/node-1` say.
+"""Control groups, version 1 (one tree per controller) or 2 (one tree). A `path` is relative: `pacekeeper/node-1`.
 
-Everything that the cluster starts lives below `pacekeeper`. The kernel thus remembers for us what is ours: no process is
-missed when we were killed before we could write its id down, and no stranger is taken for ours when ids are reused.
+Everything that the cluster starts lives below `pacekeeper`. The kernel thus remembers for us what is ours: no process
+is missed when we were killed before we could write its id down, and no stranger is taken for ours when ids are reused.
 """
 
 from __future__ import annotations

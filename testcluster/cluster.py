@@ -1,7 +1,7 @@
 """The whole cluster: up, down, status.
 
-`up` makes everything that is missing and leaves alone what runs as it should, so it also repairs, and it may be killed at
-any point and run again. `down` ends and removes all that is below our cgroup, our folders and our names.
+`up` makes everything that is missing and leaves alone what runs as it should, so it also repairs, and it may be killed
+at any point and run again. `down` ends and removes all that is below our cgroup, our folders and our names.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _members(count: int | None) -> list[Node]:
         raise ClusterError(f"the cluster has {present} nodes: `python -m testcluster down` first, to have {wanted}")
     if wanted > MAX_NODES:
         raise ClusterError(f"--nodes {wanted}: at most {MAX_NODES}, the addresses allow no more")
+    if not present:
+        shutil.rmtree(LOGS, ignore_errors=True)  # those of the cluster before, kept until now for its post-mortem
     _COUNT.write_text(str(wanted))
     return nodes(wanted)
 

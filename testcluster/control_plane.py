@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from testcluster import api, credentials
 from testcluster.daemons import Daemon
 from testcluster.images import DEV_IMAGE
@@ -17,7 +19,7 @@ from testcluster.settings import (
     STATE,
     VOLUMES,
 )
-from testcluster.shell import run
+from testcluster.shell import answers, run, write
 
 VOLUME_COUNT = 8
 _RECYCLER = STATE / "recycler.yaml"
@@ -99,14 +101,16 @@ def scheduler(programs: Programs) -> Daemon:
 
 def ensure_api_server(programs: Programs) -> None:
     """etcd and API server run, and the API server is ready."""
-    etcd(programs).ensure()
+    store = etcd(programs)
+    store.ensure()
+    store.wait_for(partial(answers, f"{ETCD_URL}/health"), timeout=30, what="etcd ready")
     server = api_server(programs)
     server.ensure()
     server.wait_for(api.is_ready, timeout=60, what="API server ready")
 
 
 def ensure_controllers(programs: Programs) -> None:
-    _RECYCLER.write_text(_recycler_pod())
+    write(_RECYCLER, _recycler_pod())
     controller_manager(programs).ensure()
     scheduler(programs).ensure()
 
@@ -130,8 +134,8 @@ roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}}
 subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: {credentials.PROMETHEUS.name}}}]
 """
 
-# There is no DNS server (Pacekeeper's plans carry addresses). A service without backends refuses look-ups at once, where
-# no service at all would let them time out.
+# There is no DNS server (Pacekeeper's plans carry addresses). A service without backends refuses look-ups at once,
+# where no service at all would let them time out.
 _DNS = f"""
 apiVersion: v1
 kind: Service

@@ -1,4 +1,4 @@
-"""Long-running programs of the cluster, each in a cgroup of its own: started if absent or changed, ended by that cgroup."""
+"""Long-running programs of the cluster, each in a cgroup of its own, by which it is found and ended."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from testcluster import api, cgroups, cluster, network
 from testcluster.shell import ClusterError
@@ -20,8 +21,9 @@ class Container:
     cgroup: str
 
     def pids(self) -> list[int]:
-        """Process ids on the machine, the container's first process first."""
-        return sorted(cgroups.pids(self.cgroup))
+        """Process ids on the machine, the oldest process (the container's first) first."""
+        ages = {pid: _started(pid) for pid in cgroups.pids(self.cgroup)}
+        return sorted((pid for pid, started in ages.items() if started), key=lambda pid: (ages[pid], pid))
 
 
 def find_container(namespace: str, pod: str, container: str) -> Container:
@@ -39,7 +41,7 @@ def find_container(namespace: str, pod: str, container: str) -> Container:
 
 
 def container_pids(namespace: str, pod: str, container: str) -> list[int]:
-    """Process ids on the machine, the container's first process first."""
+    """Process ids on the machine, the oldest process (the container's first) first."""
     return find_container(namespace, pod, container).pids()
 
 
@@ -86,3 +88,12 @@ def slow_link(node: str, rate: str) -> None:
 
 def clear_link(node: str) -> None:
     network.clear_rate(cluster.member(node))
+
+
+def _started(pid: int) -> int:
+    """When the process started, in clock ticks since the machine did; 0 if it is gone."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(after_name[19])  # field 22 of stat, whose second is the name

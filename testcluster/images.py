@@ -1,8 +1,8 @@
 """Container images without a registry and without Docker, and the machine's own programs inside their containers.
 
 The images hold next to nothing. Each containerd adds read-only binds to every container (`runtime_spec`): the machine's
-/usr, the Python installation, the virtual environment and the checkout. A manifest needs not a word of it, and a change of a
-source file is in the next container without a build. The places inside are those of the Dockerfile for real clusters:
+/usr, the Python installation, the virtual environment and the checkout. A manifest needs not a word of it, and a change
+of a source file is in the next container without a build. The places inside are fixed, wherever the checkout lies:
 /opt/venv (the environment, first on the PATH) and /opt/pacekeeper (the checkout, the working directory).
 """
 

@@ -1,7 +1,7 @@
 """The nodes' network: a bridge on the machine, and per node a namespace with a cable (veth pair) to it.
 
-Pods of node i have addresses in 10.244.i.0/24, behind the node's address. Nothing leaves the machine: nodes have no default
-route, so that a look-up of a name or an image registry fails at once instead of timing out.
+Pods of node i have addresses in 10.244.i.0/24, behind the node's address. Nothing leaves the machine: nodes have no
+default route, so that a look-up of a name or an image registry fails at once instead of timing out.
 """
 
 from __future__ import annotations

@@ -14,7 +14,10 @@ from testcluster import cgroups, credentials, images, network
 from testcluster.daemons import Daemon
 from testcluster.programs import Programs
 from testcluster.settings import DNS_SERVICE, POD_SUBNET, Node
-from testcluster.shell import run, succeeds
+from testcluster.shell import run, succeeds, write
+
+_EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+_UNUSED_SNAPSHOTTERS = ("aufs", "btrfs", "devmapper", "zfs")
 
 
 def ensure_runtime(node: Node, nodes: Iterable[Node], programs: Programs, archive: bytes, runtime_spec: str) -> None:
@@ -35,9 +38,9 @@ def ensure_kubelet(node: Node, programs: Programs) -> None:
 
 
 def containerd(node: Node, programs: Programs, runtime_spec: str) -> Daemon:
-    spec = _write(node.folder / "runtime-spec.json", runtime_spec)
-    network_plugin = _write(node.folder / "cni" / "pacekeeper.conflist", json.dumps(_network_plugin(node), indent=1))
-    config = _write(
+    spec = write(node.folder / "runtime-spec.json", runtime_spec)
+    network_plugin = write(node.folder / "cni" / "pacekeeper.conflist", json.dumps(_network_plugin(node), indent=1))
+    config = write(
         node.folder / "containerd.toml", _containerd_config(node, programs.cni_folder, spec, network_plugin.parent)
     )
     files = runtime_spec + config.read_text() + network_plugin.read_text()
@@ -46,7 +49,7 @@ def containerd(node: Node, programs: Programs, runtime_spec: str) -> Daemon:
 
 
 def kubelet(node: Node, programs: Programs) -> Daemon:
-    config = _write(node.folder / "kubelet.yaml", yaml.safe_dump(_kubelet_config(node)))
+    config = write(node.folder / "kubelet.yaml", yaml.safe_dump(_kubelet_config(node)))
     command = (
         programs["kubelet"],
         f"--config={config}",
@@ -60,7 +63,7 @@ def kubelet(node: Node, programs: Programs) -> Daemon:
 
 
 def proxy(node: Node, programs: Programs) -> Daemon:
-    config = _write(node.folder / "kube-proxy.yaml", yaml.safe_dump(_proxy_config(node)))
+    config = write(node.folder / "kube-proxy.yaml", yaml.safe_dump(_proxy_config(node)))
     command = (programs["kube-proxy"], f"--config={config}")
     return Daemon(f"{node.name}-kube-proxy", command, node.namespace, config.read_text())
 
@@ -89,10 +92,7 @@ def _kubelet_config(node: Node) -> dict[str, Any]:
         "cpuCFSQuotaPeriod": "10ms",
         "featureGates": {"KubeletCrashLoopBackOffMax": True, "CustomCPUCFSQuotaPeriod": True},
         # The disk is the machine's: nothing is evicted and no image removed because of it.
-        "evictionHard": {
-            signal: "0%"
-            for signal in ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
-        },
+        "evictionHard": dict.fromkeys(_EVICTION_SIGNALS, "0%"),
         "imageGCHighThresholdPercent": 100,
         "podLogsDir": str(node.folder / "pod-logs"),
         "volumePluginDir": str(node.folder / "volume-plugins"),
@@ -131,7 +131,7 @@ def _containerd_config(node: Node, cni_folder: Path, runtime_spec: Path, network
 version = 2
 root = "{node.folder}/containerd"
 state = "{node.run_folder}/containerd"
-disabled_plugins = [{", ".join(f'"io.containerd.snapshotter.v1.{name}"' for name in ("aufs", "btrfs", "devmapper", "zfs"))}]
+disabled_plugins = {json.dumps([f"io.containerd.snapshotter.v1.{name}" for name in _UNUSED_SNAPSHOTTERS])}
 
 [grpc]
   address = "{node.containerd_socket}"
@@ -178,9 +178,3 @@ def _import_images(node: Node, ctr: tuple[str, ...], archive: bytes) -> None:
     run(*ctr, "--namespace", "k8s.io", "images", "import", file)
     file.unlink()
     imported.write_text(digest)
-
-
-def _write(path: Path, content: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-    return path

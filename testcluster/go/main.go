@@ -1,5 +1,5 @@
-// Kubernetes' five server programs in one binary, which runs the one whose name it is called by (as busybox does).
-// They share nearly all their code: one file of this kind is a quarter of the size of five.
+// Kubernetes' five server programs and etcd in one binary, which runs the one whose name it is called by (as busybox
+// does). They share nearly all their code: one file of this kind is a quarter of the size of six.
 package main
 
 import (
@@ -10,6 +10,7 @@ import (
 	_ "time/tzdata" // time zones of CronJobs
 
 	"github.com/spf13/cobra"
+	"go.etcd.io/etcd/server/v3/etcdmain"
 	"k8s.io/component-base/cli"
 	_ "k8s.io/component-base/logs/json/register"
 	_ "k8s.io/component-base/metrics/prometheus/clientgo"
@@ -31,6 +32,10 @@ var programs = map[string]func() *cobra.Command{
 
 func main() {
 	name := filepath.Base(os.Args[0])
+	if name == "etcd" {
+		etcdmain.Main(os.Args)
+		return
+	}
 	newCommand, known := programs[name]
 	if !known {
 		fmt.Fprintf(os.Stderr, "%s: call this program by the name of a Kubernetes server, kubelet say, through a link\n", name)

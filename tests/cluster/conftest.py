@@ -1,0 +1,13 @@
+"""Fixtures of tests on a real cluster, which is proven itself before anything that needs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cluster import cluster, namespace
+
+__all__ = ["cluster", "namespace"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (item.path.parent.name == "cluster", item.path.name != "test_testcluster.py"))

@@ -1,0 +1,257 @@
+"""The test cluster itself: it does what other tests and the demo build upon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import testcluster.cluster
+from testcluster import cgroups, faults
+from testcluster.settings import BRIDGE, LOGS, PROMETHEUS_URL, REPOSITORY, RUN, STATE, VOLUMES
+from tests.support.cluster import Cluster, wait_for
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+SERVE = ["python", "-m", "http.server", "8000"]
+
+
+@pytest.fixture(autouse=True)
+def _only_testcluster() -> None:
+    if os.environ.get("PACEKEEPER_USE_KUBECONFIG"):
+        pytest.skip("these tests are about the cluster of `make cluster`")
+
+
+def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
+    if testcluster.cluster.status() != "down":
+        pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
+    testcluster.cluster.up(2)
+    _python("testcluster", "down").wait(timeout=30)
+    assert cgroups.pids(cgroups.OURS, recursive=True) == []
+    assert not cgroups.controller("cpu", cgroups.OURS).exists()
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(STATE) not in mounts
+    assert str(RUN) not in mounts
+    assert not Path("/sys/class/net", BRIDGE).exists()
+    assert not [place for place in Path("/run/netns").iterdir() if place.name.startswith("pacekeeper-")]
+    assert {entry.name for entry in STATE.iterdir()} <= {LOGS.name}
+
+
+def test_every_node_is_ready(cluster: Cluster) -> None:
+    nodes = json.loads(cluster.kubectl("get", "nodes", "--output", "json"))["items"]
+    ready = [
+        node["metadata"]["name"]
+        for node in nodes
+        if any(
+            condition["type"] == "Ready" and condition["status"] == "True" for condition in node["status"]["conditions"]
+        )
+    ]
+    assert sorted(ready) == [f"node-{index}" for index in range(1, 7)]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_up_again_is_quick_and_restarts_nothing() -> None:
+    before, started = _daemons(), time.monotonic()
+    testcluster.cluster.up()
+    assert time.monotonic() - started < 10
+    assert _daemons() == before
+
+
+def test_pods_reach_one_another_and_the_api_server(cluster: Cluster, namespace: str) -> None:
+    ask = (
+        "import os, ssl, sys, urllib.request as request\n"
+        "account = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
+        "headers = {'Authorization': 'Bearer ' + open(account + 'token').read()}\n"
+        "trusted = ssl.create_default_context(cafile=account + 'ca.crt')\n"
+        "api = 'https://' + os.environ['KUBERNETES_SERVICE_HOST'] + '/version'\n"
+        "print(request.urlopen(request.Request(api, headers=headers), context=trusted, timeout=5).status)\n"
+        "for address in sys.argv[1:]: print(request.urlopen('http://' + address, timeout=5).status)\n"
+    )
+    cluster.apply(_pod("server", SERVE, node="node-1", labels={"app": "server"}), namespace)
+    cluster.apply(_pod("client", ["sleep", "1000"], node="node-2"), namespace)
+    cluster.apply(_service("server"), namespace)
+    address = _running(cluster, namespace, "server")
+    _running(cluster, namespace, "client")
+    service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
+    wait_for(lambda: _answers(f"{service}:80"), 10, "the service answers the machine itself")
+    where = ["exec", "client", "--namespace", namespace, "--"]
+    assert cluster.kubectl(*where, "python", "-c", ask, f"{address}:8000", service).split() == ["200"] * 3
+
+
+def test_a_restricted_pod_imports_torch_and_the_packages(cluster: Cluster, namespace: str) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    imports = "import torch, pacekeeper, pacekeeper_operator, os; print(torch.ones(2).sum().item(), os.getuid())"
+    pod = _pod("torch", ["python", "-c", imports], image="operator", security=RESTRICTED)
+    pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
+    pod["spec"]["volumes"] = [{"name": "scratch", "emptyDir": {}}]
+    cluster.apply(pod, namespace)
+    wait_for(lambda: _phase(cluster, namespace, "torch") in ("Succeeded", "Failed"), 30, "the pod ends")
+    assert cluster.kubectl("logs", "torch", "--namespace", namespace).split() == ["2.0", "65532"]
+
+
+def test_a_released_volume_comes_back_empty(cluster: Cluster, namespace: str) -> None:
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "checkpoints"},
+        "spec": {
+            "storageClassName": "shared",
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    cluster.apply(claim, namespace)
+    pod = _pod("writer", ["sh", "-c", "echo kept > /checkpoints/step-1"])
+    pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "checkpoints", "mountPath": "/checkpoints"}]
+    pod["spec"]["volumes"] = [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": "checkpoints"}}]
+    cluster.apply(pod, namespace)
+    wait_for(lambda: _phase(cluster, namespace, "writer") == "Succeeded", 20, "the pod has written")
+    volume = cluster.get("persistentvolumeclaim", "checkpoints", namespace)["spec"]["volumeName"]
+    assert (VOLUMES / volume / "step-1").read_text() == "kept\n"
+    cluster.kubectl("delete", "pod/writer", "pvc/checkpoints", "--namespace", namespace)
+    wait_for(lambda: cluster.get("pv", volume)["status"]["phase"] == "Available", 30, f"{volume} is free again")
+    assert list((VOLUMES / volume).iterdir()) == []
+
+
+def test_prometheus_discovers_a_pod_by_its_port(cluster: Cluster, namespace: str) -> None:
+    metrics = "mkdir /tmp/www && cd /tmp/www && echo 'answer 42' > metrics && exec python -m http.server 8000"
+    pod = _pod("metrics", ["sh", "-c", metrics], node="node-3")
+    pod["spec"]["containers"][0]["ports"] = [{"name": "pk-metrics", "containerPort": 8000}]
+    cluster.apply(pod, namespace)
+
+    def target() -> Any:
+        with urllib.request.urlopen(f"{PROMETHEUS_URL}/api/v1/targets?state=active", timeout=5) as answer:
+            labels = [found["labels"] for found in json.load(answer)["data"]["activeTargets"]]
+        return next((found for found in labels if found["namespace"] == namespace), None)
+
+    found = wait_for(target, 20, "Prometheus knows the pod")
+    assert (found["pod"], found["container"], found["node"]) == ("metrics", "main", "node-3")
+
+
+def test_a_cpu_quota_slows_a_running_container(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(_pod("busy", ["python", "-c", "while True: pass"], cpu="400m"), namespace)
+    _running(cluster, namespace, "busy")
+    assert _cpu_share(namespace, "busy") == pytest.approx(0.4, abs=0.1)
+    faults.set_cpu_quota(namespace, "busy", "main", millicores=100)
+    assert _cpu_share(namespace, "busy") == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_node_is_lost_and_comes_back(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(_pod("server", SERVE, node="node-6"), namespace)
+    address = _running(cluster, namespace, "server") + ":8000"
+    wait_for(lambda: _answers(address), 10, "the pod answers")
+    faults.node_down("node-6")
+    try:
+        assert not _answers(address)
+        assert len(faults.container_pids(namespace, "server", "main")) == 1, "it is unreachable, not dead"
+    finally:
+        faults.node_up("node-6")
+    wait_for(lambda: _answers(address), 10, "the pod answers again")
+
+
+def test_a_crashed_container_is_back_within_seconds(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(_pod("server", SERVE, restart="Always"), namespace)
+    _running(cluster, namespace, "server")
+    for crash in range(1, 4):  # the usual back-off would be 10, 20, 40 s
+        faults.signal_process(faults.container_pids(namespace, "server", "main")[0], signal.SIGKILL)
+        wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 8, f"restart {crash}")
+
+
+def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(_pod("survivor", SERVE, node="node-2", restart="Always"), namespace)
+    _running(cluster, namespace, "survivor")
+    cgroups.kill(cgroups.OURS)
+    killed = _python("testcluster", "up")
+    wait_for(lambda: len(_daemons()) >= 5, 20, "half of the daemons are up")
+    killed.kill()
+    killed.wait()
+    testcluster.cluster.up()
+    wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 30, "the pod runs again")
+    address = _running(cluster, namespace, "survivor")
+    wait_for(lambda: _answers(f"{address}:8000"), 20, "the pod answers")
+
+
+def _pod(
+    name: str,
+    command: list[str],
+    *,
+    image: str = "dev",
+    node: str | None = None,
+    labels: dict[str, str] | None = None,
+    security: dict[str, Any] | None = None,
+    cpu: str | None = None,
+    restart: str = "Never",
+) -> dict[str, Any]:
+    container: dict[str, Any] = {"name": "main", "image": f"pacekeeper.dev/{image}:dev", "command": command}
+    container |= {"securityContext": security or {}, "resources": {"limits": {"cpu": cpu}} if cpu else {}}
+    spec = {"restartPolicy": restart, "terminationGracePeriodSeconds": 0, "containers": [container], "nodeName": node}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels or {}}, "spec": spec}
+
+
+def _service(app: str) -> dict[str, Any]:
+    spec = {"selector": {"app": app}, "ports": [{"port": 80, "targetPort": 8000}]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": app}, "spec": spec}
+
+
+def _running(cluster: Cluster, namespace: str, pod: str) -> str:
+    """The pod's address, once its container runs."""
+
+    def address() -> str | None:
+        status = cluster.get("pod", pod, namespace)["status"]
+        running = any("running" in container["state"] for container in status.get("containerStatuses", []))
+        return status["podIP"] if running else None
+
+    return wait_for(address, 30, f"pod {pod} runs")
+
+
+def _phase(cluster: Cluster, namespace: str, pod: str) -> str:
+    return str(cluster.get("pod", pod, namespace)["status"]["phase"])
+
+
+def _has_restarted(cluster: Cluster, namespace: str, pod: str, times: int) -> bool:
+    """Whether the pod's container runs, after that many restarts or more."""
+    container = cluster.get("pod", pod, namespace)["status"]["containerStatuses"][0]
+    return "running" in container["state"] and int(container["restartCount"]) >= times
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _cpu_share(namespace: str, pod: str, seconds: float = 2.0) -> float:
+    """The share of one CPU that the container's first process got."""
+    statistics = Path(f"/proc/{faults.container_pids(namespace, pod, 'main')[0]}/schedstat")
+    before, started = int(statistics.read_text().split()[0]), time.monotonic()
+    time.sleep(seconds)  # the measurement's length
+    return (int(statistics.read_text().split()[0]) - before) / 1e9 / (time.monotonic() - started)
+
+
+def _daemons() -> dict[str, list[int]]:
+    """Process ids by daemon."""
+    folders = cgroups.controller("pids", f"{cgroups.OURS}/daemons").iterdir()
+    found = {
+        folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in folders if folder.is_dir()
+    }
+    return {name: pids for name, pids in found.items() if pids}
+
+
+def _python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=REPOSITORY, stdout=subprocess.DEVNULL)

@@ -1,0 +1,85 @@
+"""A real Kubernetes for tests: the one that `make cluster` brings up, or that of the environment's KUBECONFIG.
+
+The cluster is brought up once a session if it is not up already, and left up. Set PACEKEEPER_USE_KUBECONFIG=1 to run
+against a cluster of your own; tests that make faults on the machine itself are then skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import testcluster.cluster
+from testcluster import programs
+from testcluster.settings import KUBECONFIG
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster as kubectl sees it."""
+
+    kubeconfig: Path
+    is_testcluster: bool
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
+        """Standard output of kubectl. subprocess.CalledProcessError with its messages if it fails."""
+        command = [str(programs.kubectl()), f"--kubeconfig={self.kubeconfig}", *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+        if done.returncode != 0:
+            error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+            error.add_note(done.stderr.strip())
+            raise error
+        return done.stdout
+
+    def apply(self, manifest: str | dict[str, Any], namespace: str = "default") -> None:
+        text = manifest if isinstance(manifest, str) else json.dumps(manifest)
+        self.kubectl("apply", "--namespace", namespace, "--filename", "-", stdin=text)
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> Any:
+        """The object, or None where there is none."""
+        answer = self.kubectl("get", kind, name, "--namespace", namespace, "--ignore-not-found", "--output", "json")
+        return json.loads(answer) if answer.strip() else None
+
+    def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Any]:
+        answer = self.kubectl("get", kind, "--namespace", namespace, "--selector", selector, "--output", "json")
+        items: list[Any] = json.loads(answer)["items"]
+        return items
+
+
+def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
+    """The first answer of `condition` that counts as true; the test fails if there is none within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if answer := condition():
+            return answer
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {timeout:.0f} s")
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    if os.environ.get("PACEKEEPER_USE_KUBECONFIG"):
+        return Cluster(Path(os.environ["KUBECONFIG"]), is_testcluster=False)
+    testcluster.cluster.up()
+    return Cluster(KUBECONFIG, is_testcluster=True)
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of the test's own, gone with all that is in it when the test ends."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--timeout=60s", timeout=70)
