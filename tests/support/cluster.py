@@ -24,6 +24,8 @@ from testcluster.settings import KUBECONFIG
 
 Value = TypeVar("Value")
 
+_SCRATCH = "pacekeeper.dev/scratch"  # label of the tests' namespaces
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -69,17 +71,23 @@ def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Cluster:
+def cluster() -> Iterator[Cluster]:
     if os.environ.get("PACEKEEPER_USE_KUBECONFIG"):
-        return Cluster(Path(os.environ["KUBECONFIG"]), is_testcluster=False)
-    testcluster.cluster.up()
-    return Cluster(KUBECONFIG, is_testcluster=True)
+        found = Cluster(Path(os.environ["KUBECONFIG"]), is_testcluster=False)
+    else:
+        testcluster.cluster.up()
+        found = Cluster(KUBECONFIG, is_testcluster=True)
+    yield found
+    # A namespace that stays has something in it whose finalizer nobody serves.
+    selector = f"--selector={_SCRATCH}"
+    found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
 
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of the test's own, gone with all that is in it when the test ends."""
+    """A namespace of the test's own. Its pods are gone when the test ends, the rest when the session ends."""
     name = f"test-{uuid.uuid4().hex[:8]}"
-    cluster.kubectl("create", "namespace", name)
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {_SCRATCH: "true"}}})
     yield name
-    cluster.kubectl("delete", "namespace", name, "--timeout=60s", timeout=70)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")  # from now on nothing new is made in it
+    cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--timeout=30s")
