@@ -28,7 +28,7 @@ class Config:
     """Sizes of the model; a token is a byte."""
 
     context: int = 64
-    width: int = 64
+    width: int = 128
     heads: int = 4
     layers: int = 2
     dropout: float = 0.0
@@ -128,7 +128,7 @@ def main() -> None:
         for x, y in step.microbatches():
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / config.context
             step.add_loss(loss)
-            (loss / step.total_weight).backward()
+            (loss / step.total_weight).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

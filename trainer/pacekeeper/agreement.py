@@ -47,13 +47,10 @@ class Agreement:
 
     def __init__(self, recorder: Recorder) -> None:
         """Collective: all ranks make theirs together."""
-        group = dist.new_group(backend="gloo", group_desc="pacekeeper")
-        assert group is not None
-        self.group: dist.ProcessGroup = group
-        unwatch(group)
-        self._world_size = group.size()
+        self.group = new_cpu_group("pacekeeper")
+        self._world_size = self.group.size()
         self._ring = recorder.ring
-        self._identity = group_identity(group)
+        self._identity = group_identity(self.group)
         self._waits = 0
         self._issued: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -107,6 +104,14 @@ class Agreement:
         self._ring.enter_collective(Collective.ALL_REDUCE, self._identity, self._waits, time.monotonic_ns())
         work.wait()
         self._ring.leave_collective()
+
+
+def new_cpu_group(description: str) -> dist.ProcessGroup:
+    """A group of all ranks for the library's own talk, which no record is made of. Collective."""
+    group = dist.new_group(backend="gloo", group_desc=description)
+    assert isinstance(group, dist.ProcessGroup), "every rank of the job belongs to it"
+    unwatch(group)
+    return group
 
 
 class PlanFile:

@@ -139,4 +139,4 @@ class _Watcher:
                 if done is not None:
                     done(work)
 
-        Work.wait = timed_wait  # type: ignore[method-assign]
+        Work.wait = timed_wait  # type: ignore[method-assign,assignment]

@@ -6,16 +6,21 @@ snapshots, checkpoints and leaving, on one step of all ranks. Between two bounda
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -25,9 +30,12 @@ from pacekeeper_analysis.records import Kind, Phase
 
 from . import parallel
 from .agreement import Agreed, Agreement, PlanFile
+from .checkpoints import CheckpointFolder
 from .environment import LEFT_WHEN_TOLD, Environment
+from .keeper import Keeper
 from .loader import Loader, Weight
 from .recorder import Recorder
+from .snapshots import interval
 from .step import Step
 from .watching import recorder as watch
 
@@ -37,10 +45,23 @@ Schedule = Callable[[int], float]
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
 
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where checkpoints go, and how often. A TrainingJob says it in spec.checkpoint; here for scripts without one."""
+
+    path: Path
+    every: int = 100
+    """Steps."""
+    keep: int = 3
+    """The newest ones; older ones are deleted."""
+
+
 def init(
     *,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
+    checkpoints: Checkpoints | None = None,
+    snapshot_every: int | None = None,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Job:
@@ -50,24 +71,46 @@ def init(
 
     mesh: {"sync": ranks that hold replicas of each other, "shard": ranks that share one replica}; -1: all that are left.
     seed: of the order of samples; the same on all ranks.
+    checkpoints: None: as the TrainingJob says (PACEKEEPER_CHECKPOINT_PATH and its like), or none.
+    snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time allows.
     backend: of the process group; by default nccl for GPUs and gloo for CPUs.
     timeout: after which a collective that does not come to its end fails.
     Raises InputError that names the argument and the remedy.
     """
     environment = Environment.read()
     shape = _mesh_shape(mesh or {"sync": -1}, environment.world_size)
+    if checkpoints is None and environment.checkpoint_path is not None:
+        checkpoints = Checkpoints(
+            environment.checkpoint_path, environment.checkpoint_every, environment.checkpoint_keep
+        )
+    if snapshot_every is not None and snapshot_every < 0:
+        raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
+    folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
     recorder = watch()
     if not dist.is_initialized():
         backend = backend or ("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if environment.world_size == 1 else {}
-        dist.init_process_group(backend, timeout=timeout, **alone)
-    return Job(environment, recorder, shape, seed)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    if folder and environment.rank == 0:
+        folder.own()
+    return Job(environment, recorder, shape, seed, folder, checkpoints.every if checkpoints else 0, snapshot_every)
 
 
 class Job:
     """One rank's view of the job."""
 
-    def __init__(self, environment: Environment, recorder: Recorder, mesh: dict[str, int], seed: int) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        recorder: Recorder,
+        mesh: dict[str, int],
+        seed: int,
+        folder: CheckpointFolder | None,
+        checkpoint_every: int,
+        snapshot_every: int | None,
+    ) -> None:
         self.environment = environment
         self.recorder = recorder
         self.rank = environment.rank
@@ -82,12 +125,22 @@ class Job:
         self.loader: Loader
         self._mesh_shape = mesh
         self._seed = seed
+        self._folder = folder
+        self._checkpoint_every = checkpoint_every
+        self._snapshot_every = snapshot_every
+        self._keeper: Keeper | None = None
+        self._checkpointed = 0
+        self._answered = 0
         self._models: list[nn.Module] = []
         self._objects: dict[str, Any] = {}
         self._stepping = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._told_to_leave = False
         self._my_samples = 0
+        self._share = 0
+        self._step_seconds = 0.0
+        self._stepped_at = time.perf_counter()
+        self._began_at = 0
         self._refused = -1
         runtime = environment.runtime
         self._plan = PlanFile(runtime.plan if runtime and environment.rank == 0 else None, self.world_size)
@@ -98,7 +151,7 @@ class Job:
         """All ranks of the job, in the dimension that `init` was given: "shard" or "sync"."""
         name = "shard" if self._mesh_shape["shard"] > 1 else "sync"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=(name,))
+        return DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device, mesh_dim_names=(name,))
 
     def replicate(self, model: nn.Module) -> nn.Module:
         """`model` on each rank, kept alike by DistributedDataParallel. Gradients are summed over the ranks."""
@@ -119,7 +172,7 @@ class Job:
         """Tells the job whose step completes a step of the job; the first one, where there are several."""
         if self._optimizer is None:
             self._optimizer = optimizer
-            optimizer.register_step_pre_hook(lambda *_: self._stepping and self.recorder.optimizer_begins())
+            optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
             optimizer.register_step_post_hook(lambda *_: self._complete_step())
         return optimizer
 
@@ -154,16 +207,35 @@ class Job:
             **options,
         )
 
-    def restore(self) -> int:
-        """Goes back to the newest state of the job; returns its step, 0 where there is none."""
-        return self.step
-
     def register(self, **objects: Any) -> None:
         """What belongs to a checkpoint: anything that has state_dict and load_state_dict. The names are part of it."""
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
         self._objects.update(objects)
+
+    def restore(self) -> int:
+        """Goes back to the newest state that all ranks can have: of the snapshots, or of the newest good checkpoint.
+
+        Returns its step; 0: there is none, and the training begins. Call it when everything is registered. Raises
+        InputError where the checkpoint is another model's.
+        """
+        state = self.recorder.ring.state
+        with self.recorder.during(Phase.RESTORE):
+            restored = self._keep().restore()
+        if restored is not None:
+            step, self._my_samples, newest = restored
+            assert self.step == step, "the job's own counters are part of its state"
+            self._checkpointed = state.checkpoint_step = newest
+            state.samples = self._my_samples
+        state.restored_step = self.step
+        return self.step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "samples": self.samples, "answered": self._answered}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.samples, self._answered = state["step"], state["samples"], state["answered"]
 
     def steps(self, loader: Loader, until: int | None = None) -> Iterator[Step]:
         """Optimizer steps, up to number `until` of the job, restarts included; None: without end.
@@ -175,21 +247,23 @@ class Job:
         state = self.recorder.ring.state
         state.global_batch = loader.global_batch_size
         self.recorder.restart_clock(self.step + 1)
+        self._began_at = self.step
         self._exchange(None)
-        while until is None or self.step < until:
-            self._apply(self.agreement.take())
+        step: Step | None = None
+        while True:
+            self._boundary(self.agreement.take())
+            if until is not None and self.step >= until:
+                break
+            self._exchange(step)
             with self.recorder.loading():
                 draw, batches = loader.next_step()
             step = Step(self, self.step + 1, draw, batches)
-            state.share = draw.samples
+            self._share = state.share = draw.samples
             self._stepping = True
             yield step
             step.finish()
             self._complete_step()
-            self._my_samples += step.samples
-            state.samples = self._my_samples
-            self._exchange(step)
-        self.recorder.enter(Phase.FINISHED)
+        self._finish()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase other than training, with a deadline of its own: "eval", "compile", "checkpoint" or "data"."""
@@ -203,11 +277,17 @@ class Job:
             parallel.synchronise_gradients(model, wanted)
 
     def checkpoint_if_due(self) -> None:
-        """See Step.checkpoint."""
+        """Takes the checkpoint of this step, where one is due and not yet taken."""
+        if self._checkpoint_every and self.step % self._checkpoint_every == 0:
+            self._checkpoint()
 
     def _add(self, model: nn.Module) -> nn.Module:
         self._models.append(model)
         return model
+
+    def _optimizer_begins(self) -> None:
+        if self._stepping:
+            self.recorder.optimizer_begins()
 
     def _complete_step(self) -> None:
         """The optimizer has stepped; the job has one more step and the samples of its global batch behind it."""
@@ -217,7 +297,11 @@ class Job:
         self.step += 1
         self.samples += self.loader.global_batch_size
         self.loader.complete_step()
-        self.recorder.end_step(self.recorder.ring.state.share)
+        now = time.perf_counter()
+        self._step_seconds, self._stepped_at = now - self._stepped_at, now
+        self._my_samples += self._share
+        self.recorder.ring.state.samples = self._my_samples
+        self.recorder.end_step(self._share)
 
     def _exchange(self, step: Step | None) -> None:
         """Begins to agree on what is in force after the next step."""
@@ -231,21 +315,54 @@ class Job:
                 checkpoint_request=plan.checkpoint_request,
                 suspend=plan.stop is Stop.SUSPEND,
                 shares=self._good_shares(plan),
+                snapshot_every=self._snapshot_interval(),
                 leaving=int(self._told_to_leave),
                 loss=loss or 0.0,
                 weight=step.weight if step and loss is not None else 0.0,
             )
         )
 
-    def _apply(self, agreed: Agreed) -> None:
-        """At a boundary, on all ranks alike: follows what was agreed."""
-        self.recorder.ring.state.plan_version = agreed.plan_version
+    def _boundary(self, agreed: Agreed) -> None:
+        """Between two steps, on all ranks alike: follows what was agreed, and keeps the state."""
+        state = self.recorder.ring.state
+        state.plan_version = agreed.plan_version
         if agreed.weight > 0:
             self.loss = agreed.loss / agreed.weight
         if agreed.leaving or agreed.suspend:
-            self._leave()
+            self._leave(snapshot=agreed.snapshot_every > 0)
+        if agreed.checkpoint_request > self._answered:
+            self._answered = agreed.checkpoint_request
+            self._checkpoint()
+        self.checkpoint_if_due()
+        if (settled := self._keep().settle()) >= 0:
+            state.snapshot_step = settled
+        if agreed.snapshot_every and self.step > self._began_at and self.step % agreed.snapshot_every == 0:
+            self._keep().snapshot(self.step, self._my_samples)
         if agreed.plan_version:  # without a plan, shares come from the checkpoint alone
             self.loader.set_shares(agreed.shares)
+
+    def _checkpoint(self) -> None:
+        """Of the present state, unless there is one; it is published in the background."""
+        answered = self._answered
+        if self._folder is None or self.step <= self._checkpointed:
+            self._keep().wait_for_checkpoint()
+            self.recorder.ring.state.checkpoint_request = answered
+            return
+        self._checkpointed = self.step
+        with self.recorder.during(Phase.CHECKPOINT):
+            self._keep().checkpoint(self.step, self._my_samples, lambda step: self._published(step, answered))
+
+    def _published(self, step: int, answered: int) -> None:
+        state = self.recorder.ring.state
+        state.checkpoint_step = step
+        state.checkpoint_request = answered
+
+    def _finish(self) -> None:
+        """The last step is done: its state is kept, then the rank has nothing left to do."""
+        self._checkpoint()
+        with self.recorder.during(Phase.CHECKPOINT):
+            self._keep().wait_for_checkpoint()
+        self.recorder.enter(Phase.FINISHED)
 
     def _good_shares(self, plan: WorkerPlan) -> tuple[int, ...] | None:
         """The plan's shares; the last good ones where those cannot be followed."""
@@ -259,6 +376,14 @@ class Job:
                 return self.loader.shares
         return plan.shares
 
+    def _snapshot_interval(self) -> int:
+        """Rank 0's word on how often to take snapshots; 0: never, or another rank decides."""
+        if self.rank > 0 or self.environment.runtime is None:
+            return 0
+        if self._snapshot_every is not None:
+            return self._snapshot_every
+        return interval(self._keep().snapshot_seconds, self._step_seconds)
+
     def _record_loss(self, step: Step, loss: float) -> None:
         mean = loss / step.weight
         self.recorder.ring.state.loss = mean
@@ -268,9 +393,21 @@ class Job:
     def _leave_soon(self, *_: Any) -> None:
         self._told_to_leave = True
 
-    def _leave(self) -> None:
-        self.recorder.enter(Phase.FINISHED)
+    def _leave(self, snapshot: bool) -> None:
+        """Told to leave, all ranks keep the state and end."""
+        if snapshot:
+            self._keep().snapshot(self.step, self._my_samples)
+            self._keep().settle()
+        self._finish()
         sys.exit(LEFT_WHEN_TOLD)
+
+    def _keep(self) -> Keeper:
+        """Made when it is first needed: by then everything is registered."""
+        if self._keeper is None:
+            objects = {**self._objects, "job": self}
+            mesh = self.mesh if self._mesh_shape["shard"] > 1 else None
+            self._keeper = Keeper(self.environment, self.agreement, objects, self._folder, mesh)
+        return self._keeper
 
 
 def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:

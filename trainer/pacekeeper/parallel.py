@@ -7,15 +7,17 @@ of the whole batch, whatever the shares are: g = Σ (n_i / n) · mean gradient o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-Units = Callable[[nn.Module], Iterable[nn.Module]]
+Units = Callable[[Any], Iterable[nn.Module]]
 
 
 def replicate(model: nn.Module) -> DistributedDataParallel:
@@ -54,7 +56,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return module
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])

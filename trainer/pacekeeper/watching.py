@@ -67,7 +67,7 @@ def _watch_loaders(watched: Recorder) -> None:
         with watched.loading():
             return following(iterator)
 
-    dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign]
+    dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
 
 
 def _watch_garbage(watched: Recorder) -> None:

@@ -1,0 +1,185 @@
+"""Checkpoints on the volume: written in the background, published in one step, checked before they are used.
+
+A round writes into `step-00000100.partial-r<round>/` through torch.distributed.checkpoint, adds `manifest.json` with the
+size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the job's current round may
+publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another name there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pacekeeper_analysis.errors import InputError
+
+_STEP = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
+_MANIFEST = "manifest.json"
+_OWNER = "owner.json"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be like to be trusted."""
+
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a published checkpoint holds."""
+
+    step: int
+    round: int
+    world_size: int
+    model: dict[str, str]
+    """Name → shape and type (`state.describe`)."""
+    objects: tuple[str, ...]
+    """Names that were registered."""
+    files: dict[str, FileSum] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        files = {name: FileSum(**entry) for name, entry in data["files"].items()}
+        return cls(**{**data, "files": files, "objects": tuple(data["objects"])})
+
+
+class CheckpointFolder:
+    """The folder `spec.checkpoint.path` of one job. It does no more than files: no torch, no peers."""
+
+    def __init__(self, path: Path, round_: int, keep: int = 3) -> None:
+        """Raises InputError where nothing can be written there."""
+        if keep < 1:
+            raise InputError(f"checkpoint.keep={keep} must be at least 1 (spec.checkpoint.keep)")
+        self.path = path
+        self.round = round_
+        self._keep = keep
+        self._owner = ""
+        _check_writable(path)
+
+    def own(self) -> None:
+        """Makes this round the one that may publish; rank 0 does so when the round begins. Clears away what earlier
+        rounds left half-written."""
+        self._owner = f"r{self.round}-{secrets.token_hex(8)}"
+        _write_durably(self.path / _OWNER, json.dumps({"owner": self._owner}))
+        for folder in self.path.iterdir():
+            if _PARTIAL.fullmatch(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def partial(self, step: int) -> Path:
+        """Where this round writes the checkpoint of `step`."""
+        return self.path / f"step-{step:08d}.partial-r{self.round}"
+
+    def publish(self, manifest: Manifest) -> bool:
+        """Makes what lies in `partial` the checkpoint of its step, then forgets the oldest ones.
+
+        False, and nothing changes, where a later round has begun.
+        """
+        partial, final = self.partial(manifest.step), self.path / f"step-{manifest.step:08d}"
+        _write_durably(partial / _MANIFEST, json.dumps(manifest.to_json()))
+        if not self._is_current():
+            shutil.rmtree(partial, ignore_errors=True)
+            return False
+        aside = self.path / f"{final.name}.replaced-r{self.round}"
+        if final.exists():  # torn, or of another number of ranks: else the job would have gone on from it
+            final.rename(aside)
+        partial.rename(final)
+        _sync_folder(self.path)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._prune()
+        return True
+
+    def published(self) -> list[Manifest]:
+        """All checkpoints whose manifest can be read and whose files have the right sizes, newest first."""
+        manifests = [self._manifest(folder) for folder in self.path.iterdir() if _STEP.fullmatch(folder.name)]
+        return sorted((manifest for manifest in manifests if manifest), key=lambda found: found.step, reverse=True)
+
+    def folder(self, manifest: Manifest) -> Path:
+        return self.path / f"step-{manifest.step:08d}"
+
+    def intact(self, manifest: Manifest, part: int = 0, parts: int = 1) -> bool:
+        """Whether every `parts`-th file from the `part`-th on has its checksum: ranks share the reading."""
+        folder = self.folder(manifest)
+        names = sorted(manifest.files)[part::parts]
+        try:
+            return all(checksum(folder / name) == manifest.files[name] for name in names)
+        except OSError:
+            return False
+
+    def _manifest(self, folder: Path) -> Manifest | None:
+        try:
+            manifest = Manifest.from_json(json.loads((folder / _MANIFEST).read_text()))
+            sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return manifest if all(sizes[name] == entry.nbytes for name, entry in manifest.files.items()) else None
+
+    def _prune(self) -> None:
+        """Forgets all but the newest good ones. What is torn does not count as good, and goes once it is older."""
+        good = self.published()[: self._keep]
+        if not good:
+            return
+        for folder in self.path.iterdir():
+            match = _STEP.fullmatch(folder.name)
+            if match and int(match[1]) < good[-1].step:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_current(self) -> bool:
+        try:
+            owner = json.loads((self.path / _OWNER).read_text())["owner"]
+        except (OSError, ValueError, KeyError):
+            return False
+        return bool(owner == self._owner)
+
+
+def checksum(path: Path) -> FileSum:
+    """Reads the whole file."""
+    crc = nbytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            nbytes += len(chunk)
+    return FileSum(nbytes, crc)
+
+
+def _check_writable(path: Path) -> None:
+    probe = path / f".writable-{secrets.token_hex(4)}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"spec.checkpoint.path: {path} is not writable ({error.strerror}); mount a volume there that user "
+            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path"
+        ) from error
+
+
+def _write_durably(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,283 @@
+"""Keeps the job's state and gives it back: snapshots in shared memory, checkpoints on the volume, whichever is newer."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from pacekeeper_analysis.errors import InputError
+
+from .agreement import Agreement, new_cpu_group
+from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
+from .environment import Environment
+from .parallel import unwrap
+from .snapshots import NOTHING, Slot, Snapshots, Version, choose, receive_or_send, unpack
+from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, fingerprint, restore_rank_state
+
+_RANK_STATE = "rank_state"
+
+
+class Keeper:
+    """One rank's part in keeping the state of the registered objects."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        agreement: Agreement,
+        objects: Mapping[str, Any],
+        folder: CheckpointFolder | None,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        """`mesh`: that the models are sharded over; None: they are replicas."""
+        self._environment = environment
+        self._agreement = agreement
+        self._rank, self._world_size = environment.rank, environment.world_size
+        self._models = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
+        self._optimizers = {name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)}
+        self._others = {
+            name: item for name, item in objects.items() if name not in self._models and name not in self._optimizers
+        }
+        self._folder = folder
+        self._mesh = mesh
+        self._sharded = any(isinstance(model, FSDPModule) for model in self._models.values())
+        self._description = describe(list(self._models.values()))
+        self._snapshots = self._open_snapshots()
+        self._keeps_snapshots = self._snapshots is not None and (self._sharded or environment.local_rank == 0)
+        self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._snapshot_costs: deque[float] = deque(maxlen=5)
+
+    # Snapshots
+
+    def snapshot(self, step: int, samples: int) -> None:
+        """Copies the state after `step` into shared memory. `samples`: of this rank. Collective; it ends with `settle`."""
+        self.settle()
+        slot = None
+        if self._snapshots is not None and self._keeps_snapshots:
+            try:
+                start = time.perf_counter()
+                slot = self._snapshots.write(step, self._state())
+                self._snapshot_costs.append(time.perf_counter() - start)
+            except OSError as error:
+                self._keeps_snapshots = False
+                _say(f"no more snapshots on rank {self._rank}: {error}; give the runtime volume more memory")
+        mine = torch.frombuffer(bytearray(capture_rank_state(samples)), dtype=torch.uint8)
+        everybody = torch.empty(self._world_size * RANK_STATE_BYTES, dtype=torch.uint8)
+        work = dist.all_gather_into_tensor(everybody, mine, group=self._agreement.group, async_op=True)
+        assert work is not None
+        self._exchange = (work, everybody, slot)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """What a snapshot costs the training; 0: none was taken yet."""
+        # The median, since the first two make their slots, which is dear.
+        return median(self._snapshot_costs) if self._snapshot_costs else 0.0
+
+    def settle(self) -> int:
+        """Makes the newest snapshot valid, now that all rank states have come; returns its step, -1 without one."""
+        if self._exchange is None:
+            return -1
+        (work, rank_states, slot), self._exchange = self._exchange, None
+        self._agreement.wait(work)
+        return -1 if slot is None else slot.publish(rank_states)
+
+    # Checkpoints
+
+    def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
+        """Copies the state after `step` and writes it in the background; calls `published` from there. Collective."""
+        if self._folder is None:
+            return
+        self.wait_for_checkpoint()
+        if self._group is None:
+            self._group = new_cpu_group("pacekeeper checkpoints")
+        staged = BlockingAsyncStager().stage(self._checkpoint_state(capture_rank_state(samples)))
+        self._writing = threading.Thread(
+            target=self._write, args=(self._folder, step, staged, published), name="checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def wait_for_checkpoint(self) -> bool:
+        """Until the checkpoint that is being written is published. False: it could not be, and the log says why."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            _say(f"rank {self._rank}: checkpoint not published: {failure}")
+        return failure is None
+
+    def _write(
+        self, folder: CheckpointFolder, step: int, state: dict[str, Any], published: Callable[[int], None]
+    ) -> None:
+        try:
+            partial = folder.partial(step)
+            save(state, storage_writer=FileSystemWriter(partial, sync_files=True), process_group=self._group)
+            files = {path.name: checksum(path) for path in partial.glob(f"__{self._rank}_*.distcp")}
+            everybody: list[dict[str, FileSum]] = [{} for _ in range(self._world_size)]
+            dist.all_gather_object(everybody, files, group=self._group)
+            done = [False]
+            if self._rank == 0:
+                files = {name: entry for part in everybody for name, entry in part.items()}
+                files[".metadata"] = checksum(partial / ".metadata")
+                manifest = Manifest(
+                    step=step,
+                    round=folder.round,
+                    world_size=self._world_size,
+                    model=self._description,
+                    objects=tuple(sorted(self._names())),
+                    files=files,
+                )
+                done = [folder.publish(manifest)]
+            dist.broadcast_object_list(done, src=0, group=self._group)
+            if not done[0]:
+                raise RuntimeError(f"round {folder.round} is over: a later one has begun")
+            published(step)
+        except Exception as error:  # the training goes on; the next checkpoint may succeed
+            self._failure = error
+
+    # Restoring
+
+    def restore(self) -> tuple[int, int, int] | None:
+        """Brings back the newest state that all ranks can have. Collective.
+
+        Returns its step, this rank's samples, and the step of the newest checkpoint on the volume (-1: none); None where
+        there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything is
+        changed.
+        """
+        group = self._agreement.group
+        version, source = self._newest_snapshot()
+        manifests: list[list[Manifest]] = [self._folder.published() if self._folder and self._rank == 0 else []]
+        if self._folder is not None:
+            dist.broadcast_object_list(manifests, src=0, group=group)
+        newest = -1
+        for manifest in manifests[0]:
+            if self._all_agree(self._folder is not None and self._folder.intact(manifest, self._rank, self._world_size)):
+                newest = manifest.step
+                self._check_model(manifest)
+                if manifest.step > version.step:
+                    return manifest.step, self._load_checkpoint(manifest), newest
+                break
+            if self._rank == 0:
+                _say(f"the checkpoint of step {manifest.step} is torn; looking for an older one")
+        if version == NOTHING:
+            return None
+        return version.step, self._load_snapshot(version, source), newest
+
+    def _newest_snapshot(self) -> tuple[Version, int]:
+        """The newest snapshot that all ranks can have, and a rank that holds it."""
+        held = self._snapshots.held() if self._snapshots is not None else [NOTHING, NOTHING]
+        mine = torch.tensor([number for version in held for number in (version.step, version.round)])
+        everybody = torch.empty(self._world_size * len(mine), dtype=torch.int64)
+        dist.all_gather_into_tensor(everybody, mine, group=self._agreement.group)
+        of_ranks = everybody.view(self._world_size, len(held), 2).tolist()
+        return choose([[Version(*version) for version in rank] for rank in of_ranks], self._sharded)
+
+    def _load_snapshot(self, version: Version, source: int) -> int:
+        have = self._snapshots is not None and version in self._snapshots.held()
+        slot = self._snapshots.read(version) if self._snapshots is not None and have else None
+        if not self._all_agree(have):
+            slot = receive_or_send(slot, source, self._agreement.group)
+        assert slot is not None
+        state, rank_states = unpack(slot, self._mesh)
+        for name, item in {**self._models, **self._optimizers, **self._others}.items():
+            item.load_state_dict(state[name])
+        return restore_rank_state(rank_states[self._rank % len(rank_states)])
+
+    def _load_checkpoint(self, manifest: Manifest) -> int:
+        assert self._folder is not None
+        state = self._checkpoint_state(b"", rank_of_state=self._rank % manifest.world_size)
+        reader = FileSystemReader(self._folder.folder(manifest))
+        load(state, storage_reader=reader, process_group=self._agreement.group)
+        for name, model in self._models.items():
+            set_model_state_dict(model, state[name])
+        for name, optimizer in self._optimizers.items():
+            set_optimizer_state_dict(self._model_of(optimizer), optimizer, state[name])
+        for name, other in self._others.items():
+            other.load_state_dict(pickle.loads(state[name]))
+        return restore_rank_state(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
+
+    def _check_model(self, manifest: Manifest) -> None:
+        different = differences(self._description, manifest.model)
+        ours, theirs = self._names(), set(manifest.objects)
+        if ours != theirs:
+            different = different or f"registered are {sorted(ours)}, in the checkpoint {sorted(theirs)}"
+        if different:
+            assert self._folder is not None
+            raise InputError(
+                f"spec.checkpoint.path: {self._folder.folder(manifest)} is of another model: {different}. "
+                "Give this job a path of its own, or the model that was trained there"
+            )
+
+    # The state itself
+
+    def _names(self) -> set[str]:
+        return {*self._models, *self._optimizers, *self._others}
+
+    def _state(self) -> dict[str, Any]:
+        """As the objects give it: quick, and for the same ranks only."""
+        return {
+            name: item.state_dict() for name, item in {**self._models, **self._optimizers, **self._others}.items()
+        }
+
+    def _checkpoint_state(self, rank_state: bytes, rank_of_state: int | None = None) -> dict[str, Any]:
+        """By parameter names, as torch.distributed.checkpoint wants it: for any number of ranks."""
+        state: dict[str, Any] = {name: get_model_state_dict(model) for name, model in self._models.items()}
+        for name, optimizer in self._optimizers.items():
+            state[name] = get_optimizer_state_dict(self._model_of(optimizer), optimizer)
+        for name, other in self._others.items():
+            state[name] = pickle.dumps(other.state_dict())
+        state[f"{_RANK_STATE}.{self._rank if rank_of_state is None else rank_of_state}"] = rank_state
+        return state
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        first = optimizer.param_groups[0]["params"][0]
+        for model in self._models.values():
+            if any(parameter is first for parameter in model.parameters()):
+                return model
+        raise InputError("register(): an optimizer without its model; register the model whose parameters it has")
+
+    def _open_snapshots(self) -> Snapshots | None:
+        runtime = self._environment.runtime
+        if runtime is None:
+            return None
+        return Snapshots(
+            runtime.snapshots,
+            f"shard-{self._rank}-of-{self._world_size}" if self._sharded else "replica",
+            round_=self._environment.round,
+            world_size=self._world_size,
+            fingerprint=fingerprint(self._description),
+        )
+
+    def _all_agree(self, mine: bool) -> bool:
+        """Whether it holds on all ranks. Collective."""
+        votes = torch.tensor([int(mine)])
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._agreement.group)
+        return bool(votes.item())
+
+
+def _say(message: str) -> None:
+    print(f"pacekeeper: {message}", file=sys.stderr, flush=True)

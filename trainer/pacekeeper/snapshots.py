@@ -1,0 +1,200 @@
+"""Snapshots of the training state in shared memory: they outlive the rank, so that a crash costs the job few steps.
+
+Replicated models are the same on all ranks, so one rank of each worker (local rank 0) keeps a copy; of sharded models each
+rank keeps its part. The random states of all ranks are exchanged with each snapshot and stand in every copy: whoever takes
+over a rank gets the very state that it had.
+
+A copy is a file with two slots, written in turn, so that one is whole at every moment:
+header (one page) | rank states | skeleton (pickled) | tensors. A slot's step is voided before it is written and set last.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .state import RANK_STATE_BYTES, put_together, take_apart
+
+_HEADER = struct.Struct("<QqqQqqq")
+"""Magic, step (-1: void), round, fingerprint of the model, world size, bytes of the skeleton, offset of the tensors."""
+_MAGIC = 0x504B_534E_4150_0001
+_HEADER_BYTES = 4096
+_ALIGNMENT = 64
+_LARGEST_INTERVAL = 100
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """Which state a snapshot holds. The same step of two rounds need not be the same state."""
+
+    step: int
+    round: int
+
+
+NOTHING = Version(-1, -1)
+
+
+def interval(cost_seconds: float, step_seconds: float, most: float = 0.01) -> int:
+    """Steps between snapshots, so that they cost at most the share `most` of the training time."""
+    if step_seconds <= 0:
+        return _LARGEST_INTERVAL
+    return max(1, min(_LARGEST_INTERVAL, math.ceil(cost_seconds / (most * step_seconds))))
+
+
+def choose(held: Sequence[Sequence[Version]], sharded: bool) -> tuple[Version, int]:
+    """The newest version that all ranks can have, and a rank that has it, from what each rank holds.
+
+    A sharded state needs the parts of all ranks; a replica can be had from any. (NOTHING, -1): there is none.
+    """
+    versions = [set(rank) - {NOTHING} for rank in held]
+    common = set.intersection(*versions) if sharded else set.union(*versions)
+    newest = max(common, default=NOTHING)
+    return newest, next((rank for rank, found in enumerate(versions) if newest in found), -1)
+
+
+class Snapshots:
+    """One rank's snapshots in the runtime folder."""
+
+    def __init__(self, folder: Path, name: str, *, round_: int, world_size: int, fingerprint: int) -> None:
+        """`name`: of the copy; "replica", or the shard's."""
+        self._paths = [folder / f"{name}.{slot}" for slot in (0, 1)]
+        self._round = round_
+        self._world_size = world_size
+        self._fingerprint = fingerprint
+        self._slots: list[Slot | None] = [None, None]
+        self._next = 0
+
+    def held(self) -> list[Version]:
+        """What the two slots hold of this model: two versions, NOTHING for a slot without."""
+        return [self._version(path) for path in self._paths]
+
+    def write(self, step: int, state: Any) -> Slot:
+        """Copies `state` into the older slot. It becomes valid with `Slot.publish`, when the rank states have come.
+
+        Raises OSError where shared memory does not suffice.
+        """
+        tensors: list[torch.Tensor] = []
+        skeleton = pickle.dumps(take_apart(state, tensors), protocol=pickle.HIGHEST_PROTOCOL)
+        slot = self._slots[self._next]
+        if slot is None or not slot.fits(tensors, skeleton):
+            slot = Slot(self._paths[self._next], self._world_size, tensors, len(skeleton))
+            self._slots[self._next] = slot
+        slot.fill(step, self._round, self._fingerprint, tensors, skeleton)
+        self._next = 1 - self._next
+        return slot
+
+    def read(self, version: Version) -> torch.Tensor:
+        """The whole slot that holds `version`, uint8; `unpack` makes a state of it."""
+        path = next(path for path in self._paths if self._version(path) == version)
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+    def _version(self, path: Path) -> Version:
+        try:
+            with path.open("rb") as file:
+                header = file.read(_HEADER.size)
+        except FileNotFoundError:
+            return NOTHING
+        if len(header) < _HEADER.size:
+            return NOTHING
+        magic, step, round_, fingerprint, *_ = _HEADER.unpack(header)
+        if magic != _MAGIC or step < 0 or fingerprint != self._fingerprint:
+            return NOTHING
+        return Version(step, round_)
+
+
+def unpack(slot: torch.Tensor, mesh: DeviceMesh | None) -> tuple[Any, list[bytes]]:
+    """The state and the rank states (one each rank of the job that wrote it) in the bytes of a slot."""
+    content = slot.numpy().data
+    _, _, _, _, world_size, skeleton_bytes, offset = _HEADER.unpack_from(content)
+    ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+    rank_states = [
+        bytes(content[start : start + RANK_STATE_BYTES]) for start in range(_HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
+    ]
+    layout, skeleton = pickle.loads(content[ranks_end : ranks_end + skeleton_bytes])
+    return put_together(pickle.loads(skeleton), _views(slot, offset, layout), mesh), rank_states
+
+
+def receive_or_send(slot: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rank `source`'s slot on all ranks. Collective."""
+    size = torch.tensor([0 if slot is None else slot.numel()])
+    dist.broadcast(size, source, group=group)
+    if slot is None:
+        slot = torch.empty(int(size.item()), dtype=torch.uint8)
+    dist.broadcast(slot, source, group=group)
+    return slot
+
+
+Layout = list[tuple[torch.dtype, torch.Size]]
+
+
+class Slot:
+    """A file in shared memory, laid out for tensors of given types and shapes."""
+
+    def __init__(self, path: Path, world_size: int, tensors: Sequence[torch.Tensor], skeleton_bytes: int) -> None:
+        self._layout: Layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+        self._world_size = world_size
+        description = len(pickle.dumps((self._layout, b"")))
+        self._skeleton_room = description + 2 * skeleton_bytes + 4096  # numbers in it may grow
+        self._offset = _aligned(self._ranks_end + self._skeleton_room)
+        size = self._offset + sum(_aligned(tensor.nbytes) for tensor in tensors)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # says now that memory does not suffice, not by SIGBUS later
+            self._map = mmap.mmap(file.fileno(), size)
+        self._words = memoryview(self._map).cast("q")
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tensors = _views(self._bytes, self._offset, self._layout)
+        self._void()
+        temporary.replace(path)
+
+    def fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
+        return (
+            len(skeleton) <= (self._skeleton_room - 4096) and [(t.dtype, t.shape) for t in tensors] == self._layout
+        )
+
+    def fill(
+        self, step: int, round_: int, fingerprint: int, tensors: Sequence[torch.Tensor], skeleton: bytes
+    ) -> None:
+        """Copies everything but the rank states."""
+        self._void()
+        packed = pickle.dumps((self._layout, skeleton), protocol=pickle.HIGHEST_PROTOCOL)
+        self._map[self._ranks_end : self._ranks_end + len(packed)] = packed
+        torch._foreach_copy_(self._tensors, list(tensors))
+        self._pending = (step, round_, fingerprint, self._world_size, len(packed), self._offset)
+
+    def publish(self, rank_states: torch.Tensor) -> int:
+        """Adds the rank states (uint8, world size · RANK_STATE_BYTES) and makes the slot valid; returns its step."""
+        self._bytes[_HEADER_BYTES : self._ranks_end].copy_(rank_states)
+        step, *rest = self._pending
+        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest)
+        self._words[1] = step  # one store: a rank that is killed leaves a valid slot or a void one
+        return step
+
+    def _void(self) -> None:
+        _HEADER.pack_into(self._map, 0, _MAGIC, -1, -1, 0, 0, 0, 0)
+
+
+def _views(slot: torch.Tensor, offset: int, layout: Layout) -> list[torch.Tensor]:
+    """The tensors that lie in a slot's bytes."""
+    views = []
+    for dtype, shape in layout:
+        nbytes = math.prod(shape) * dtype.itemsize
+        views.append(slot[offset : offset + nbytes].view(dtype).view(shape))
+        offset += _aligned(nbytes)
+    return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
