@@ -20,6 +20,9 @@ NOTHING_TO_DECOMPOSE = 1.03
 WORST_WORKERS = 0.03
 """Share of the workers that M_W idealises."""
 
+TRUSTED_ERROR = 0.05
+"""Beyond this error of the simulation its figures are doubtful (arXiv 2505.05713, section 3.4)."""
+
 MERGED_TYPES = {
     FORWARD_SEND: "forward-pp-comm",
     FORWARD_RECV: "forward-pp-comm",
@@ -115,6 +118,20 @@ class WhatIf:
     def skipped(self) -> tuple[Skipped, ...]:
         """Steps left out."""
         return self.window.skipped
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the figures doubtful."""
+        found = []
+        launch = self.launch_slowdown
+        if launch is not None and abs(launch - 1.0) > TRUSTED_ERROR:
+            found.append(
+                f"measured steps take {launch:.2f} times as long as simulated ones: something that the trace does not "
+                "record costs time, or its clocks are wrong, and the figures leave it out"
+            )
+        if len(self.skipped) > len(self.steps):
+            found.append(f"{len(self.skipped)} of {len(self.skipped) + len(self.steps)} steps are left out")
+        return tuple(found)
 
     def ask(self, scenario: Scenario) -> Array:
         """Seconds of each step in a scenario [step]."""

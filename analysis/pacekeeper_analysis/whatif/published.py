@@ -61,6 +61,7 @@ def window_from_trace(trace: Trace) -> Window:
         steps=rows.steps,
         measured_s=ends.max(axis=(0, 1)) - starts.min(axis=(0, 1)),
         skipped=rows.skipped,
+        recorded_at=(starts, ends),
     )
 
 

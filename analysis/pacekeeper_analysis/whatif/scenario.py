@@ -168,7 +168,8 @@ class Scenario:
         return replace(self, alone=(*self.alone, where))
 
     def pace(self, operation: Operation) -> Pace | None:
-        """The one pace of an operation in all replicas and steps; None where it depends on them, or on earlier changes."""
+        """The one pace of an operation in all replicas and steps; None where it depends on them, or on earlier
+        changes."""
         pace: Pace | None = self.base
         for change in self.changes:
             if change.where.includes(operation):

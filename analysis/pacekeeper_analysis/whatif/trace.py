@@ -79,6 +79,11 @@ class Metadata:
                 "correct the sizes, or leave world_size out"
             )
 
+    def __str__(self) -> str:
+        sizes = {"data": self.dp_size, "pipeline": self.pp_size, "chunks": self.vpp_size}
+        sizes |= {"tensor": self.tp_size, "sequence": self.dsp_size}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> Metadata:
         """From the keys of a metadata file; keys that mean nothing here are ignored."""

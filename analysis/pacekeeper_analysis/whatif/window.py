@@ -58,6 +58,8 @@ class Window:
     measured_s: Array | None = None
     """Measured seconds of each step [step]."""
     skipped: tuple[Skipped, ...] = field(default=())
+    recorded_at: tuple[Array, Array] | None = None
+    """When each operation started and ended [operation, *mesh, step], in seconds of its step; None where unknown."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -115,6 +117,10 @@ class Window:
         """Seconds of a step in which everything takes its ideal time: T_ideal, the same for every step."""
         shape = (-1,) + (1,) * (len(self.mesh) + 2)
         return float(simulate(self.graph, self.ideal.reshape(shape)).max())
+
+    def with_seconds(self, seconds: Array) -> Window:
+        """The window with other durations [operation, *mesh, step]; the ideal ones stay."""
+        return replace(self, seconds=seconds)
 
     def _part(self, steps: slice) -> Window:
         """The window of some of the steps."""

@@ -47,6 +47,16 @@ def write_parquet(path: Path, trace: Trace) -> None:
     parquet.write_table(pyarrow.table(trace.to_columns()), path)
 
 
+def metadata_of(trace: Path) -> Path:
+    """The metadata file beside a trace: meta-NAME.yaml or .json for trace-NAME.parquet. Raises TraceError if none
+    is."""
+    name = trace.stem.removeprefix("trace-")
+    for candidate in (trace.with_name(f"meta-{name}.yaml"), trace.with_name(f"meta-{name}.json")):
+        if candidate.exists():
+            return candidate
+    raise TraceError(f"{trace} has no meta-{name}.yaml beside it; give the job's sizes with --meta")
+
+
 def read_metadata(path: Path) -> Metadata:
     """Reads a metadata file: JSON, or lines `key: value` (flat YAML)."""
     text = path.read_text()

@@ -1,0 +1,251 @@
+"""The checks. Each takes one cause's part out of the recorded durations and asks how much of the slowdown goes with
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from pacekeeper_analysis.whatif.causes.model import Computations, Parts, pauses, take_apart
+from pacekeeper_analysis.whatif.data_parallel import COMPUTATIONS, DATA
+from pacekeeper_analysis.whatif.figures import NOTHING_TO_DECOMPOSE, WhatIf
+from pacekeeper_analysis.whatif.scenario import AS_RECORDED, IDEAL, Where
+from pacekeeper_analysis.whatif.simulate import Array
+from pacekeeper_analysis.whatif.trace import GC
+
+EXPLAINS = 0.35
+"""A cause has to explain at least this share of the slowdown."""
+
+WORTH = 0.012
+"""... and to cost at least this share of the step."""
+
+SLOW_WORKER = 1.05
+"""A worker is slow when its computations take this many times as long as its peers' in half of the window or more."""
+
+
+class Cause(StrEnum):
+    """Why a job is slower than it could be."""
+
+    STAGE_IMBALANCE = "stage-imbalance"
+    SEQUENCE_LENGTH_IMBALANCE = "sequence-length-imbalance"
+    GARBAGE_COLLECTION = "garbage-collection"
+    SLOW_WORKER = "slow-worker"
+    SLOW_COMMUNICATION = "slow-communication"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    cause: Cause
+    explains: float
+    """Share of the slowdown that goes when the cause goes; may exceed 1."""
+    step_s: float
+    """Mean seconds of a step without the cause."""
+    evidence: str
+    """In a sentence, with figures."""
+    remedy: str
+    """What to do about it."""
+    confidence: float = 0.0
+    """0 to 1."""
+    workers: tuple[tuple[int, int], ...] = ()
+    """(dp_rank, stage) of the workers concerned, the worst first."""
+
+
+def diagnose(whatif: WhatIf) -> Finding:
+    """The cause that explains most of the slowdown, or NONE."""
+    findings = sorted(find_all(whatif), key=lambda finding: -finding.explains)
+    likely = [finding for finding in findings if _is_worth_it(finding, whatif)]
+    if not likely:
+        best = max((finding.explains for finding in findings), default=0.0)
+        small = whatif.slowdown < NOTHING_TO_DECOMPOSE
+        evidence = (
+            f"the slowdown is {whatif.slowdown:.3f}, too small to have a cause"
+            if small
+            else f"no single cause explains the slowdown of {whatif.slowdown:.3f} (the best one {max(best, 0.0):.0%})"
+        )
+        confidence = 1.0 if small else float(np.clip(1.0 - best, 0.0, 1.0))
+        return Finding(Cause.NONE, 0.0, float(whatif.step_s.mean()), evidence, "Nothing to do.", confidence)
+    first = likely[0]
+    second = next((finding.explains for finding in findings if finding is not first), 0.0)
+    lead = 1.0 - max(second, 0.0) / first.explains
+    return replace(first, confidence=float(np.clip(min(first.explains, 1.0) * (0.5 + 0.5 * lead), 0.0, 1.0)))
+
+
+def find_all(whatif: WhatIf) -> list[Finding]:
+    """What every check found, whatever it explains; none where the slowdown is too small."""
+    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+        return []
+    parts = take_apart(whatif.window)
+    return [finding for check in CHECKS if (finding := check(whatif, parts)) is not None]
+
+
+def stage_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+    """One stage is slow on every data-parallel rank: usually the last one, where the loss is computed."""
+    if parts is None or len(set(parts.forward.stages)) < 2:
+        return None
+    balanced = [(part, (part.usual.mean() / part.usual)[:, None, None, None]) for part in _both(parts)]
+    total = np.sum([part.usual for part in _both(parts)], axis=0)
+    slowest = int(np.argmax(total))
+    stage = parts.forward.stages[slowest]
+    times = float(total[slowest] / np.median(np.delete(total, slowest)))
+    return _finding(
+        whatif,
+        _without(whatif, balanced),
+        Cause.STAGE_IMBALANCE,
+        f"stage {stage} takes {times:.2f} times as long as the other stages, on every data-parallel rank",
+        f"Move layers away from stage {stage}"
+        + (", or split the loss computation" if stage == max(parts.forward.stages) else "")
+        + ".",
+        workers=tuple((replica, stage) for replica in range(whatif.window.replicas)),
+    )
+
+
+def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+    """Single workers are slow all the time, while their peers in the same stage are not."""
+    if parts is None:
+        return None
+    slow = [part.worker > SLOW_WORKER for part in _both(parts)]
+    share = np.mean([hot.mean() for hot in slow])
+    if not any(hot.any() for hot in slow) or share > 0.5:
+        return None
+    changes = [
+        (part, np.where(hot, 1.0 / part.worker, 1.0)[:, None, :, None])
+        for part, hot in zip(_both(parts), slow, strict=True)
+    ]
+    factor = np.mean([np.where(hot, part.worker, 1.0) for part, hot in zip(_both(parts), slow, strict=True)], axis=0)
+    hot = sorted(zip(*np.nonzero(factor > SLOW_WORKER), strict=True), key=lambda cell: -factor[cell])
+    workers = tuple(dict.fromkeys((int(replica), parts.forward.stages[place]) for place, replica in hot))
+    if not workers:
+        return None
+    worst = ", ".join(f"(dp {replica}, stage {stage})" for replica, stage in workers[:3])
+    return _finding(
+        whatif,
+        _without(whatif, changes),
+        Cause.SLOW_WORKER,
+        f"{'worker' if len(workers) == 1 else f'{len(workers)} workers, such as'} {worst} "
+        f"{'computes' if len(workers) == 1 else 'compute'} {float(factor.max()):.2f} times as long as peers",
+        "Replace the worker, or give it a smaller share of the batch; check its node.",
+        workers,
+    )
+
+
+def sequence_length_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+    """Microbatches differ: forward and backward of the same one are long together, and it is another worker each
+    step."""
+    if parts is None or parts.backward is None or parts.correlation <= 0:
+        return None
+    even = 1.0 / np.maximum(parts.microbatch, 1e-12)
+    # Samples are moved, not dropped: the total stays.
+    even *= parts.microbatch.mean()
+    load = parts.microbatch.sum(axis=0)
+    moves = len(set(np.argmax(load, axis=0).tolist()))
+    return _finding(
+        whatif,
+        _without(whatif, [(part, even[None]) for part in _both(parts)]),
+        Cause.SEQUENCE_LENGTH_IMBALANCE,
+        f"forward and backward times of a microbatch rise together (correlation {parts.correlation:.2f}); the longest "
+        f"takes {float(parts.microbatch.max()):.2f} times the usual time; {moves} ranks take turns in being slow",
+        "Balance sequences over ranks and microbatches by their cost (tokens squared), not by their count.",
+    )
+
+
+def garbage_collection(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+    """Rare, long forwards on one worker at a time, whose backwards are as usual."""
+    window = whatif.window
+    seconds = window.seconds.copy()
+    count, longest, by_worker = 0, 0.0, np.zeros(window.replicas)
+    if parts is not None:
+        found = pauses(parts.forward, parts.microbatch)
+        if (found > 0).mean() > 0.1:
+            return None
+        seconds[parts.forward.nodes] -= found
+        count, longest = int((found > 0).sum()), float(found.max())
+        by_worker = (found > 0).sum(axis=(0, 1, 3))
+    for node, operation in enumerate(window.operations):
+        if operation.type == GC:
+            count += int((seconds[node] > 0).sum())
+            longest = max(longest, float(seconds[node].max()))
+            seconds[node] = 0.0
+    if count == 0:
+        return None
+    return _finding(
+        whatif,
+        window.with_seconds(seconds).step_seconds([AS_RECORDED])[0],
+        Cause.GARBAGE_COLLECTION,
+        f"{count} forwards pause for up to {longest:.3f} s, on {int((by_worker > 0).sum())} of {window.replicas} "
+        "data-parallel ranks, each at another time",
+        "Switch automatic garbage collection off and collect on all ranks at the same planned step.",
+    )
+
+
+def slow_communication(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+    """Transfers take longer than the same transfers usually do."""
+    del parts
+    window = whatif.window
+    own = {*COMPUTATIONS, GC, DATA}
+    nodes = [node for node, operation in enumerate(window.operations) if operation.type not in own]
+    if not nodes:
+        return None
+    excess = window.seconds[nodes].reshape(len(nodes), window.replicas, -1) - window.ideal[nodes][:, None, None]
+    by_type: dict[str, float] = {}
+    for at, node in enumerate(nodes):
+        name = window.operations[node].type
+        by_type[name] = by_type.get(name, 0.0) + float(excess[at].clip(min=0.0).sum())
+    worst = max(by_type, key=lambda name: by_type[name])
+    at, replica, step = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
+    longest, usual = window.operations[nodes[at]], float(window.ideal[nodes[at]])
+    return _finding(
+        whatif,
+        whatif.ask(AS_RECORDED.but(Where(types=by_type), takes=IDEAL)),
+        Cause.SLOW_COMMUNICATION,
+        f"{worst} loses most time; the worst transfer, {longest} on dp_rank {replica} in step {window.steps[step]}, "
+        f"takes {float(excess[at, replica, step]) + usual:.3f} s instead of {usual:.3f} s",
+        "Look at the links of the ranks concerned; plan the traffic around them.",
+        workers=((replica, longest.stage),),
+    )
+
+
+CHECKS: tuple[Callable[[WhatIf, Parts | None], Finding | None], ...] = (
+    stage_imbalance,
+    sequence_length_imbalance,
+    garbage_collection,
+    slow_worker,
+    slow_communication,
+)
+"""All checks, by name."""
+
+
+def _finding(
+    whatif: WhatIf,
+    without_s: Array,
+    cause: Cause,
+    evidence: str,
+    remedy: str,
+    workers: tuple[tuple[int, int], ...] = (),
+) -> Finding:
+    """A finding from the seconds of each step without the cause [step]."""
+    recorded, without = float(whatif.step_s.mean()), float(without_s.mean())
+    explains = (recorded - without) / (recorded - whatif.ideal_step_s)
+    return Finding(cause, explains, without, evidence, remedy, workers=workers)
+
+
+def _without(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:
+    """Seconds of each step with computations multiplied [place, microbatch, replica, step] by something."""
+    seconds = whatif.window.seconds.copy()
+    for part, factor in changes:
+        seconds[part.nodes] *= np.broadcast_to(factor, part.seconds.shape)
+    return np.asarray(whatif.window.with_seconds(seconds).step_seconds([AS_RECORDED])[0])
+
+
+def _both(parts: Parts) -> list[Computations]:
+    return [parts.forward] if parts.backward is None else [parts.forward, parts.backward]
+
+
+def _is_worth_it(finding: Finding, whatif: WhatIf) -> bool:
+    costs = 1.0 - finding.step_s / float(whatif.step_s.mean())
+    return finding.explains >= EXPLAINS and costs >= WORTH

@@ -1,0 +1,82 @@
+"""The command `pacekeeper whatif`: analyses a trace and shows what stragglers cost, and who they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacekeeper_analysis.whatif.causes import Finding, diagnose
+from pacekeeper_analysis.whatif.figures import WhatIf, analyse
+from pacekeeper_analysis.whatif.inputs import load
+from pacekeeper_analysis.whatif.report.document import document
+from pacekeeper_analysis.whatif.report.terminal import render
+from pacekeeper_analysis.whatif.trace import TraceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 0, or 2 where the input cannot be analysed (the message is on standard error)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        loaded = load(arguments.trace, arguments.meta)
+        whatif = analyse(loaded.window, loaded.worker_ranks)
+        finding = diagnose(whatif)
+        print(render(whatif, finding, width=_width(), colour=_colour(arguments.colour)))
+        _write(arguments, whatif, finding, loaded.title)
+    except (TraceError, OSError) as error:
+        print(f"pacekeeper whatif: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pacekeeper whatif",
+        description="How fast would the job be without its stragglers, and who is to blame?",
+    )
+    parser.add_argument(
+        "trace",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="a parquet file in the published schema, the PyTorch profiler's traces of all ranks, or a file of records",
+    )
+    parser.add_argument("--meta", type=Path, help="the job's sizes (JSON, or lines `key: value`); parquet only")
+    parser.add_argument("--html", type=Path, help="write a page that shows everything")
+    parser.add_argument("--json", type=Path, help="write all figures")
+    parser.add_argument("--perfetto", type=Path, help="write the timelines for ui.perfetto.dev (.json.gz)")
+    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="colour in the terminal")
+    return parser
+
+
+def _write(arguments: argparse.Namespace, whatif: WhatIf, finding: Finding, title: str) -> None:
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document(whatif, finding), indent=2, allow_nan=False) + "\n")
+    if arguments.html:
+        from pacekeeper_analysis.whatif.report.page import page
+
+        arguments.html.write_text(page(whatif, finding, title), encoding="utf-8")
+    if arguments.perfetto:
+        from pacekeeper_analysis.whatif.report.perfetto import write_perfetto
+
+        steps = write_perfetto(arguments.perfetto, whatif.window, whatif.slowdown_per_step)
+        if len(steps) < len(whatif.steps):
+            print(f"{arguments.perfetto}: the {len(steps)} slowest steps of {len(whatif.steps)}", file=sys.stderr)
+
+
+def _width() -> int:
+    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 140))
+
+
+def _colour(wanted: str) -> bool:
+    if wanted == "auto":
+        return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return wanted == "always"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The analysis as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pacekeeper_analysis.whatif.causes import Finding
+from pacekeeper_analysis.whatif.figures import WhatIf
+
+
+def document(whatif: WhatIf, finding: Finding) -> dict[str, Any]:
+    """All figures: seconds and ratios as numbers, null where there is nothing to decompose or nothing was
+    measured."""
+    parts, measured = whatif.decomposition, whatif.window.measured_s
+    steps = zip(whatif.steps, whatif.slowdown_per_step, strict=True)
+    return {
+        "slowdown": whatif.slowdown,
+        "step_s": float(whatif.step_s.mean()),
+        "ideal_step_s": whatif.ideal_step_s,
+        "measured_step_s": None if measured is None else float(measured.mean()),
+        "launch_slowdown": whatif.launch_slowdown,
+        "waste": whatif.waste,
+        "per_step": {str(step): float(slowdown) for step, slowdown in steps},
+        "per_type": None if parts is None else parts.by_type,
+        "per_dp": None if parts is None else parts.by_replica.tolist(),
+        "per_stage": None if parts is None else parts.by_stage.tolist(),
+        "per_worker": None if parts is None else parts.by_worker.tolist(),
+        "m_w": None if parts is None else parts.worst_workers.share,
+        "m_s": None if parts is None else parts.last_stage.share,
+        "cause": {"name": finding.cause.value, "confidence": finding.confidence, "evidence": finding.evidence},
+        "skipped_steps": len(whatif.skipped),
+    }

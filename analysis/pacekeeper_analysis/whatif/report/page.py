@@ -1,0 +1,72 @@
+"""The analysis as a page: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from pacekeeper_analysis.whatif.causes import Finding
+from pacekeeper_analysis.whatif.figures import WhatIf
+from pacekeeper_analysis.whatif.report.document import document
+from pacekeeper_analysis.whatif.window import Window
+
+MOST_NUMBERS = 400_000
+"""Details of single workers are left out of the page where they would be more numbers than this."""
+
+
+def page(whatif: WhatIf, finding: Finding, title: str) -> str:
+    """The page as HTML text."""
+    template = files("pacekeeper_analysis.whatif.report").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(page_data(whatif, finding, title), separators=(",", ":"), allow_nan=False)
+    # "</" would end the script element that holds the data.
+    return template.replace("/*DATA*/null", data.replace("</", "<\\/"))
+
+
+def page_data(whatif: WhatIf, finding: Finding, title: str) -> dict[str, Any]:
+    """What the page shows, rounded to what can be seen."""
+    parts = whatif.decomposition
+    data = document(whatif, finding)
+    for key in ("per_type", "per_step"):
+        data[key] = None if data[key] is None else [[name, round(value, 4)] for name, value in data[key].items()]
+    for key in ("per_dp", "per_stage", "per_worker"):
+        data[key] = None if data[key] is None else np.round(np.array(data[key]), 4).tolist()
+    data |= {
+        "title": title,
+        "remedy": finding.remedy,
+        "blamed": finding.workers[:200],
+        "warnings": whatif.warnings,
+        "skipped": [[skipped.step, skipped.reason] for skipped in whatif.skipped[:50]],
+        "worst": [] if parts is None else parts.worst_workers.workers[:200],
+        "replica_steps": None,
+        "own_seconds": None,
+    }
+    if parts is not None and parts.by_replica_per_step.size <= MOST_NUMBERS:
+        data["replica_steps"] = np.round(parts.by_replica_per_step, 4).tolist()
+    if parts is not None:
+        data["own_seconds"] = _own_seconds(whatif.window, parts.by_worker.shape)
+    return data
+
+
+def _own_seconds(window: Window, workers: tuple[int, ...]) -> list[dict[str, Any]] | None:
+    """By type: mean seconds of one operation on each worker [replica][stage], what is ideal, how many a step [stage].
+
+    None where that were too many numbers.
+    """
+    types = sorted({operation.type for operation in window.operations})
+    if len(types) * int(np.prod(workers)) > MOST_NUMBERS:
+        return None
+    tables = []
+    for name in types:
+        mean, count = np.full(workers, np.nan), np.zeros(workers[1], dtype=int)
+        nodes = [node for node, operation in enumerate(window.operations) if operation.type == name]
+        for stage in {window.operations[node].stage for node in nodes}:
+            own = [node for node in nodes if window.operations[node].stage == stage]
+            count[stage] = len(own)
+            mean[:, stage] = window.seconds[own].reshape(len(own), window.replicas, -1).mean(axis=(0, 2))
+        rounded = [[None if np.isnan(value) else float(f"{value:.4g}") for value in row] for row in mean]
+        ideal = float(f"{float(window.ideal[nodes[0]]):.4g}")
+        tables.append({"type": name, "mean": rounded, "ideal": ideal, "count": count.tolist()})
+    return tables

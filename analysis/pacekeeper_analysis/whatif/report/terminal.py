@@ -1,0 +1,121 @@
+"""The analysis as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import numpy as np
+
+from pacekeeper_analysis.whatif.causes import Cause, Finding
+from pacekeeper_analysis.whatif.figures import Decomposition, WhatIf
+from pacekeeper_analysis.whatif.simulate import Array
+
+COLOURS = (236, 58, 94, 136, 172, 208, 202, 196)
+"""Palette of the heat map, from cold to hot (xterm's 256 colours)."""
+
+SHADES = " .:-=+*#"
+"""The same without colour."""
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def render(whatif: WhatIf, finding: Finding, *, width: int = 100, colour: bool = True) -> str:
+    """A summary of the analysis that fits `width` columns."""
+    return "\n".join(_lines(whatif, finding, width, colour))
+
+
+def _lines(whatif: WhatIf, finding: Finding, width: int, colour: bool) -> Iterator[str]:
+    bold = _Style(colour)
+    step, ideal = float(whatif.step_s.mean()), whatif.ideal_step_s
+    yield f"{bold(f'Slowdown {whatif.slowdown:.3f}')}: stragglers waste {whatif.waste:.1%} of the time."
+    yield f"A step takes {_seconds(step)}; without stragglers it would take {_seconds(ideal)}."
+    if whatif.launch_slowdown is not None:
+        error = whatif.launch_slowdown - 1.0
+        side = "below" if error >= 0 else "above"
+        yield f"The simulation is {abs(error):.1%} {side} the measured time of {len(whatif.steps)} steps."
+    for warning in whatif.warnings:
+        yield f"{bold('Warning')}: {warning}"
+    yield ""
+    certainty = f" (confidence {finding.confidence:.0%})" if finding.cause is not Cause.NONE else ""
+    yield f"{bold('Cause')}: {finding.cause.value}{certainty}"
+    yield from _wrap(finding.evidence[0].upper() + finding.evidence[1:] + ". " + finding.remedy, width)
+    yield ""
+    yield f"{bold('Slowdown by step')}, {whatif.steps[0]} to {whatif.steps[-1]}"
+    yield "  " + _sparkline(whatif.slowdown_per_step, width - 2)
+    if whatif.decomposition is not None:
+        yield from _decomposition(whatif.decomposition, width, colour)
+    if whatif.skipped:
+        yield ""
+        yield f"{bold('Left out')}: {len(whatif.skipped)} steps"
+        for skipped in whatif.skipped[:3]:
+            yield f"  step {skipped.step}: {skipped.reason}"
+
+
+def _decomposition(parts: Decomposition, width: int, colour: bool) -> Iterator[str]:
+    bold = _Style(colour)
+    yield ""
+    yield f"{bold('Slowdown by operation type')}, all others ideal"
+    ranked = sorted(parts.by_type.items(), key=lambda item: -item[1])
+    longest = max(len(name) for name, _ in ranked)
+    highest = max(max(slowdown for _, slowdown in ranked) - 1.0, 1e-9)
+    for name, slowdown in ranked[:6]:
+        bar = "█" * round(max(slowdown - 1.0, 0.0) / highest * (width - longest - 12))
+        yield f"  {name:<{longest}} {slowdown:6.3f} {bar}"
+    yield ""
+    worst, last = (f"{round(blame.share, 2) + 0.0:.0%}" for blame in (parts.worst_workers, parts.last_stage))
+    yield f"{bold('Slowest workers')}: of the lost time, the worst 3 % cause {worst}, the last stage {last}"
+    for replica, stage in parts.worst_workers.workers[:5]:
+        yield f"  dp_rank {replica:<4} stage {stage:<3} {parts.by_worker[replica, stage]:.3f}"
+    yield ""
+    coolest, hottest = float(parts.by_worker.min()), float(parts.by_worker.max())
+    yield f"{bold('Workers')}, dp_rank across, stage down; {coolest:.2f} to {hottest:.2f}"
+    yield from _heat_map(parts.by_worker.T, width, colour)
+
+
+def _heat_map(slowdown: Array, width: int, colour: bool) -> Iterator[str]:
+    """slowdown: [stage, dp_rank]. Where ranks do not fit, several share a column, which shows the worst of them."""
+    stages, ranks = slowdown.shape
+    cell = 2 if ranks * 2 <= width - 6 else 1
+    columns = min(ranks, (width - 6) // cell)
+    groups = np.array_split(np.arange(ranks), columns)
+    worst = np.array([[row[group].max() for group in groups] for row in slowdown])
+    top = max(float(worst.max()), 1.05)
+    level = np.clip((worst - 1.0) / (top - 1.0) * (len(SHADES) - 1), 0, len(SHADES) - 1).round().astype(int)
+    for stage in range(stages):
+        runs = ((at, cell * len(list(same))) for at, same in groupby(level[stage].tolist()))
+        drawn = (
+            f"\033[48;5;{COLOURS[at]}m{' ' * length}\033[0m" if colour else SHADES[at] * length for at, length in runs
+        )
+        yield f"  {stage:>3} {''.join(drawn)}"
+
+
+def _sparkline(values: Array, width: int) -> str:
+    groups = np.array_split(values, min(len(values), width))
+    highest = np.array([group.max() for group in groups])
+    low, high = min(float(highest.min()), 1.0), max(float(highest.max()), 1.05)
+    return "".join(BARS[round((float(value) - low) / (high - low) * (len(BARS) - 1))] for value in highest)
+
+
+def _wrap(text: str, width: int) -> Iterator[str]:
+    line = " "
+    for word in text.split():
+        if len(line) + len(word) + 1 > width:
+            yield line
+            line = " "
+        line += " " + word
+    yield line
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1.0 else f"{value * 1e3:.1f} ms"
+
+
+class _Style:
+    """Bold, where colour is wanted."""
+
+    def __init__(self, colour: bool) -> None:
+        self._colour = colour
+
+    def __call__(self, text: str) -> str:
+        return f"\033[1m{text}\033[0m" if self._colour else text
