@@ -16,7 +16,6 @@ from testcluster.shell import ClusterError
 
 OURS = "pacekeeper"
 _ROOT = Path("/sys/fs/cgroup")
-_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "pids")
 
 
 @cache
@@ -54,8 +53,7 @@ def create(path: str) -> None:
 
 def _enable_controllers(folder: Path) -> None:
     available = (folder / "cgroup.controllers").read_text().split()
-    wanted = " ".join(f"+{name}" for name in _CONTROLLERS if name in available)
-    (folder / "cgroup.subtree_control").write_text(wanted)
+    (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in available))
 
 
 def entering(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,13 +63,13 @@ def entering(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
 
 def pids(path: str, recursive: bool = False) -> list[int]:
     """The processes in cgroup `path`; empty if there is no such cgroup."""
-    folder = controller("pids", path)
-    files = folder.rglob("cgroup.procs") if recursive else [folder / "cgroup.procs"]
+    top = controller("pids", path)
+    folders = [Path(folder) for folder, _, _ in os.walk(top)] if recursive else [top]
     found: list[int] = []
-    for file in files:
+    for folder in folders:
         try:
-            found += [int(line) for line in file.read_text().split()]
-        except (FileNotFoundError, OSError):  # the cgroup was removed meanwhile
+            found += [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+        except OSError:  # there is no such cgroup, or none any more
             continue
     return found
 

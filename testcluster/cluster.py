@@ -28,9 +28,10 @@ from testcluster.settings import (
     Node,
     nodes,
 )
-from testcluster.shell import ClusterError, run, say, step, wait_for
+from testcluster.shell import ClusterError, run, say, step, wait_for, write
 
 _COUNT = STATE / "node-count"
+_GOING_DOWN = STATE / "going-down"  # there while `down` is at work, so that one that was killed is finished first
 _PARALLEL = max(2, os.cpu_count() or 2)
 
 
@@ -38,36 +39,38 @@ def up(count: int | None = None) -> None:
     """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there."""
     with _exclusive(), step("Cluster"):
         programs = Programs()
-        members = _members(count)
+        if _GOING_DOWN.exists():
+            _tear_down()
+        wanted = _members(count)
         credentials.ensure()
         network.ensure_host()
         archive, spec = images.archive(programs.pause), images.runtime_spec(programs)
         with ThreadPoolExecutor(_PARALLEL) as pool:
             with step("API server"):
                 server = pool.submit(control_plane.ensure_api_server, programs)
-                runtimes = [pool.submit(node.ensure_runtime, n, members, programs, archive, spec) for n in members]
+                runtimes = [pool.submit(node.ensure_runtime, n, wanted, programs, archive, spec) for n in wanted]
                 server.result()
             control_plane.ensure_controllers(programs)
-            with step(f"containerd of {len(members)} nodes"):
+            with step(f"containerd of {len(wanted)} nodes"):
                 for runtime in runtimes:
                     runtime.result()
-        with step(f"Nodes {', '.join(n.name for n in members)}"):
-            for member in members:
+        with step(f"Nodes {', '.join(n.name for n in wanted)}"):
+            for member in wanted:
                 node.ensure_kubelet(member, programs)
             control_plane.apply_objects(programs)
             prometheus.ensure(programs)
-            names = {member.name for member in members}
-            wait_for(lambda: _all_ready(names), 120, "all nodes Ready", LOGS / "node-*-kubelet.log")
+            wait_for(
+                lambda: _all_ready({member.name for member in wanted}),
+                120,
+                "all nodes Ready",
+                LOGS / "node-*-kubelet.log",
+            )
 
 
 def down() -> None:
     """End and remove the cluster. Only the logs stay."""
     with _exclusive(), step("Cluster down"):
-        cgroups.kill(cgroups.OURS)
-        _unmount_all()
-        network.remove(nodes(MAX_NODES))
-        cgroups.remove(cgroups.OURS)
-        _remove_files()
+        _tear_down()
 
 
 def members() -> list[Node]:
@@ -115,7 +118,7 @@ def _members(count: int | None) -> list[Node]:
         raise ClusterError(f"--nodes {wanted}: at most {MAX_NODES}, the addresses allow no more")
     if not present:
         shutil.rmtree(LOGS, ignore_errors=True)  # those of the cluster before, kept until now for its post-mortem
-    _COUNT.write_text(str(wanted))
+    write(_COUNT, str(wanted))
     return nodes(wanted)
 
 
@@ -147,6 +150,16 @@ def _exclusive() -> Iterator[None]:
         yield
 
 
+def _tear_down() -> None:
+    _GOING_DOWN.touch()
+    cgroups.kill(cgroups.OURS)
+    _unmount_all()
+    network.remove(nodes(MAX_NODES))
+    cgroups.remove(cgroups.OURS)
+    _remove_files()
+    _GOING_DOWN.unlink()
+
+
 def _unmount_all() -> None:
     """Unmount what kubelets and containerds left below our folders: a container's root, volumes, namespaces."""
     for place in reversed(_our_mounts()):
@@ -171,5 +184,5 @@ def _remove_files() -> None:
             link.unlink()
     shutil.rmtree(RUN, ignore_errors=True)
     for entry in STATE.iterdir():
-        if entry != LOGS:
+        if entry not in (LOGS, _GOING_DOWN):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from testcluster.settings import API_URL, HOST_ADDRESS, KUBECONFIG, KUBERNETES_SERVICE, MAX_NODES, STATE, Node, nodes
+from testcluster.shell import write
 
 FOLDER = STATE / "credentials"
 CA = FOLDER / "ca.crt"
@@ -68,7 +69,7 @@ def ensure() -> None:
         token = secrets.token_hex(16)
         lines.append(f'{token},{user.name},{user.name},"{",".join(user.groups)}"\n')
         _write_kubeconfig(user, token)
-    TOKENS.write_text("".join(lines))
+    write(TOKENS, "".join(lines))
 
 
 def admin_token() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from testcluster.settings import BRIDGE, HOST_ADDRESS, SERVICE_SUBNET, STATE, Node
-from testcluster.shell import run, succeeds
+from testcluster.shell import run, succeeds, write
 
 # What six nodes need of the machine, and what kubelets set by themselves (they are put back by `down`).
 _WANTED_SYSCTLS = {
@@ -106,7 +106,7 @@ def _sysctl_file(name: str) -> Path:
 def _ensure_sysctls() -> None:
     if not _SAVED_SYSCTLS.exists():
         names = [*_WANTED_SYSCTLS, *_SYSCTLS_OF_KUBELET]
-        _SAVED_SYSCTLS.write_text(json.dumps({name: _sysctl_file(name).read_text().strip() for name in names}))
+        write(_SAVED_SYSCTLS, json.dumps({name: _sysctl_file(name).read_text().strip() for name in names}))
     for name, wanted in _WANTED_SYSCTLS.items():
         if int(_sysctl_file(name).read_text()) < int(wanted):
             _sysctl_file(name).write_text(wanted)

@@ -69,10 +69,15 @@ def answers(url: str) -> bool:
 
 
 def write(path: Path, content: str) -> Path:
-    """Write a file unless it has this content: some programs watch their configuration, and end when it is touched."""
+    """Write a file, wholly or not at all, unless it has this content already.
+
+    Some programs watch their configuration and end when it is touched.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != content:
-        path.write_text(content)
+        unfinished = path.with_name(f"{path.name}.new")
+        unfinished.write_text(content)
+        unfinished.rename(path)
     return path
 
 
