@@ -1,0 +1,424 @@
+"""The custom resources as a user meets them: kubectl against a real API server."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.chart import RELEASE, SYSTEM, helm_template
+from tests.support.cluster import Cluster, wait_for
+
+TRAINER = {
+    "name": "trainer",
+    "image": "pacekeeper.dev/trainer:dev",
+    "command": ["pacekeeper", "run", "train.py"],
+    "resources": {"limits": {"cpu": "400m"}},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resources(cluster: Cluster) -> Iterator[None]:
+    """The chart's CRDs are there, and no operator answers to what these tests write."""
+    owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": SYSTEM}
+    definitions = [found for found in helm_template() if found["kind"] == "CustomResourceDefinition"]
+    for definition in definitions:
+        definition["metadata"]["annotations"] |= owner  # so that `helm install` takes over what it finds
+        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
+    names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+    deployment = cluster.get("deployment", RELEASE, SYSTEM)
+    if deployment is None:
+        yield
+        return
+    _scale_operator(cluster, 0)
+    yield
+    _scale_operator(cluster, deployment["spec"]["replicas"])
+
+
+def _scale_operator(cluster: Cluster, replicas: int) -> None:
+    cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
+    wait_for(
+        lambda: cluster.get("deployment", RELEASE, SYSTEM)["status"].get("replicas", 0) == replicas or None,
+        timeout=60,
+        what=f"operator at {replicas} replicas",
+    )
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt"},
+        "spec": {"template": {"spec": {"schedulerName": "nobody", "containers": [copy.deepcopy(TRAINER)]}}} | spec,
+    }
+
+
+def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of `body` with `value` at `path`, like `spec.template.spec.containers.0.name`."""
+    body = copy.deepcopy(body)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    target: Any = body
+    for part in parents:
+        target = target[part] if isinstance(part, int) else target.setdefault(part, {})
+    target[last] = value
+    return body
+
+
+def refusal(cluster: Cluster, body: dict[str, Any], namespace: str = "default") -> str:
+    """What `kubectl apply` says of a manifest that is refused; the test fails if it is not."""
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
+    return str(refused.value.stderr)
+
+
+CONTAINER = "spec.template.spec.containers.0"
+MISTAKES = {
+    "name too long": ("metadata.name", "a" * 41, "metadata.name must have 1 to 40 characters"),
+    "name with dots": ("metadata.name", "my.job", "metadata.name must have 1 to 40 characters a-z, 0-9 and -"),
+    "no trainer": (
+        f"{CONTAINER}.name",
+        "main",
+        "spec.template.spec.containers.*rename the container that trains to trainer",
+    ),
+    "no containers": ("spec.template.spec", {}, "spec.template.spec.containers: Required value"),
+    "no template": ("spec", {"replicas": 1}, "spec.template: Required value"),
+    "zero replicas": ("spec.replicas", 0, "spec.replicas.* greater than or equal to 1"),
+    "more minReplicas than replicas": ("spec.minReplicas", 2, "spec.minReplicas.*raise spec.replicas"),
+    "spares below zero": ("spec.spares", -1, "spec.spares.* greater than or equal to 0"),
+    "no ranks": ("spec.nprocPerNode", 0, "spec.nprocPerNode.* greater than or equal to 1"),
+    "a misspelt field": ("spec.replica", 4, 'unknown field "spec.replica"'),
+    "unknown remedy": (
+        "spec.remediation.allow",
+        ["Reboot"],
+        r"spec.remediation.allow\[0\].*Reboot.*\"RestartRanks\", \"ReplaceWorker\"",
+    ),
+    "a remedy twice": (
+        "spec.remediation.allow",
+        ["Rebalance", "Rebalance"],
+        r"spec.remediation.allow\[1\]: Duplicate value",
+    ),
+    "unknown mode": ("spec.remediation.mode", "Observe", 'spec.remediation.mode.*"Act", "Recommend"'),
+    "negative restarts": (
+        "spec.remediation.maxRestarts",
+        -1,
+        "spec.remediation.maxRestarts.* greater than or equal to 0",
+    ),
+    "bad duration": ("spec.schedulingTimeout", "5 minutes", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
+    "duration without unit": ("spec.schedulingTimeout", 300, "spec.schedulingTimeout.*with their units, like 1h30m"),
+    "empty duration": ("spec.schedulingTimeout", "", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
+    "duration out of range": ("spec.schedulingTimeout", "1s", "spec.schedulingTimeout.*between 10s and 168h"),
+    "bad restart window": ("spec.remediation.restartWindow", "1d", "spec.remediation.restartWindow.*like 1h30m"),
+    "restart window out of range": ("spec.remediation.restartWindow", "10s", "restartWindow.*between 1m and 720h"),
+    "no slowdown at all": ("spec.detection.stragglerSlowdown", 1.0, "spec.detection.stragglerSlowdown.*greater than 1"),
+    "tiny window": ("spec.detection.windowSteps", 2, "spec.detection.windowSteps.* greater than or equal to 8"),
+    "hang after a word": (
+        "spec.detection.hangSeconds",
+        "soon",
+        "spec.detection.hangSeconds.*must be auto, or whole seconds",
+    ),
+    "hang after nothing": (
+        "spec.detection.hangSeconds",
+        0,
+        "spec.detection.hangSeconds.*must be auto, or whole seconds",
+    ),
+    "relative checkpoints": ("spec.checkpoint.path", "checkpoints", "spec.checkpoint.path.*absolute path"),
+    "climbing checkpoints": ("spec.checkpoint.path", "/data/../etc", "spec.checkpoint.path.*without \\.\\."),
+    "checkpoints in memory": ("spec.checkpoint.path", "/dev/shm", "spec.checkpoint.path.*must outlive the worker"),
+    "checkpoints never": ("spec.checkpoint.everySteps", 0, "spec.checkpoint.everySteps.* greater than or equal to 1"),
+    "no checkpoint kept": ("spec.checkpoint.keep", 0, "spec.checkpoint.keep.* greater than or equal to 1"),
+    "bad claim": (
+        "spec.checkpoint.volumeClaimName",
+        "My_Claim",
+        "spec.checkpoint.volumeClaimName.*name of a PersistentVolumeClaim",
+    ),
+    "unknown clean-up": (
+        "spec.runPolicy.cleanPodPolicy",
+        "Some",
+        'spec.runPolicy.cleanPodPolicy.*"Running", "All", "None"',
+    ),
+    "no time at all": (
+        "spec.runPolicy.activeDeadlineSeconds",
+        0,
+        "spec.runPolicy.activeDeadlineSeconds.* greater than or equal to 1",
+    ),
+    "restart policy": (
+        "spec.template.spec.restartPolicy",
+        "Always",
+        "spec.template.spec.restartPolicy must be Never or left out",
+    ),
+    "host network": ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork must be false"),
+    "our variable": (
+        f"{CONTAINER}.env",
+        [{"name": "PACEKEEPER_NPROC"}],
+        r"containers\[0\].env.*PACEKEEPER_ are set by the operator.*remove",
+    ),
+    "our folder": (
+        f"{CONTAINER}.volumeMounts",
+        [{"name": "x", "mountPath": "/run/pacekeeper"}],
+        "volumeMounts.*choose another mountPath",
+    ),
+    "our volume": (
+        "spec.template.spec.volumes",
+        [{"name": "pacekeeper-shm"}],
+        "spec.template.spec.volumes.*rename the volume",
+    ),
+    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use other ports"),
+    "our sidecar": (
+        "spec.template.spec.initContainers",
+        [{"name": "pacekeeper-sidecar"}],
+        "spec.template.spec.initContainers.*rename it",
+    ),
+    "our label": (
+        "spec.template.metadata.labels",
+        {"pacekeeper.dev/job": "x"},
+        "spec.template.metadata.labels.*set by the operator; remove",
+    ),
+    "half a GPU": (f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": "500m"}, "nvidia.com/gpu.*whole number of GPUs"),
+}
+
+
+@pytest.mark.parametrize(("path", "value", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_each_mistake_is_refused_with_field_and_remedy(cluster: Cluster, path: str, value: Any, message: str) -> None:
+    assert re.search(message, refusal(cluster, changed(job(), path, value)), re.DOTALL)
+
+
+@pytest.mark.parametrize("gpus", [4, "4"])
+def test_ranks_need_gpus_of_their_own(cluster: Cluster, gpus: int | str) -> None:
+    body = changed(job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
+    cluster.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
+    body["spec"]["nprocPerNode"] = 5
+    assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", refusal(cluster, body))
+
+
+def test_checkpoint_claim_and_own_mount_exclude_one_another(cluster: Cluster) -> None:
+    body = job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
+    body = changed(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
+    assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", refusal(cluster, body))
+
+
+def test_defaults(cluster: Cluster) -> None:
+    made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(job()))
+    spec = json.loads(made)["spec"]
+    assert spec.pop("template") == job()["spec"]["template"], "the template stays as the user wrote it"
+    assert spec == {
+        "replicas": 1,
+        "spares": 0,
+        "nprocPerNode": 1,
+        "suspend": False,
+        "schedulingTimeout": "5m",
+        "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3},
+        "detection": {"stragglerSlowdown": 1.1, "windowSteps": 32, "hangSeconds": "auto"},
+        "remediation": {
+            "mode": "Act",
+            "allow": ["RestartRanks", "ReplaceWorker", "Rebalance", "LocalSGD", "QuarantineNode", "PlanTraffic"],
+            "maxRestarts": 10,
+            "restartWindow": "1h",
+        },
+        "runPolicy": {"cleanPodPolicy": "Running"},
+    }
+
+
+FIXED = {
+    "template": (f"{CONTAINER}.image", "other", "spec.template may change only while the job is suspended"),
+    "template, unknown field": ("spec.template.spec.nodeSelector", {"a": "b"}, "spec.template may change only"),
+    "ranks a worker": ("spec.nprocPerNode", 2, "spec.nprocPerNode may change only.*change spec.replicas instead"),
+    "checkpoint folder": ("spec.checkpoint.path", "/other", "spec.checkpoint.path.*may change only while"),
+    "checkpoint claim": (
+        "spec.checkpoint.volumeClaimName",
+        "other",
+        "spec.checkpoint.path, volumeClaimName.*may change only",
+    ),
+    "checkpoint interval": ("spec.checkpoint.everySteps", 7, "everySteps may change only while"),
+}
+
+
+@pytest.mark.parametrize(("path", "value", "message"), FIXED.values(), ids=FIXED.keys())
+def test_what_workers_are_made_of_changes_only_in_suspension(
+    cluster: Cluster, namespace: str, path: str, value: Any, message: str
+) -> None:
+    cluster.apply(job(), namespace)
+    change = changed(job(), path, value)
+    assert re.search(message, refusal(cluster, change, namespace), re.DOTALL)
+
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    _set_phase(cluster, namespace, "Running")
+    change["spec"]["suspend"] = True
+    assert re.search("wait for the phase Suspended", refusal(cluster, change, namespace)), "workers still run"
+
+    _set_phase(cluster, namespace, "Suspended")
+    change["spec"]["suspend"] = False
+    cluster.apply(change, namespace)
+
+
+def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:
+    patch = json.dumps({"status": {"phase": phase}})
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+
+
+SWAPS: dict[str, tuple[str, str, Any, str, Any]] = {
+    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "nodeName", "node-1"),
+    "command": (CONTAINER, "command", ["pacekeeper"], "args", ["pacekeeper"]),
+    "variable": (f"{CONTAINER}.env.0", "value", "1", "valueFrom", {"fieldRef": {"fieldPath": "spec.nodeName"}}),
+    "volume": ("spec.template.spec.volumes.0", "emptyDir", {}, "hostPath", {"path": "/data"}),
+    "toleration": ("spec.template.spec.tolerations.0", "effect", "NoSchedule", "operator", "Exists"),
+    "affinity": ("spec.template.spec.affinity", "podAffinity", {}, "podAntiAffinity", {}),
+}
+
+
+@pytest.mark.parametrize(("path", "field", "value", "other_field", "other_value"), SWAPS.values(), ids=SWAPS.keys())
+def test_one_field_of_the_template_for_another_is_a_change(
+    cluster: Cluster, namespace: str, path: str, field: str, value: Any, other_field: str, other_value: Any
+) -> None:
+    """CEL's == does not see it where the schema does not name the fields."""
+    body = job()
+    spec = body["spec"]["template"]["spec"]
+    spec |= {"volumes": [{"name": "data"}], "tolerations": [{"key": "gpu"}]}
+    spec["containers"][0] |= {"env": [{"name": "A"}]}
+    del spec["containers"][0]["command"]
+    cluster.apply(changed(body, f"{path}.{field}", value), namespace)
+    assert "spec.template may change only" in refusal(
+        cluster, changed(body, f"{path}.{other_field}", other_value), namespace
+    )
+
+
+def test_what_may_change_on_a_live_job(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(job(), namespace)
+    cluster.apply(
+        job(
+            replicas=3,
+            minReplicas=2,
+            spares=2,
+            schedulingTimeout="90s",
+            checkpoint={"keep": 9},
+            detection={"stragglerSlowdown": 1.5, "windowSteps": 64, "hangSeconds": 30},
+            remediation={"mode": "Recommend", "allow": ["RestartRanks"], "maxRestarts": 0, "restartWindow": "2h"},
+            runPolicy={"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 0, "cleanPodPolicy": "All"},
+        ),
+        namespace,
+    )
+    assert cluster.get("tj", "gpt", namespace)["metadata"]["generation"] == 2
+
+
+def test_scale_changes_replicas_within_bounds(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(job(replicas=4, minReplicas=2), namespace)
+    cluster.kubectl("scale", "tj", "gpt", "-n", namespace, "--replicas=3")
+    assert cluster.get("tj", "gpt", namespace)["spec"]["replicas"] == 3
+    for replicas, message in (
+        (1, "spec.minReplicas must not exceed"),
+        (0, "spec.replicas.* greater than or equal to 1"),
+    ):
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            cluster.kubectl("scale", "tj", "gpt", "-n", namespace, f"--replicas={replicas}")
+        assert re.search(message, refused.value.stderr)
+
+
+def test_scale_subresource_says_how_many_train_and_which_pods(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(job(replicas=4), namespace)
+    status = json.dumps({"status": {"workers": {"ready": 3}, "selector": "pacekeeper.dev/job=gpt"}})
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
+    path = f"/apis/pacekeeper.dev/v1alpha1/namespaces/{namespace}/trainingjobs/gpt/scale"
+    scale = json.loads(cluster.kubectl("get", "--raw", path))
+    assert scale["spec"] == {"replicas": 4}
+    assert scale["status"] == {"replicas": 3, "selector": "pacekeeper.dev/job=gpt"}
+
+
+def columns(cluster: Cluster, namespace: str, *arguments: str) -> dict[str, str]:
+    """The first row that `kubectl get` prints, by the columns' names."""
+    header, row, *_ = cluster.kubectl("get", *arguments, "-n", namespace).splitlines()
+    starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", header)]
+    ends: list[int | None] = [*starts[1:], None]
+    return {header[a:b].strip(): row[a:b].strip() for a, b in zip(starts, ends, strict=True)}
+
+
+def test_columns_of_a_job(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(job(replicas=4, spares=1), namespace)
+    status = {
+        "phase": "Running",
+        "step": 1200,
+        "round": 3,
+        "workers": {"desired": 4, "ready": 4, "spare": 1, "summary": "4/4+1"},
+        "slowdown": 1.04,
+        "goodput": 0.97,
+        "syncMode": "Sync",
+        "restarts": 2,
+        "bottleneck": "rank 2",
+    }
+    patch = json.dumps({"status": status})
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+    shown = columns(cluster, namespace, "tj")
+    assert list(shown) == ["NAME", "PHASE", "STEP", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
+    assert list(shown.values())[:-1] == ["gpt", "Running", "1200", "4/4+1", "1.04", "0.97", "Sync", "2"]
+    wide = columns(cluster, namespace, "tj", "-o", "wide")
+    assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
+
+
+def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: Cluster, namespace: str) -> None:
+    spec = {
+        "jobRef": {"name": "gpt", "uid": "u"},
+        "cause": "node-lost",
+        "class": "Infrastructure",
+        "rank": 2,
+        "node": "node-3",
+    }
+    body = {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "Incident",
+        "metadata": {"name": "gpt-r3-node-lost"},
+        "spec": spec,
+    }
+    cluster.apply(body, namespace)
+    status = {"remedy": "ReplaceWorker", "outcome": "Recovered", "detectedSeconds": 1.5, "recoveredSeconds": 4.25}
+    patch = json.dumps({"status": status})
+    cluster.kubectl(
+        "patch", "inc", "gpt-r3-node-lost", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch
+    )
+    shown = list(columns(cluster, namespace, "inc").values())
+    assert shown[:-1] == [
+        "gpt-r3-node-lost",
+        "gpt",
+        "node-lost",
+        "2",
+        "node-3",
+        "ReplaceWorker",
+        "Recovered",
+        "1.5",
+        "4.25",
+    ]
+    assert "spec is written once" in refusal(cluster, changed(body, "spec.node", "node-4"), namespace)
+
+
+def quarantine(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "NodeQuarantine",
+        "metadata": {"name": "no-such-node"},
+        "spec": {"reason": "XID 79"} | spec,
+    }
+
+
+def test_quarantine_waits_for_approval_which_stands(cluster: Cluster) -> None:
+    try:
+        cluster.apply(quarantine(nodeUID="one"))
+        assert cluster.get("nq", "no-such-node")["spec"] == {
+            "reason": "XID 79",
+            "nodeUID": "one",
+            "approved": False,
+            "expiresAfter": "1h",
+        }
+        cluster.apply(quarantine(nodeUID="one", approved=True))
+        assert "delete the NodeQuarantine to release" in refusal(cluster, quarantine(nodeUID="one", approved=False))
+        assert "spec.nodeUID cannot change" in refusal(cluster, quarantine(nodeUID="two", approved=True))
+        assert "spec.expiresAfter" in refusal(cluster, quarantine(nodeUID="one", approved=True, expiresAfter="soon"))
+    finally:
+        cluster.kubectl("delete", "nq", "no-such-node")
+
+
+def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
+    found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
+    assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in ("incidents", "nodequarantines", "trainingjobs")]
