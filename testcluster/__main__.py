@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from testcluster import cluster, control_plane, faults, network, prometheus
-from testcluster.programs import Programs
+from testcluster import cluster, faults
 from testcluster.settings import KUBECONFIG
 from testcluster.shell import ClusterError
 
@@ -15,7 +14,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         _perform(arguments)
-    except ClusterError as error:
+    except (ClusterError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -30,27 +29,25 @@ def _perform(arguments: argparse.Namespace) -> None:
             cluster.down()
         case "status":
             print(cluster.status())
-        case "node-down" | "node-up":
-            network.set_link(cluster.member(arguments.node), up=arguments.verb == "node-up")
+        case "node-down":
+            faults.node_down(arguments.node)
+        case "node-up":
+            faults.node_up(arguments.node)
         case "slow-link":
-            network.set_rate(cluster.member(arguments.node), arguments.rate)
+            faults.slow_link(arguments.node, arguments.rate)
         case "clear-link":
-            network.clear_rate(cluster.member(arguments.node))
+            faults.clear_link(arguments.node)
         case "container":
-            namespace, pod, container = arguments.container.split("/")
-            found = faults.find_container(namespace, pod, container)
+            found = faults.find_container(*arguments.container)
             print(f"node    {found.node}\ncgroup  {found.cgroup}\npids    {' '.join(map(str, found.pids()))}")
         case "cpu-quota":
-            namespace, pod, container = arguments.container.split("/")
-            faults.set_cpu_quota(namespace, pod, container, arguments.millicores)
+            faults.set_cpu_quota(*arguments.container, millicores=arguments.millicores)
         case "prometheus-stop":
-            prometheus.prometheus(Programs()).stop()
+            faults.stop_prometheus()
         case "prometheus-start":
-            prometheus.ensure(Programs())
+            faults.start_prometheus()
         case "apiserver-restart":
-            programs = Programs()
-            control_plane.api_server(programs).stop()
-            control_plane.ensure_api_server(programs)
+            faults.restart_api_server()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,13 +70,21 @@ def _parser() -> argparse.ArgumentParser:
     container = verbs.add_parser("container", help="node, cgroup and host processes of a container")
     cpu_quota = verbs.add_parser("cpu-quota", help="change a container's CPU limit while it runs")
     for verb in (container, cpu_quota):
-        verb.add_argument("container", metavar="NAMESPACE/POD/CONTAINER")
+        verb.add_argument("container", type=_container, metavar="NAMESPACE/POD/CONTAINER")
     cpu_quota.add_argument("millicores", type=int)
 
     verbs.add_parser("prometheus-stop", help="Prometheus is away")
     verbs.add_parser("prometheus-start", help="and back again")
     verbs.add_parser("apiserver-restart", help="kill the API server and start it again")
     return parser
+
+
+def _container(text: str) -> tuple[str, str, str]:
+    try:
+        namespace, pod, container = text.split("/")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAMESPACE/POD/CONTAINER") from error
+    return namespace, pod, container
 
 
 if __name__ == "__main__":

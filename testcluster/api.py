@@ -9,9 +9,10 @@ from typing import Any
 
 from testcluster import credentials
 from testcluster.settings import API_URL
+from testcluster.shell import ClusterError
 
 
-class Unavailable(Exception):
+class Unavailable(ClusterError):
     """The API server does not answer, or has no such object."""
 
 

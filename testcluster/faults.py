@@ -7,7 +7,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster import api, cgroups, cluster, network
+from testcluster import api, cgroups, cluster, control_plane, network, prometheus
+from testcluster.programs import Programs
 from testcluster.shell import ClusterError
 
 _SHORTEST_QUOTA_US = 1000  # the kernel refuses less
@@ -88,6 +89,22 @@ def slow_link(node: str, rate: str) -> None:
 
 def clear_link(node: str) -> None:
     network.clear_rate(cluster.member(node))
+
+
+def stop_prometheus() -> None:
+    prometheus.prometheus(Programs()).stop()
+
+
+def start_prometheus() -> None:
+    """Returns when it answers queries again."""
+    prometheus.ensure(Programs())
+
+
+def restart_api_server() -> None:
+    """Kill the API server and start it again; returns when it is ready."""
+    programs = Programs()
+    control_plane.api_server(programs).stop()
+    control_plane.ensure_api_server(programs)
 
 
 def _started(pid: int) -> int:

@@ -18,6 +18,7 @@ import pytest
 import testcluster.cluster
 from testcluster import cgroups, faults
 from testcluster.settings import BRIDGE, LOGS, PROMETHEUS_URL, REPOSITORY, RUN, STATE, VOLUMES
+from testcluster.shell import answers
 from tests.support.cluster import Cluster, wait_for
 
 RESTRICTED = {
@@ -87,7 +88,7 @@ def test_pods_reach_one_another_and_the_api_server(cluster: Cluster, namespace: 
     address = _running(cluster, namespace, "server")
     _running(cluster, namespace, "client")
     service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
-    wait_for(lambda: _answers(f"{service}:80"), 10, "the service answers the machine itself")
+    wait_for(lambda: answers(f"http://{service}"), 10, "the service answers the machine itself")
     where = ["exec", "client", "--namespace", namespace, "--"]
     assert cluster.kubectl(*where, "python", "-c", ask, f"{address}:8000", service).split() == ["200"] * 3
 
@@ -152,15 +153,43 @@ def test_a_cpu_quota_slows_a_running_container(cluster: Cluster, namespace: str)
 
 def test_a_node_is_lost_and_comes_back(cluster: Cluster, namespace: str) -> None:
     cluster.apply(_pod("server", SERVE, node="node-6"), namespace)
-    address = _running(cluster, namespace, "server") + ":8000"
-    wait_for(lambda: _answers(address), 10, "the pod answers")
+    address = _running(cluster, namespace, "server")
+    url = f"http://{address}:8000"
+    wait_for(lambda: answers(url), 10, "the pod answers")
     faults.node_down("node-6")
     try:
-        assert not _answers(address)
+        assert not answers(url)
         assert len(faults.container_pids(namespace, "server", "main")) == 1, "it is unreachable, not dead"
     finally:
         faults.node_up("node-6")
-    wait_for(lambda: _answers(address), 10, "the pod answers again")
+    wait_for(lambda: answers(url), 10, "the pod answers again")
+
+
+def test_a_slow_link_slows_what_crosses_it(cluster: Cluster, namespace: str) -> None:
+    megabyte = (
+        "mkdir /tmp/www && cd /tmp/www && head -c 1000000 /dev/zero > megabyte && exec python -m http.server 8000"
+    )
+    cluster.apply(_pod("server", ["sh", "-c", megabyte], node="node-5"), namespace)
+    url = f"http://{_running(cluster, namespace, 'server')}:8000/megabyte"
+    wait_for(lambda: answers(url), 10, "the pod answers")
+    faults.slow_link("node-5", "4mbit")
+    try:
+        assert _download_seconds(url) == pytest.approx(2.0, abs=0.5), "8 Mbit at 4 Mbit a second"
+    finally:
+        faults.clear_link("node-5")
+    assert _download_seconds(url) < 0.5
+
+
+def test_the_api_server_restarts_and_prometheus_goes_and_comes(cluster: Cluster) -> None:
+    before = _daemons()
+    faults.restart_api_server()
+    assert cluster.get("namespace", "default") is not None
+    faults.stop_prometheus()
+    assert not answers(f"{PROMETHEUS_URL}/-/ready")
+    faults.start_prometheus()
+    assert answers(f"{PROMETHEUS_URL}/-/ready")
+    changed = {name for name, pids in _daemons().items() if before[name] != pids}
+    assert changed == {"kube-apiserver", "prometheus"}
 
 
 def test_a_crashed_container_is_back_within_seconds(cluster: Cluster, namespace: str) -> None:
@@ -182,7 +211,7 @@ def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: Cluster,
     testcluster.cluster.up()
     wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 30, "the pod runs again")
     address = _running(cluster, namespace, "survivor")
-    wait_for(lambda: _answers(f"{address}:8000"), 20, "the pod answers")
+    wait_for(lambda: answers(f"http://{address}:8000"), 20, "the pod answers")
 
 
 def _pod(
@@ -228,12 +257,11 @@ def _has_restarted(cluster: Cluster, namespace: str, pod: str, times: int) -> bo
     return "running" in container["state"] and int(container["restartCount"]) >= times
 
 
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{address}", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+def _download_seconds(url: str) -> float:
+    started = time.monotonic()
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        answer.read()
+    return time.monotonic() - started
 
 
 def _cpu_share(namespace: str, pod: str, seconds: float = 2.0) -> float:
