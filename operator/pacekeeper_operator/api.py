@@ -45,6 +45,8 @@ TRAINER = "trainer"
 """The container of the template that runs `pacekeeper run`."""
 SIDECAR = "pacekeeper-sidecar"
 MAX_JOB_NAME = 40
+MAX_EVIDENCE = 64
+MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
 METRICS_PORT_NAME = "pk-metrics"
@@ -331,8 +333,8 @@ class JobStatus:
 @dataclass(frozen=True)
 class ObjectRef:
     name: str
-    namespace: str = ""
-    uid: str = ""
+    namespace: str
+    uid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -365,7 +367,7 @@ class IncidentSpec:
         return from_json(cls, spec, "spec", {})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {})
+        return to_json(self, {"evidence": _shortened})
 
 
 @dataclass(frozen=True)
@@ -432,6 +434,7 @@ class QuarantineStatus:
     phase: QuarantinePhase | None = None
     message: str | None = None
     conditions: tuple[ConditionStatus, ...] = ()
+    node_uid: str | None = None  # of the node that is meant, where spec.nodeUID does not say
     cordoned_at: float | None = None
     previously_cordoned: bool | None = None  # somebody else's cordon was there before ours, and stays
     probes: tuple[ProbeResult, ...] = ()  # the last few
@@ -459,8 +462,8 @@ _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 def parse_duration(text: str) -> float:
     """Seconds of `1h30m`, `5m`, `90s`. Raises InputError."""
-    match = _DURATION.fullmatch(text)
-    if not text or match is None:
+    match = _DURATION.fullmatch(text) if isinstance(text, str) and text else None
+    if match is None:
         raise InputError(f"{text!r} is not a duration: write whole hours, minutes and seconds like 1h30m, 5m or 90s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(3600 * hours + 60 * minutes + seconds)
@@ -490,6 +493,10 @@ def format_time(seconds: float) -> str:
 def round_figure(value: float) -> float | None:
     """Three digits after the point; None for what JSON cannot carry (a slowdown of infinity: the job stands still)."""
     return round(value, 3) if math.isfinite(value) else None
+
+
+def _shortened(evidence: tuple[str, ...]) -> list[str]:
+    return [item[:MAX_EVIDENCE_CHARACTERS] for item in evidence[:MAX_EVIDENCE]]
 
 
 def _parse_hang_seconds(value: str | int) -> float | None:

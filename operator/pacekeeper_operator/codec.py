@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -18,11 +18,12 @@ from pacekeeper_analysis.errors import InputError
 
 Converters = Mapping[str, Callable[[Any], Any]]
 Record = TypeVar("Record")
+_Writer = Callable[[Any, Converters], dict[str, Any]]
 
 
 def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters: Converters) -> Record:
     """`path` is where `data` stands, for messages: `spec.checkpoint`. Absent and null fields take their default."""
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     values: dict[str, Any] = {}
     for name, hint in hints.items():
         key = camel_case(name)
@@ -37,15 +38,12 @@ def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters:
 
 def to_json(record: Any, converters: Converters) -> dict[str, Any]:
     """Without the fields that are None."""
-    return {key: value for key, value in to_patch(record, converters).items() if value is not None}
+    return {key: value for key, value in _fields(record, converters, to_json) if value is not None}
 
 
 def to_patch(record: Any, converters: Converters) -> dict[str, Any]:
-    """For a merge patch: a field that is None is null, which removes it. Items of lists hold no nulls."""
-    return {
-        camel_case(item.name): _write(getattr(record, item.name), converters, converters.get(item.name))
-        for item in fields(record)
-    }
+    """For a merge patch: a field that is None is null, which removes it. Lists are replaced whole, without nulls."""
+    return dict(_fields(record, converters, to_patch))
 
 
 def camel_case(name: str) -> str:
@@ -88,13 +86,17 @@ def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Cal
     return value
 
 
-def _write(value: Any, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
-    if value is None:
-        return None
+def _fields(record: Any, converters: Converters, nested: _Writer) -> Iterator[tuple[str, Any]]:
+    for item in fields(record):
+        value, convert = getattr(record, item.name), converters.get(item.name)
+        yield camel_case(item.name), None if value is None else _write(value, converters, convert, nested)
+
+
+def _write(value: Any, converters: Converters, convert: Callable[[Any], Any] | None, nested: _Writer) -> Any:
     if convert is not None:
         return convert(value)
     if isinstance(value, tuple):
-        return [to_json(item, converters) if is_dataclass(item) else _write(item, converters, None) for item in value]
+        return [_write(item, converters, None, to_json) for item in value]
     if is_dataclass(value):
-        return to_patch(value, converters)
+        return nested(value, converters)
     return str(value) if isinstance(value, StrEnum) else value

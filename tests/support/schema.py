@@ -1,0 +1,63 @@
+"""The custom resources' schemas, as far as tests of Python code need them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import yaml
+
+from tests.support.chart import REPOSITORY
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+def schema(plural: str) -> dict[str, Any]:
+    """The OpenAPI schema of `trainingjobs`, `incidents` or `nodequarantines`."""
+    definition = yaml.safe_load((REPOSITORY / f"crds/{plural}.yaml").read_text())
+    found: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    return found
+
+
+def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
+    """What the API server stores of `value`."""
+    value = copy.deepcopy(value)
+    if isinstance(value, dict):
+        for name, part in schema.get("properties", {}).items():
+            if name not in value and "default" in part:
+                value[name] = copy.deepcopy(part["default"])
+            if name in value:
+                value[name] = with_defaults(value[name], part)
+    return value
+
+
+def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+    """Where the API server would prune `value` or refuse its type."""
+    if value is None:  # in a merge patch: the field is removed
+        return []
+    if "type" in schema and not isinstance(value, _TYPES[schema["type"]]):
+        return [f"{path}: {value!r} is not of type {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{path}: {value!r} is not one of {schema['enum']}"]
+    if isinstance(value, list):
+        return [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], f"{path}[{i}]")]
+    if not isinstance(value, dict):
+        return []
+    properties = schema.get("properties", {})
+    missing = [f"{path}.{name}: is required" for name in schema.get("required", []) if value.get(name) is None]
+    unknown = [f"{path}.{name}: is not in the schema" for name in value if name not in properties]
+    known = [
+        fault
+        for name in value
+        if name in properties
+        for fault in faults(value[name], properties[name], f"{path}.{name}")
+    ]
+    return missing + unknown + known

@@ -1,0 +1,266 @@
+"""The operator and the resource definitions mean the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_operator import api
+from pacekeeper_operator.api import (
+    Cause,
+    ConditionStatus,
+    IncidentSpec,
+    IncidentStatus,
+    Job,
+    JobSpec,
+    JobStatus,
+    Mode,
+    ObjectRef,
+    ProbeResult,
+    QuarantineSpec,
+    QuarantineStatus,
+    Remedy,
+    RemedyPrice,
+    WorkerCounts,
+)
+from tests.support.schema import faults, schema, with_defaults
+
+TEMPLATE = {"spec": {"containers": [{"name": "trainer"}]}}
+CONDITION = ConditionStatus(api.Condition.DEGRADED, "True", api.Reason.ALL_SLOW, "slow", 1.25, 3)
+
+
+def job(name: str = "gpt", uid: str = "0a1b2c3d-4e5f") -> Job:
+    return Job("team-a", name, uid, 1, JobSpec(TEMPLATE))
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    assert JobSpec.parse(with_defaults({"template": TEMPLATE}, schema("trainingjobs")["spec"])) == JobSpec(TEMPLATE)
+    stored = with_defaults({"reason": "XID 79"}, schema("nodequarantines")["spec"])
+    assert QuarantineSpec.parse(stored) == QuarantineSpec("XID 79")
+
+
+def test_every_field_is_read() -> None:
+    spec = JobSpec.parse(
+        {
+            "template": TEMPLATE,
+            "replicas": 4,
+            "minReplicas": 2,
+            "spares": 1,
+            "nprocPerNode": 8,
+            "suspend": True,
+            "schedulingTimeout": "1m30s",
+            "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
+            "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
+            "remediation": {"mode": "Recommend", "allow": ["Rebalance"], "maxRestarts": 0, "restartWindow": "2h"},
+            "runPolicy": {"activeDeadlineSeconds": 5, "ttlSecondsAfterFinished": 0, "cleanPodPolicy": "All"},
+            "ofALaterVersion": 1,
+        }
+    )
+    assert spec == JobSpec(
+        template=TEMPLATE,
+        replicas=4,
+        min_replicas=2,
+        spares=1,
+        nproc_per_node=8,
+        suspend=True,
+        scheduling_timeout=90.0,
+        checkpoint=api.CheckpointSpec("/c", 7, 2, "claim"),
+        detection=api.DetectionSpec(2.0, 16, 9.0),
+        remediation=api.RemediationSpec(Mode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0),
+        run_policy=api.RunPolicySpec(5, 0, api.CleanPodPolicy.ALL),
+    )
+    assert spec.fewest_replicas == 2
+    assert JobSpec(TEMPLATE, replicas=4).fewest_replicas == 4, "without minReplicas a job does not shrink"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, "spec.template: is missing"),
+        ({"template": TEMPLATE, "replicas": "four"}, "spec.replicas: 'four' must be of type int"),
+        ({"template": TEMPLATE, "replicas": True}, "spec.replicas: True must be of type int"),
+        ({"template": TEMPLATE, "schedulingTimeout": "5 min"}, "spec.schedulingTimeout: '5 min' is not a duration.*5m"),
+        ({"template": TEMPLATE, "schedulingTimeout": 300}, "spec.schedulingTimeout: 300 is not a duration.*5m"),
+        (
+            {"template": TEMPLATE, "detection": {"hangSeconds": "soon"}},
+            "spec.detection.hangSeconds: 'soon' must be auto",
+        ),
+        ({"template": TEMPLATE, "detection": []}, "spec.detection: must be an object"),
+        (
+            {"template": TEMPLATE, "remediation": {"allow": ["x"]}},
+            r"spec.remediation.allow\[0\]: 'x' is not one of Restart",
+        ),
+        ({"template": TEMPLATE, "remediation": {"allow": "x"}}, "spec.remediation.allow: must be a list"),
+    ],
+)
+def test_mistakes_name_the_field(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        JobSpec.parse(spec)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1h30m", 5400), ("5m", 300), ("90s", 90), ("2h1s", 7201), ("0s", 0)])
+def test_durations(text: str, seconds: float) -> None:
+    assert api.parse_duration(text) == seconds
+    assert api.parse_duration(api.format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "1.5h", "-5m", "30m1h", "5m "])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(InputError, match="1h30m, 5m or 90s"):
+        api.parse_duration(text)
+
+
+def test_times_keep_microseconds() -> None:
+    assert api.format_time(1_800_000_000.123456) == "2027-01-15T08:00:00.123456Z"
+    assert api.parse_time("2027-01-15T08:00:00.123456Z") == 1_800_000_000.123456
+    assert api.parse_time("2027-01-15T08:00:00Z") == 1_800_000_000, "the API server's own times have no fraction"
+
+
+JOB_STATUS = JobStatus(
+    phase=api.Phase.RUNNING,
+    reason=api.Reason.TRAINING,
+    message="trains",
+    observed_generation=3,
+    conditions=(CONDITION,),
+    start_time=1.5,
+    completion_time=9.0,
+    round=2,
+    step=10,
+    last_checkpoint_step=8,
+    workers=WorkerCounts.of(4, 3, 1),
+    selector="pacekeeper.dev/job=gpt",
+    slowdown=1.25,
+    goodput=0.97,
+    sync_mode=SyncMode.SYNC,
+    restarts=1,
+    bottleneck="rank 2",
+)
+INCIDENT_STATUS = IncidentStatus(
+    mode=Mode.ACT,
+    remedy=Remedy.REBALANCE,
+    considered=(RemedyPrice(Remedy.REBALANCE, 100.0, 0.0, True, "free"), RemedyPrice(Remedy.LOCAL_SGD)),
+    first_sign=1.0,
+    detected=2.0,
+    decided=3.0,
+    applied=4.0,
+    recovered=5.0,
+    detected_seconds=1.0,
+    recovered_seconds=4.0,
+    steps_lost=0,
+    slowdown_before=1.5,
+    slowdown_after=1.0,
+    predicted_gain=100.0,
+    measured_gain=90.0,
+    outcome=api.Outcome.MITIGATED,
+    message="better",
+)
+QUARANTINE_STATUS = QuarantineStatus(
+    phase=api.QuarantinePhase.PROBING,
+    message="probing",
+    conditions=(CONDITION,),
+    node_uid="uid",
+    cordoned_at=1.0,
+    previously_cordoned=False,
+    probes=(ProbeResult("probe-1", 1.0, 2.0, False, "no GPU"), ProbeResult("probe-2", 3.0)),
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "plural"),
+    [(JOB_STATUS, "trainingjobs"), (INCIDENT_STATUS, "incidents"), (QUARANTINE_STATUS, "nodequarantines")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_status_survives_the_api_server(status: Any, plural: str) -> None:
+    """All its fields are set here, none is pruned or refused, and what is read is what was written."""
+    patch = status.to_patch()
+    assert None not in patch.values(), "set every field, so that every one is checked"
+    assert set(patch) == set(schema(plural)["status"]["properties"])
+    assert faults(patch, schema(plural)["status"]) == []
+    assert type(status).parse(patch) == status
+
+
+def test_fields_without_a_value_are_removed_by_the_patch() -> None:
+    assert JobStatus(slowdown=1.5).to_patch()["bottleneck"] is None
+    assert JobStatus(slowdown=float("inf")).to_patch()["slowdown"] is None, "JSON has no infinity"
+
+
+def test_specs_survive_the_api_server() -> None:
+    incident = IncidentSpec(
+        job_ref=ObjectRef("gpt", "team-a", "uid"),
+        cause=Cause.NODE_LOST,
+        class_=api.Class.INFRASTRUCTURE,
+        round=3,
+        rank=2,
+        worker="gpt-w2-0",
+        node="node-3",
+        message="gone",
+        evidence=("no answer",),
+    )
+    assert faults(incident.to_json(), schema("incidents")["spec"]) == []
+    assert set(incident.to_json()) == set(schema("incidents")["spec"]["properties"])
+    assert IncidentSpec.parse(incident.to_json()) == incident
+    quarantine = QuarantineSpec("XID 79", "uid", ObjectRef("gpt-r3", "team-a"), 5400.0, True)
+    assert faults(quarantine.to_json(), schema("nodequarantines")["spec"]) == []
+    assert QuarantineSpec.parse(quarantine.to_json()) == quarantine
+
+
+def test_evidence_is_cut_to_what_the_schema_takes() -> None:
+    evidence = tuple(f"{i} " + "x" * 100_000 for i in range(500))
+    written = IncidentSpec(ObjectRef("gpt", "team-a", "u"), Cause.HANG, evidence=evidence).to_json()["evidence"]
+    limits = schema("incidents")["spec"]["properties"]["evidence"]
+    assert len(written) == limits["maxItems"]
+    assert {len(item) for item in written} == {limits["items"]["maxLength"]}
+    assert written[0].startswith("0 ")
+
+
+@pytest.mark.parametrize(
+    ("words", "plural", "path"),
+    [
+        (Remedy, "trainingjobs", "spec.remediation.allow.items"),
+        (Mode, "trainingjobs", "spec.remediation.mode"),
+        (api.CleanPodPolicy, "trainingjobs", "spec.runPolicy.cleanPodPolicy"),
+        (api.Phase, "trainingjobs", "status.phase"),
+        (api.Class, "incidents", "spec.class"),
+        (api.Outcome, "incidents", "status.outcome"),
+        (Mode, "incidents", "status.mode"),
+        (api.QuarantinePhase, "nodequarantines", "status.phase"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_words_are_those_of_the_schema(words: Any, plural: str, path: str) -> None:
+    found: Any = {"properties": schema(plural)}
+    for name in path.split("."):
+        found = found["items"] if name == "items" else found["properties"][name]
+    assert found["enum"] == list(words)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_incident_names_are_deterministic_and_of_one_job(cause: Cause) -> None:
+    name = api.incident_name(job(), 3, cause)
+    assert name == api.incident_name(job(), 3, cause)
+    assert re.fullmatch(rf"gpt-r3-{cause}-0a1b2", name)
+    others = {
+        api.incident_name(job(uid="9-of-a-later-job"), 3, cause),
+        api.incident_name(job(), 4, cause),
+        api.incident_name(job(), 3, cause, occurrence=2),
+    }
+    assert name not in others
+    assert len(others) == 3
+    longest = api.incident_name(job("j" * api.MAX_JOB_NAME), 10**9, cause, 10**6)
+    assert len(longest) <= 253
+
+
+def test_a_job_is_read_from_its_object() -> None:
+    metadata = {"namespace": "team-a", "name": "gpt", "uid": "u", "generation": 4}
+    times = {"creationTimestamp": "2027-01-15T08:00:00Z", "deletionTimestamp": "2027-01-15T09:00:00Z"}
+    found = Job.parse({"metadata": metadata | times, "spec": {"template": TEMPLATE}})
+    assert found == Job("team-a", "gpt", "u", 4, JobSpec(TEMPLATE), 1_800_000_000, deleted=True)
+
+
+def test_worker_counts_read_as_a_column() -> None:
+    assert WorkerCounts.of(desired=4, ready=3, spare=1).summary == "3/4+1"
+    assert WorkerCounts.of(desired=4, ready=4, spare=0).summary == "4/4"
