@@ -41,7 +41,8 @@ def _perform(arguments: argparse.Namespace) -> None:
             found = faults.find_container(*arguments.container)
             print(f"node    {found.node}\ncgroup  {found.cgroup}\npids    {' '.join(map(str, found.pids()))}")
         case "cpu-quota":
-            faults.set_cpu_quota(*arguments.container, millicores=arguments.millicores)
+            namespace, pod, container = arguments.container
+            faults.set_cpu_quota(namespace, pod, container, arguments.millicores)
         case "prometheus-stop":
             faults.stop_prometheus()
         case "prometheus-start":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from testcluster import cgroups, credentials, images, network
 from testcluster.daemons import Daemon
 from testcluster.programs import Programs
 from testcluster.settings import DNS_SERVICE, POD_SUBNET, Node
-from testcluster.shell import run, succeeds, write
+from testcluster.shell import run, write
 
 _EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
 _UNUSED_SNAPSHOTTERS = ("aufs", "btrfs", "devmapper", "zfs")
@@ -27,9 +29,8 @@ def ensure_runtime(node: Node, nodes: Iterable[Node], programs: Programs, archiv
         cgroups.create(path)
     daemon = containerd(node, programs, runtime_spec)
     daemon.ensure()
-    ctr = (programs["ctr"], "--address", str(node.containerd_socket))
-    daemon.wait_for(lambda: succeeds(*ctr, "version"), timeout=30, what=f"containerd of {node.name} answers")
-    _import_images(node, ctr, archive)
+    daemon.wait_for(partial(_listens, node.containerd_socket), timeout=30, what=f"containerd of {node.name} listens")
+    _import_images(node, programs, archive)
 
 
 def ensure_kubelet(node: Node, programs: Programs) -> None:
@@ -168,13 +169,19 @@ def _shim_cgroup(node: Node) -> str:
     return f"{node.cgroup}/shims"
 
 
-def _import_images(node: Node, ctr: tuple[str, ...], archive: bytes) -> None:
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
+def _import_images(node: Node, programs: Programs, archive: bytes) -> None:
     imported = node.folder / "imported-images"
     digest = hashlib.sha256(archive).hexdigest()
     if imported.exists() and imported.read_text() == digest:
         return
     file = node.folder / "images.tar"
     file.write_bytes(archive)
+    ctr = (programs["ctr"], "--address", node.containerd_socket)
     run(*ctr, "--namespace", "k8s.io", "images", "import", file)
     file.unlink()
     imported.write_text(digest)

