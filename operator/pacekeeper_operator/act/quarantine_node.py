@@ -1,0 +1,21 @@
+"""Want the quarantine of a node.
+
+It is asked for once plan and bookkeeping are written: an operator that dies in between finds here what it wanted.
+"""
+
+from __future__ import annotations
+
+from ..api import incident_name
+from ..decision import Decision, QuarantineNode
+from ..observation import Observation
+from ..state import WantedQuarantine
+from .applied import Applied
+
+
+def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
+    if action.refused:
+        return Applied(observation.draft, f"no quarantine of {action.node}: {action.refused}")
+    incident = incident_name(observation.job, decision.round, decision.cause, decision.occurrence)
+    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident)
+    others = tuple(w for w in observation.state.quarantines if w.node != action.node)
+    return Applied(observation.draft.with_state(quarantines=(*others, wanted)))

@@ -1,0 +1,210 @@
+"""Every call to the API server. Objects are plain dicts, as on the wire.
+
+Errors leave here as kopf's: TemporaryError is worth another try, PermanentError is not; the few that callers
+decide upon have classes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+import aiohttp
+import kopf
+from kubernetes.aio import client, config
+
+from . import api
+
+Object = dict[str, Any]
+Objects = list[Object]
+
+REQUEST_SECONDS = 15
+FIELD_MANAGER = "pacekeeper"
+
+
+class NotFound(kopf.PermanentError):
+    """The object does not exist."""
+
+
+class Conflict(kopf.TemporaryError):
+    """The object has changed since it was read, or exists already."""
+
+
+class Refused(kopf.PermanentError):
+    """The API server does not accept the object; the message is the server's."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of objects and where the API server keeps them."""
+
+    path: str  # /api/v1 or /apis/<group>/<version>
+    plural: str
+    namespaced: bool = True
+
+
+PODS = Kind("/api/v1", "pods")
+NODES = Kind("/api/v1", "nodes", namespaced=False)
+CONFIG_MAPS = Kind("/api/v1", "configmaps")
+SECRETS = Kind("/api/v1", "secrets")
+EVENTS = Kind("/apis/events.k8s.io/v1", "events")
+LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
+TOKEN_REVIEWS = Kind("/apis/authentication.k8s.io/v1", "tokenreviews", namespaced=False)
+JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
+INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
+QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
+
+MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+class Cluster:
+    """The API server. Use `connect()`."""
+
+    def __init__(self, connection: client.ApiClient) -> None:
+        self._connection = connection
+
+    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
+        return await self._call("GET", _path(kind, namespace, name))
+
+    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+        """The object, or None where it does not exist."""
+        try:
+            return await self.get(kind, name, namespace)
+        except NotFound:
+            return None
+
+    async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
+        """All objects, none staler than the call; of all namespaces where none is given."""
+        query = {"labelSelector": labels} if labels else {}
+        query |= {"fieldSelector": fields} if fields else {}
+        answer = await self._call("GET", _path(kind, namespace), query)
+        items: Objects = answer.get("items") or []
+        return items
+
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        """Raises Conflict where it exists already, Refused where the server does not accept it."""
+        query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
+        return await self._call("POST", _path(kind, body["metadata"].get("namespace", "")), query, body)
+
+    async def replace(self, kind: Kind, body: Object) -> Object:
+        """Compare-and-swap on metadata.resourceVersion. Raises Conflict where somebody was faster."""
+        metadata = body["metadata"]
+        path = _path(kind, metadata.get("namespace", ""), metadata["name"])
+        return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
+
+    async def patch(
+        self,
+        kind: Kind,
+        name: str,
+        body: Object | Objects,
+        namespace: str = "",
+        *,
+        subresource: str = "",
+        style: str = MERGE_PATCH,
+    ) -> Object:
+        path = _path(kind, namespace, name, subresource)
+        return await self._call("PATCH", path, {"fieldManager": FIELD_MANAGER}, body, style)
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        """Server-side apply: `manager` owns exactly the fields of `body`, and gives up those it no longer names."""
+        metadata = body["metadata"]
+        path = _path(kind, metadata.get("namespace", ""), metadata["name"])
+        return await self._call("PATCH", path, {"fieldManager": manager, "force": "true"}, body, APPLY_PATCH)
+
+    async def delete(
+        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None
+    ) -> None:
+        """Gone already is fine. `uid` protects a successor of the same name; grace 0 does not wait for the kubelet."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        try:
+            await self._call("DELETE", _path(kind, namespace, name), body=body)
+        except (NotFound, Conflict):
+            return
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | Objects | None = None,
+        style: str = "application/json",
+    ) -> Object:
+        headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
+        try:
+            await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+            url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+            answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
+                method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
+            )
+            data = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise kopf.TemporaryError(f"the API server does not answer {method} {path}: {error!r}", delay=2) from error
+        if answer.status < 300:
+            return _parse(data)
+        raise _error(answer.status, method, path, data)
+
+
+@asynccontextmanager
+async def connect() -> AsyncIterator[Cluster]:
+    """By the pod's service account, or outside of a cluster by the kubeconfig ($KUBECONFIG)."""
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except config.ConfigException:
+        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    async with client.ApiClient(configuration) as connection:
+        yield Cluster(connection)
+
+
+async def update(cluster: Cluster, kind: Kind, name: str, namespace: str, change: Any, tries: int = 5) -> Object:
+    """Read, `change(object)` in place, and write by compare-and-swap; anew where somebody was faster."""
+    for attempt in range(tries):
+        body = await cluster.get(kind, name, namespace)
+        change(body)
+        try:
+            return await cluster.replace(kind, body)
+        except Conflict:
+            await asyncio.sleep(0.05 * 2**attempt)
+    raise kopf.TemporaryError(f"{kind.plural} {namespace}/{name} keeps changing", delay=2)
+
+
+def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    scope = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
+    return "/".join(part for part in (f"{kind.path}{scope}", kind.plural, name, subresource) if part)
+
+
+def _parse(data: bytes) -> Object:
+    parsed: Object = json.loads(data)
+    return parsed
+
+
+def _error(status: int, method: str, path: str, data: bytes) -> Exception:
+    try:
+        message = json.loads(data).get("message", "")
+    except ValueError:
+        message = data.decode(errors="replace")[:500]
+    text = message or f"{method} {path}: status {status}"
+    match status:
+        case 404:
+            return NotFound(text)
+        case 409:
+            return Conflict(text, delay=1)
+        case 400 | 422:
+            return Refused(text)
+        case 403 if "violates PodSecurity" in text or "denied the request" in text:
+            return Refused(text)
+        case 401 | 403:
+            return kopf.TemporaryError(f"the operator may not {method} {path}: {text}", delay=15)
+        case _:
+            return kopf.TemporaryError(f"{method} {path}: status {status}: {text}", delay=2)

@@ -1,0 +1,130 @@
+"""The ranks make no progress although all workers are there: somebody hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pacekeeper_analysis.diagnose import hang
+from pacekeeper_analysis.diagnose.hang import HangVerdict
+from pacekeeper_analysis.reports import Fault, FaultKind
+
+from ..api import Cause, Class, Reason, Remedy
+from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
+from ..observation import Observation, Policy
+from ..state import Past
+from . import quarantine
+from .pricing import choose_at_standstill, replace_option, restart_option, written
+
+
+def check(observation: Observation, policy: Policy) -> Decision | None:
+    stalls = observation.faults_of(FaultKind.STALLED)
+    verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
+    if verdict is None or any(fault.round < observation.round for fault in stalls):
+        return None
+    rank = verdict.ranks[0] if verdict.ranks else None
+    worker = None if rank is None else observation.worker_of_rank(rank)
+    view = None if worker is None else observation.worker(worker)
+    node = None if view is None or view.pod is None else view.pod.node
+    past = _Past.of(observation, policy, rank, worker, node)
+
+    move = replace_option(observation, policy, refused="" if worker and past.stays else past.why_not_move)
+    stay = restart_option(observation, policy, helps=not (past.stays and not move.refused))
+    choice = choose_at_standstill((stay, move))
+    chosen = choice.chosen
+    actions: tuple[Action, ...] = ()
+    if observation.state.restarts_in_window(observation.now, policy.restart_window) >= policy.max_restarts:
+        actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {_say(verdict)}"),)
+        chosen = None
+    elif chosen is not None and chosen.option is move and worker is not None:
+        actions = (ReplaceWorker(worker, "it hung again", dead=True),)
+    elif chosen is not None:
+        actions = (RestartRanks(),)
+    if past.node_is_suspect and node and chosen is not None:
+        actions = (*actions, _quarantine(observation, policy, node))
+    return Decision(
+        cause=Cause.HANG,
+        class_=Class.APPLICATION
+        if past.follows_rank
+        else Class.INFRASTRUCTURE
+        if past.node_is_suspect
+        else Class.UNKNOWN,
+        round=observation.round,
+        message=_say(verdict) + past.sentence,
+        first_sign=_first_sign(stalls),
+        actions=actions,
+        remedy=None if chosen is None else Remedy(chosen.option.remedy),
+        remedies=written(choice.prices, chosen),
+        evidence=(*verdict.evidence, *_stacks(stalls, verdict.ranks)),
+        rank=rank,
+        worker=worker,
+        node=node,
+        settles=tuple(fault.name for fault in stalls),
+        last_step=observation.step,
+    )
+
+
+class _Past:
+    """What earlier hangs within the window say about this one."""
+
+    def __init__(self, same_place: bool, follows_rank: bool, node_is_suspect: bool) -> None:
+        self.follows_rank = follows_rank
+        self.node_is_suspect = node_is_suspect
+        self.stays = (same_place and not follows_rank) or node_is_suspect
+
+    @classmethod
+    def of(
+        cls, observation: Observation, policy: Policy, rank: int | None, worker: str | None, node: str | None
+    ) -> _Past:
+        since = observation.now - policy.restart_window
+        hangs = [past for past in observation.state.past if past.cause is Cause.HANG and past.at > since]
+        if rank is None:
+            return cls(False, False, False)
+        return cls(
+            same_place=any(past.rank == rank and past.worker == worker for past in hangs),
+            follows_rank=any(past.rank == rank and past.worker != worker for past in hangs),
+            node_is_suspect=_stays_with_node(hangs, rank, worker, node)
+            or (node is not None and observation.surroundings.hung_nodes.get(node, 0) > 0),
+        )
+
+    @property
+    def why_not_move(self) -> str:
+        return "it follows the rank, not the worker" if self.follows_rank else "once is no reason to blame the worker"
+
+    @property
+    def sentence(self) -> str:
+        if self.node_is_suspect:
+            return "; it is not the first rank to hang on this node"
+        if self.follows_rank:
+            return "; it has hung on another worker before, so look at the script"
+        return "; it has hung on this worker before" if self.stays else ""
+
+
+def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str | None) -> bool:
+    return bool(node) and any(past.node == node and past.rank != rank and past.worker != worker for past in hangs)
+
+
+def _say(verdict: HangVerdict) -> str:
+    if not verdict.ranks:
+        return "all ranks wait in the same collective and none comes out of it"
+    names = ", ".join(str(rank) for rank in verdict.ranks)
+    return f"rank {names} holds all others ({verdict.kind})"
+
+
+def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
+    return tuple(
+        f"rank {state.rank}, stack:\n{state.stack}"
+        for fault in stalls
+        for state in fault.ranks
+        if state.rank in ranks and state.stack
+    )
+
+
+def _first_sign(stalls: Sequence[Fault]) -> float:
+    """When the ranks made progress last, by the one that has waited longest."""
+    return min(
+        fault.noticed_at - max((state.waiting_seconds for state in fault.ranks), default=0.0) for fault in stalls
+    )
+
+
+def _quarantine(observation: Observation, policy: Policy, node: str) -> QuarantineNode:
+    return quarantine.propose(observation, policy, node, "ranks of several workers hung on it")

@@ -1,0 +1,55 @@
+"""Prices of remedies as they stand in an Incident."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pacekeeper_analysis.price import Choice, Option, Price, choose
+
+from ..api import Remedy, RemedyPrice
+from ..observation import STANDSTILL, Observation, Policy
+
+
+def choose_at_standstill(options: Sequence[Option]) -> Choice:
+    """Of a job that does not train at all: every remedy that gets it going is due, the cheapest wins."""
+    return choose(options, STANDSTILL, 0.0)
+
+
+def restart_option(observation: Observation, policy: Policy, *, helps: bool = True, refused: str = "") -> Option:
+    """The next round by the same workers. `helps` is False where it was tried before and the fault came again."""
+    return Option(
+        Remedy.RESTART_RANKS,
+        observation.restart_cost,
+        1.0 if helps else STANDSTILL,
+        refused or policy.refusal(Remedy.RESTART_RANKS),
+    )
+
+
+def replace_option(observation: Observation, policy: Policy, *, refused: str = "") -> Option:
+    """A spare takes the ranks over; the warm-up of the spare's memory and caches comes on top of a restart."""
+    no_spare = "" if any(view.warm for view in observation.spares) else "no spare is warm"
+    return Option(
+        Remedy.REPLACE_WORKER,
+        observation.restart_cost + SPARE_SECONDS,
+        1.0,
+        refused or policy.refusal(Remedy.REPLACE_WORKER) or no_spare,
+    )
+
+
+SPARE_SECONDS = 1.0
+"""What a round with a spare takes longer than one with the same workers: its first steps are cold."""
+
+
+def written(prices: Sequence[Price], chosen: Price | None) -> tuple[RemedyPrice, ...]:
+    """As they stand in the Incident; an infinite gain (the job stands still) is left open."""
+    return tuple(
+        RemedyPrice(
+            name=price.option.remedy,
+            gain_seconds=price.gain_seconds if math.isfinite(price.gain_seconds) else None,
+            cost_seconds=price.option.cost_seconds,
+            chosen=price is chosen,
+            reason=price.reason,
+        )
+        for price in prices
+    )

@@ -1,0 +1,54 @@
+"""The launchers could not start a round by themselves, although all workers are there: they meet anew."""
+
+from __future__ import annotations
+
+from pacekeeper_analysis.reports import FaultKind, LauncherState
+
+from ..api import Cause, Class, Reason, Remedy
+from ..decision import Action, Decision, FailJob, RestartRanks
+from ..observation import Observation, Policy
+from .pricing import choose_at_standstill, restart_option, written
+
+SETTLE_SECONDS = 3.0
+"""A lost worker or node is looked for first; it is the usual reason."""
+
+
+def check(observation: Observation, policy: Policy) -> Decision | None:
+    failed = observation.faults_of(FaultKind.ROUND_FAILED)
+    given_up = [
+        view
+        for view in observation.members
+        if view.heartbeat is not None
+        and view.heartbeat.membership == observation.plan.membership
+        and view.heartbeat.state in (LauncherState.LOST, LauncherState.FAILED)
+    ]
+    if not failed and not given_up:
+        return None
+    if failed and observation.now - failed[0].noticed_at < SETTLE_SECONDS:
+        return None
+    if any(not view.alive or view.record.leaving for view in observation.members):
+        return None
+    option = restart_option(observation, policy)
+    choice = choose_at_standstill((option,))
+    used = observation.state.restarts_in_window(observation.now, policy.restart_window)
+    who = ", ".join(sorted({fault.worker for fault in failed} | {view.name for view in given_up}))
+    message = f"the launchers could not start a round by themselves (told by {who})"
+    actions: tuple[Action, ...] = ()
+    if used >= policy.max_restarts:
+        actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"{message}, and no restart is left"),)
+    elif choice.chosen is not None:
+        actions = (RestartRanks(),)
+    return Decision(
+        cause=Cause.CRASH,
+        class_=Class.UNKNOWN,
+        round=observation.round,
+        message=message,
+        first_sign=min((fault.noticed_at for fault in failed), default=observation.now),
+        actions=actions,
+        remedy=Remedy.RESTART_RANKS if choice.chosen else None,
+        remedies=written(choice.prices, choice.chosen),
+        evidence=tuple(fault.error for fault in failed if fault.error),
+        settles=tuple(fault.name for fault in failed),
+        occurrence=observation.plan.membership + 1,
+        last_step=observation.step,
+    )

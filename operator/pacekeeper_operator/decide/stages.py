@@ -1,0 +1,124 @@
+"""The job as a whole: started, suspended, resumed, complete, out of time."""
+
+from __future__ import annotations
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import LauncherState
+
+from ..api import Reason
+from ..observation import Observation, WorkerView
+from ..state import Draft
+
+PULL_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+"""Why a container waits that no patience of ours will start."""
+
+
+def step(observation: Observation) -> Draft:
+    """What the passing of time and the user's wishes make of the job."""
+    draft = observation.draft
+    if draft.state.finished_for_good:
+        return draft
+    for stage in (_suspend, _resume, _begin, _finish, _out_of_time, _cannot_start):
+        draft = stage(observation.with_draft(draft))
+    return draft
+
+
+def _suspend(observation: Observation) -> Draft:
+    draft = observation.draft
+    if not observation.job.spec.suspend:
+        return draft
+    if draft.plan.stop is Stop.NO:
+        draft = draft.with_plan(stop=Stop.SUSPEND, evidence_request="").with_state(stopped_at=observation.now)
+    if not draft.state.workers and draft.plan.members:
+        draft = draft.with_plan(members=(), shares=None)
+    gone = {view.name for view in observation.workers if view.pod is None}
+    if draft.plan.members and all(member.worker in gone for member in draft.plan.members):
+        draft = draft.with_plan(members=(), shares=None)
+    return draft
+
+
+def _resume(observation: Observation) -> Draft:
+    draft = observation.draft
+    leaving = any(view.pod is not None for view in observation.workers)
+    if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
+        return draft
+    return draft.with_plan(stop=Stop.NO, members=(), shares=None).with_state(
+        start_time=observation.now, placing_since=0.0, retry_at=0.0, attempts=0, workers=(), finished=(), settled=()
+    )
+
+
+def _begin(observation: Observation) -> Draft:
+    draft, state = observation.draft, observation.state
+    if not state.start_time and not observation.job.spec.suspend:
+        draft = draft.with_state(start_time=observation.now)
+    if not state.training_since and observation.training_since is not None:
+        draft = draft.with_state(training_since=observation.training_since, failed_starts=0)
+    return draft
+
+
+def _finish(observation: Observation) -> Draft:
+    """Complete once the trainers of all members have ended well."""
+    draft = observation.draft
+    if not draft.plan.members or draft.plan.stop is not Stop.NO:
+        return draft
+    fresh = [v.name for v in observation.members if v.name not in draft.state.finished and _ended_well(v)]
+    if fresh:
+        draft = draft.with_state(finished=(*draft.state.finished, *fresh))
+    if any(member.worker not in draft.state.finished for member in draft.plan.members):
+        return draft
+    return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_state(
+        completed_at=observation.now, stopped_at=observation.now
+    )
+
+
+def _ended_well(view: WorkerView) -> bool:
+    """Its ranks came to their end; not: it was told to leave."""
+    if view.pod is None or view.pod.exit_code != 0 or view.pod.disrupted:
+        return False
+    return not view.pod.deleting or (view.heartbeat is not None and view.heartbeat.state is LauncherState.FINISHED)
+
+
+def _out_of_time(observation: Observation) -> Draft:
+    draft, limit = observation.draft, observation.job.spec.run_policy.active_deadline_seconds
+    state = draft.state
+    if limit is None or not state.start_time or draft.plan.stop is not Stop.NO:
+        return draft
+    if observation.now - state.start_time < limit:
+        return draft
+    message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
+    return _fail(observation, Reason.DEADLINE_EXCEEDED, message)
+
+
+def _cannot_start(observation: Observation) -> Draft:
+    """Pods that are placed but cannot start, for longer than placing may take."""
+    draft, state = observation.draft, observation.state
+    if draft.plan.members or not state.placing_since:
+        return draft
+    stuck = stuck_worker(observation)
+    if stuck is None or observation.now - state.placing_since < observation.job.spec.scheduling_timeout:
+        return draft
+    assert stuck.pod is not None
+    message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
+    return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+
+
+def stuck_worker(observation: Observation) -> WorkerView | None:
+    """A worker whose containers cannot be started as they are written."""
+    return next((v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in PULL_REASONS), None)
+
+
+def _fail(observation: Observation, reason: Reason, message: str) -> Draft:
+    return observation.draft.with_plan(stop=Stop.FINISH, evidence_request="").with_state(
+        failed_reason=str(reason), failed_message=message, stopped_at=observation.now
+    )

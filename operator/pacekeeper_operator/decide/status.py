@@ -1,0 +1,224 @@
+"""What the operator says of a job: phase, conditions and figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import LauncherState
+
+from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts
+from ..observation import Observation, Policy
+from .quarantine import BREAKER
+from .stages import stuck_worker
+
+UNIFORM_SLOWDOWN = 1.2
+"""A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A condition as it is now."""
+
+    type: Condition
+    holds: bool
+    reason: Reason
+    message: str = ""
+
+
+def report(observation: Observation, policy: Policy, before: JobStatus) -> JobStatus:
+    """The status as it shall be; transition times are kept from `before` where nothing has changed."""
+    state, job = observation.state, observation.job
+    phase = phase_of(observation)
+    members = observation.plan.members
+    ready = sum(
+        view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
+        for view in observation.members
+    )
+    conditions = tuple(_dated(observation, found, before) for found in _conditions(observation, policy, phase))
+    ended = bool(state.completed_at or state.failed_reason)
+    main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
+    slowdown = observation.metrics.slowdown if phase is Phase.RUNNING else None
+    return replace(
+        before,
+        phase=phase,
+        reason=main.reason if main else None,
+        message=main.message if main else None,
+        observed_generation=job.generation,
+        conditions=conditions,
+        start_time=state.start_time or None,
+        completion_time=(state.completed_at or state.stopped_at or None) if ended else None,
+        round=observation.round if members else before.round,
+        step=observation.step if observation.step >= 0 else before.step,
+        last_checkpoint_step=observation.checkpoint_step
+        if observation.checkpoint_step >= 0
+        else before.last_checkpoint_step,
+        workers=WorkerCounts.of(job.spec.replicas, ready if members else 0, len(observation.spares) if members else 0),
+        selector=job.selector,
+        slowdown=slowdown,
+        goodput=_goodput(observation) if not ended else before.goodput,
+        sync_mode=observation.plan.sync_mode,
+        restarts=state.restarts_total,
+        bottleneck=_bottleneck(observation) if phase is Phase.RUNNING else None,
+    )
+
+
+_MAIN = {
+    Phase.COMPLETE: Condition.COMPLETE,
+    Phase.FAILED: Condition.FAILED,
+    Phase.SUSPENDED: Condition.SUSPENDED,
+    Phase.RECOVERING: Condition.RECOVERING,
+    Phase.RUNNING: Condition.RUNNING,
+}
+
+
+def phase_of(observation: Observation) -> Phase:
+    state, plan = observation.state, observation.plan
+    if state.failed_reason:
+        return Phase.FAILED
+    if state.completed_at:
+        return Phase.COMPLETE
+    if observation.job.spec.suspend or plan.stop is Stop.SUSPEND:
+        return Phase.SUSPENDED
+    if not plan.members:
+        return Phase.PENDING
+    if any(not incident.live for incident in state.open_incidents):
+        return Phase.RECOVERING
+    if observation.training_since is not None:
+        return Phase.RUNNING
+    return Phase.STARTING if not state.training_since else Phase.RECOVERING
+
+
+def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Iterator[_Found]:
+    state = observation.state
+    yield _running(observation, phase)
+    yield _degraded(observation, policy, phase)
+    incidents = [incident for incident in state.open_incidents if not incident.live]
+    yield _Found(
+        Condition.RECOVERING,
+        phase is Phase.RECOVERING,
+        Reason.INCIDENT if incidents else Reason.NO_INCIDENT,
+        "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5]),
+    )
+    suspended = phase is Phase.SUSPENDED
+    left = sum(view.pod is not None for view in observation.workers)
+    yield _Found(
+        Condition.SUSPENDED,
+        suspended and not left,
+        Reason.SUSPENDED if suspended else Reason.RESUMED,
+        f"{left} workers are leaving" if suspended and left else "",
+    )
+    yield _Found(
+        Condition.COMPLETE, bool(state.completed_at), Reason.TRAINED if state.completed_at else Reason.TRAINING
+    )
+    failed = Reason(state.failed_reason) if state.failed_reason else Reason.TRAINING
+    yield _Found(Condition.FAILED, bool(state.failed_reason), failed, state.failed_message)
+    refused = state.template_refused == observation.job.generation
+    yield _Found(
+        Condition.INVALID_TEMPLATE,
+        refused,
+        Reason.REFUSED if refused else Reason.ACCEPTED,
+        state.refused if refused else "",
+    )
+    yield _metrics(observation)
+
+
+def _running(observation: Observation, phase: Phase) -> _Found:
+    if phase is Phase.RUNNING:
+        return _Found(Condition.RUNNING, True, Reason.TRAINING, f"round {observation.round}")
+    if phase is Phase.PENDING:
+        return _waiting(observation)
+    if phase is Phase.COMPLETE:
+        return _Found(Condition.RUNNING, False, Reason.TRAINED)
+    if phase is Phase.FAILED:
+        return _Found(Condition.RUNNING, False, Reason(observation.state.failed_reason))
+    if phase is Phase.SUSPENDED:
+        return _Found(Condition.RUNNING, False, Reason.SUSPENDED)
+    if phase is Phase.RECOVERING:
+        return _Found(Condition.RUNNING, False, Reason.INCIDENT)
+    return _Found(
+        Condition.RUNNING, False, Reason.WAITING_FOR_PODS, "the first step of the first round is not done yet"
+    )
+
+
+def _waiting(observation: Observation) -> _Found:
+    """Why a job has not begun."""
+    state, around = observation.state, observation.surroundings
+    stuck = stuck_worker(observation)
+    if stuck is not None and stuck.pod is not None:
+        words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
+        return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
+    if state.attempts and not state.placing_since:
+        turn = f"after {around.older_job_waits}, which is older" if around.older_job_waits else "shortly"
+        words = (
+            f"not all {observation.job.spec.replicas} workers could be placed within "
+            f"{observation.job.spec.scheduling_timeout:.0f} s (attempt {state.attempts}); the next attempt comes {turn}"
+        )
+        return _Found(Condition.RUNNING, False, Reason.SCHEDULING_TIMEOUT, words)
+    unplaced = next((view.pod.unschedulable for view in observation.workers if view.pod and view.pod.unschedulable), "")
+    warm = sum(view.warm for view in observation.workers)
+    words = f"{warm} of {observation.job.spec.replicas} workers are ready" + (f"; {unplaced}" if unplaced else "")
+    return _Found(Condition.RUNNING, False, Reason.WAITING_FOR_PODS, words)
+
+
+def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
+    """The first reason that holds, gravest first."""
+    state, plan, spec = observation.state, observation.plan, observation.job.spec
+    metrics = observation.metrics
+    tripped = next((e for i in state.incidents for e in i.evidence if BREAKER in e), "")
+    if tripped:
+        return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, tripped)
+    if policy.paused:
+        return _Found(Condition.DEGRADED, True, Reason.PAUSED, policy.paused)
+    if phase is not Phase.RUNNING:
+        return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
+    if len(plan.members) < spec.replicas:
+        words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
+        return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
+    slow = metrics.pace is not None and metrics.pace >= spec.detection.straggler_slowdown
+    if slow:
+        words = f"rank {metrics.slowest_rank} takes {metrics.pace:.2f} × its peers' time a sample"
+        return _Found(Condition.DEGRADED, True, Reason.STRAGGLER, words)
+    if metrics.uniform is not None and metrics.uniform >= UNIFORM_SLOWDOWN:
+        words = (
+            f"UniformSlowdown: all ranks take {metrics.uniform:.2f} × the time of the job's own first steady steps, "
+            "so it is not a node: look at code, data and storage"
+        )
+        return _Found(Condition.DEGRADED, True, Reason.ALL_SLOW, words)
+    if spec.spares and not observation.spares:
+        return _Found(Condition.DEGRADED, True, Reason.NO_SPARE, "the next lost worker will cost the time of a new pod")
+    return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
+
+
+def _metrics(observation: Observation) -> _Found:
+    away = observation.metrics.unavailable
+    if not away:
+        return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED)
+    reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else Reason.METRICS_AWAY
+    unseen = "stragglers, jobs that slow down as a whole and DCGM's GPU errors cannot be seen"
+    return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: {unseen}")
+
+
+def _dated(observation: Observation, found: _Found, before: JobStatus) -> ConditionStatus:
+    status = "True" if found.holds else "False"
+    old = next((condition for condition in before.conditions if condition.type == found.type), None)
+    since = old.last_transition_time if old is not None and old.status == status else observation.now
+    return ConditionStatus(found.type, status, found.reason, found.message, since, observation.job.generation)
+
+
+def _goodput(observation: Observation) -> float | None:
+    """Share of the time since the first step that was not lost to incidents."""
+    state = observation.state
+    if not state.training_since:
+        return None
+    elapsed = observation.now - state.training_since
+    open_ = sum(observation.now - i.first_sign for i in state.open_incidents if not i.live)
+    return max(0.0, 1.0 - (state.lost_seconds + open_) / elapsed) if elapsed > 0 else 1.0
+
+
+def _bottleneck(observation: Observation) -> str | None:
+    pace, rank = observation.metrics.pace, observation.metrics.slowest_rank
+    if pace is None or rank is None or pace < observation.job.spec.detection.straggler_slowdown:
+        return None
+    return f"rank {rank} on {observation.worker_of_rank(rank)}"

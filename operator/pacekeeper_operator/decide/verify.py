@@ -1,0 +1,114 @@
+"""Whether an open incident is over, and what it cost: measured, not assumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pacekeeper_analysis import price
+
+from ..api import Cause, Mode, Outcome
+from ..observation import Observation, Policy
+from ..state import MAX_PAST, Draft, Incident, Past
+
+MEASURE_SECONDS = 120.0
+"""A live remedy that has not shown in the step time by then has not helped."""
+SETTLED_WINDOWS = 1.5
+"""So many windows after a live change its figures are its own."""
+HORIZON_SECONDS = 600.0
+"""Over which gains are reckoned where nothing is known of the fault's duration."""
+
+
+def step(observation: Observation, policy: Policy) -> Draft:
+    """The draft with what is known of its incidents by now."""
+    draft = observation.draft
+    for incident in observation.state.open_incidents:
+        now = judge(observation, incident)
+        if now == incident:
+            continue
+        draft = replace(draft, state=draft.state.with_incident(now))
+        if now.outcome is not None:
+            draft = _close(draft, now, policy, observation.now)
+    return draft
+
+
+def judge(observation: Observation, incident: Incident) -> Incident:
+    """The incident with what is known of it by now; with an outcome once it is over."""
+    state = observation.state
+    if state.failed_reason:
+        return replace(incident, outcome=Outcome.FAILED)
+    if observation.job.spec.suspend or state.completed_at:
+        return replace(incident, outcome=Outcome.SUPERSEDED)
+    if incident.mode is Mode.RECOMMEND:
+        return replace(incident, outcome=Outcome.RECOMMENDED)
+    return _judge_live(observation, incident) if incident.live else _judge_round(observation, incident)
+
+
+def _judge_round(observation: Observation, incident: Incident) -> Incident:
+    """Over when all members have completed the first step of a later round."""
+    since = observation.training_since
+    if since is None or observation.round <= incident.round:
+        return incident
+    restored = min(
+        (view.heartbeat.restored_step for view in observation.members if view.heartbeat is not None), default=-1
+    )
+    lost = max(0, incident.last_step - max(restored, 0)) if incident.last_step >= 0 else 0
+    return replace(incident, recovered=max(since, incident.decided), steps_lost=lost, outcome=Outcome.RECOVERED)
+
+
+def _judge_live(observation: Observation, incident: Incident) -> Incident:
+    """Over when a whole window of steps under the new shares has been measured."""
+    if incident.remedy is None:
+        return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
+    if observation.round > incident.round:
+        return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
+    window = SETTLED_WINDOWS * observation.job.spec.detection.window_steps
+    before, after = incident.step_seconds_before, observation.metrics.step_seconds
+    if before and after and observation.step >= incident.last_step + window:
+        slowdown = max(1.0, (incident.slowdown_before or 1.0) * after / before)
+        limit = observation.job.spec.detection.straggler_slowdown
+        won = price.loss_rate(incident.slowdown_before or 1.0) - price.loss_rate(slowdown)
+        outcome = (
+            Outcome.NOT_HELPED
+            if after > 0.98 * before
+            else Outcome.RECOVERED
+            if slowdown < limit
+            else Outcome.MITIGATED
+        )
+        return replace(
+            incident,
+            recovered=observation.now,
+            steps_lost=0,
+            slowdown_after=slowdown,
+            measured_gain=won * HORIZON_SECONDS,
+            outcome=outcome,
+        )
+    if observation.now - incident.decided > MEASURE_SECONDS and not observation.metrics.unavailable:
+        return replace(incident, outcome=Outcome.NOT_HELPED)
+    return incident
+
+
+def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draft:
+    state = draft.state
+    acted = incident.outcome is not Outcome.RECOMMENDED
+    seconds = (incident.recovered or now) - incident.first_sign
+    standstill = incident.outcome is Outcome.RECOVERED and not incident.live and incident.cause is not Cause.STRAGGLER
+    past = Past(
+        cause=incident.cause,
+        at=incident.detected,
+        seconds=seconds,
+        rank=incident.rank,
+        worker=incident.worker,
+        node=incident.node,
+    )
+    recent = tuple(item for item in state.past if item.at > now - policy.restart_window)
+    return replace(
+        draft,
+        state=replace(
+            state,
+            closed=(*state.closed, incident.name)[-MAX_PAST:] if acted else state.closed,
+            recommended=state.recommended if acted else (*state.recommended, incident.name)[-MAX_PAST:],
+            past=(*recent, past)[-MAX_PAST:],
+            lost_seconds=state.lost_seconds + (seconds if standstill else 0.0),
+            restart_seconds=(incident.recovered or now) - incident.decided if standstill else state.restart_seconds,
+        ),
+    )

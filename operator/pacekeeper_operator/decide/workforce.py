@@ -1,0 +1,169 @@
+"""Which pods a job is to have: seats and spares, reserved by name before they are made; what is given up goes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pacekeeper_analysis.plan import Stop
+
+from ..api import CleanPodPolicy, Reason
+from ..observation import Observation, WorkerView
+from ..state import Draft, State, Worker
+
+FIRST_BACKOFF_SECONDS = 10.0
+LONGEST_BACKOFF_SECONDS = 300.0
+LEAVE_SECONDS = 120.0
+"""So long workers may take to leave by themselves (checkpoint, exit) before their pods are deleted."""
+
+
+@dataclass(frozen=True)
+class Staffing:
+    """The draft with all names reserved, and what is to be done once it is written."""
+
+    draft: Draft
+    create: tuple[Worker, ...] = ()
+    delete: tuple[WorkerView, ...] = ()
+
+
+def staff(observation: Observation) -> Staffing:
+    """Level-triggered: from what there is to what there shall be."""
+    draft = _forget(observation)
+    observation = observation.with_draft(draft)
+    if draft.state.finished_for_good:
+        return Staffing(draft, delete=_clean_up(observation))
+    if observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
+        return Staffing(draft, delete=_let_go(observation))
+    draft = _reserve(observation, _give_up_surplus(observation, _place_in_time(observation)))
+    observation = observation.with_draft(draft)
+    seated = {member.worker for member in draft.plan.members}
+    create = tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
+    leaving = tuple(
+        view
+        for view in observation.workers
+        if view.record.leaving and view.name not in seated and view.pod is not None and not _going(view)
+    )
+    return Staffing(draft, create, leaving)
+
+
+def _known(view: WorkerView) -> bool:
+    return bool(view.record.uid) or bool(view.record.leaving)
+
+
+def _going(view: WorkerView) -> bool:
+    """Its deletion has been asked for, and nothing more is to be asked."""
+    return view.pod is not None and view.pod.deleting and not view.record.force
+
+
+def _forget(observation: Observation) -> Draft:
+    """Learn UIDs and nodes; strike off workers whose pods are gone and who hold no ranks."""
+    draft = observation.draft
+    seated = {member.worker for member in draft.plan.members}
+    kept = []
+    for view in observation.workers:
+        record = view.record
+        if view.pod is not None:
+            record = replace(record, uid=view.pod.uid, node=view.pod.node or record.node)
+        elif (record.uid or record.leaving) and record.name not in seated:
+            continue
+        kept.append(record)
+    return draft if tuple(kept) == draft.state.workers else draft.with_state(workers=tuple(kept))
+
+
+def _place_in_time(observation: Observation) -> Draft:
+    """Gang placement: all seats are placed within the time, or all pods go and the job waits its turn."""
+    draft, state, job = observation.draft, observation.state, observation.job
+    if draft.plan.members:
+        return draft
+    if not state.placing_since:
+        if observation.now < state.retry_at or observation.surroundings.older_job_waits:
+            return draft
+        return draft.with_state(placing_since=observation.now)
+    placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
+    if placed >= job.spec.replicas or observation.now - state.placing_since < job.spec.scheduling_timeout:
+        return draft
+    return draft.with_state(
+        workers=tuple(replace(w, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for w in state.workers),
+        placing_since=0.0,
+        attempts=state.attempts + 1,
+        retry_at=observation.now + backoff(job.uid, state.attempts),
+    )
+
+
+def backoff(uid: str, attempts: int) -> float:
+    """Seconds before the next attempt: doubled each time, and ± 25 % by the job's own dice."""
+    dice = int.from_bytes(hashlib.sha256(f"{uid}/{attempts}".encode()).digest()[:4]) / 2**32
+    doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(attempts, 10)
+    return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
+
+
+def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
+    """After a scale-down: spares go first, the newest seats next; who holds ranks stays until it no longer does."""
+    wanted = observation.job.spec.replicas + observation.job.spec.spares
+    seated = {member.worker for member in draft.plan.members}
+    staying = [worker for worker in draft.state.workers if not worker.leaving]
+    surplus = sorted((worker for worker in staying if worker.name not in seated), key=lambda worker: -worker.ordinal)[
+        : max(0, len(staying) - wanted)
+    ]
+    for worker in surplus:
+        draft = replace(draft, state=draft.state.with_worker(replace(worker, leaving="fewer workers are wanted")))
+    return draft
+
+
+def _reserve(observation: Observation, draft: Draft) -> Draft:
+    """Names for the workers that are missing. While no attempt to place the job is under way, none is."""
+    if not draft.plan.members and not draft.state.placing_since:
+        return draft
+    wanted = observation.job.spec.replicas + observation.job.spec.spares
+    staying = [worker for worker in draft.state.workers if not worker.leaving]
+    taken = {worker.ordinal for worker in staying}
+    state = draft.state
+    for _ in range(wanted - len(staying)):
+        ordinal = next(n for n in range(wanted + len(taken)) if n not in taken)
+        taken.add(ordinal)
+        state = _with_reserved(observation.job.name, state, ordinal)
+    return replace(draft, state=state)
+
+
+def _with_reserved(job: str, state: State, ordinal: int) -> State:
+    incarnation = state.incarnations.get(str(ordinal), -1) + 1
+    worker = Worker(f"{job}-w{ordinal}-{incarnation}", ordinal, incarnation)
+    return replace(
+        state,
+        workers=(*state.workers, worker),
+        incarnations={**state.incarnations, str(ordinal): incarnation},
+    )
+
+
+def _let_go(observation: Observation) -> tuple[WorkerView, ...]:
+    """Of a job that is told to stop: pods that have left, and all of them once they have had the time."""
+    late = observation.now - observation.state.stopped_at > LEAVE_SECONDS
+    return tuple(
+        view
+        for view in observation.workers
+        if view.pod is not None and not view.pod.deleting and (view.pod.ended or late or _never_trained(view))
+    )
+
+
+def _never_trained(view: WorkerView) -> bool:
+    """It holds nothing that a checkpoint could save."""
+    return view.heartbeat is None or view.heartbeat.round == 0
+
+
+def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
+    """Of a job that has ended."""
+    match observation.job.spec.run_policy.clean_pod_policy:
+        case CleanPodPolicy.NONE:
+            return ()
+        case CleanPodPolicy.ALL:
+            chosen: Sequence[WorkerView] = observation.workers
+        case _:
+            chosen = [view for view in observation.workers if view.pod is not None and not view.pod.ended]
+    late = observation.now - (observation.state.stopped_at or observation.now) > LEAVE_SECONDS / 4
+    failed = bool(observation.state.failed_reason)
+    return tuple(
+        view
+        for view in chosen
+        if view.pod is not None and not _going(view) and (view.pod.ended or failed or late or _never_trained(view))
+    )

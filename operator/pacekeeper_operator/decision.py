@@ -1,0 +1,86 @@
+"""What has been decided: values that `decide` makes and `act` carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .api import Cause, Class, Reason, Remedy, RemedyPrice
+from .observation import GpuValue
+
+
+@dataclass(frozen=True)
+class CountRestart:
+    """The launchers have restarted the ranks by themselves, as the plan allowed: it counts against the budget."""
+
+
+@dataclass(frozen=True)
+class RestartRanks:
+    """The next round, by the same workers."""
+
+
+@dataclass(frozen=True)
+class ReplaceWorker:
+    """The worker's ranks move to a spare; a new worker is made in its place."""
+
+    worker: str
+    reason: str
+    dead: bool  # it does not train any more; otherwise it stays until the others have a checkpoint
+    force: bool = False  # its node is lost: nobody there will confirm the deletion
+    disruption: bool = False  # somebody wanted it: burns no budget
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """New shares of the batch, live, on one step."""
+
+    shares: tuple[int, ...]
+    mended: bool  # well enough: no dearer remedy is waited for
+
+
+@dataclass(frozen=True)
+class QuarantineNode:
+    """No new ranks on the node. `refused` says why it is only written down; "": it is done."""
+
+    node: str
+    uid: str
+    reason: str
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class FailJob:
+    """Nothing helps."""
+
+    reason: Reason
+    message: str
+
+
+Action = CountRestart | RestartRanks | ReplaceWorker | Rebalance | QuarantineNode | FailJob
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One fault, and what is to be done about it."""
+
+    cause: Cause
+    class_: Class
+    round: int  # in which it happened
+    message: str  # one sentence for people
+    first_sign: float  # seconds since the epoch
+    actions: tuple[Action, ...] = ()
+    remedy: Remedy | None = None  # the chosen one; None: nothing is done but writing it down
+    remedies: tuple[RemedyPrice, ...] = ()
+    evidence: tuple[str, ...] = ()
+    rank: int | None = None
+    worker: str | None = None
+    node: str | None = None
+    settles: tuple[str, ...] = ()  # names of the faults that it deals with
+    gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
+    occurrence: int = 1  # tells incidents of one round and cause apart
+    live: bool = False  # changes no round
+    last_step: int = -1
+    slowdown_before: float | None = None
+    slowdown_after: float | None = None  # predicted
+    predicted_gain: float | None = None  # seconds of training
+    error: str = ""  # the script's own words, which tell a repetition
+    barren: bool = False  # the round had no completed step

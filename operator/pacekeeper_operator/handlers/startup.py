@@ -1,0 +1,58 @@
+"""How kopf runs: its settings, its login, its probes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import kopf
+
+from ..api import FINALIZER_JOB, LABEL_JOB
+from ..services.operator import Operator
+
+LOOK_SECONDS = 60.0
+"""An operator that has not looked around for so long is stuck."""
+MISSED_EVENTS = 3
+"""So many times in a row the list has shown changes of pods that no watch told: the watch is dead."""
+
+
+@kopf.on.startup()
+async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+    settings.peering.standalone = True  # leadership is by our own Lease
+    settings.persistence.finalizer = FINALIZER_JOB
+    settings.networking.request_timeout = 15
+    settings.networking.connect_timeout = 5
+    settings.networking.error_backoffs = [0.5, 1, 2, 3] + [
+        5
+    ] * 200  # an API server may be away for a quarter of an hour
+    settings.queueing.error_delays = [1, 1, 2, 3, 5, 8]
+    settings.posting.enabled = False  # we tell Events ourselves
+    settings.watching.connect_timeout = 5
+    settings.watching.server_timeout = 300
+    settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
+    settings.background.cancellation_polling = 1
+    settings.process.ultimate_exiting_timeout = 8
+
+
+@kopf.on.login()
+def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
+    return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+
+
+@kopf.on.probe(id="looking-around")
+def look(memo: kopf.Memo, **_: Any) -> float:
+    """Seconds since the operator looked around last. Raises where it is stuck."""
+    operator: Operator = memo.operator
+    age = time.time() - operator.looked_at
+    if operator.looked_at and age > LOOK_SECONDS:
+        raise RuntimeError(f"the operator has not looked around for {age:.0f} s")
+    return age
+
+
+@kopf.on.probe(id="watches")
+def watches(memo: kopf.Memo, **_: Any) -> int:
+    """Changes of pods that no watch has told. Raises where the watch is dead."""
+    operator: Operator = memo.operator
+    if operator.missed_events >= MISSED_EVENTS:
+        raise RuntimeError(f"the watch of pods is dead: {operator.missed_events} changes were seen by lists only")
+    return operator.missed_events

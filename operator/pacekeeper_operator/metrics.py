@@ -1,0 +1,24 @@
+"""The operator's own metrics, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+INCIDENTS = Counter("pacekeeper_incidents", "Incidents opened.", ("cause", "class_", "mode"))
+REMEDIES = Counter("pacekeeper_remedies", "Remedies applied.", ("remedy",))
+OUTCOMES = Counter("pacekeeper_incident_outcomes", "Incidents that are over.", ("cause", "outcome"))
+RECOVERY_SECONDS = Histogram(
+    "pacekeeper_recovery_seconds",
+    "From first sign to proven recovery.",
+    ("cause",),
+    buckets=(0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 600),
+)
+RECONCILE_SECONDS = Histogram(
+    "pacekeeper_reconcile_seconds",
+    "Duration of one pass over a job.",
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10),
+)
+RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job that failed.")
+JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
+PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
+LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")

@@ -1,0 +1,260 @@
+"""What the operator knows of a job at one moment: an immutable value that all decisions are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+
+from .api import Job, Mode, Remedy
+from .state import Draft, State, Worker
+
+
+@dataclass(frozen=True)
+class PodView:
+    """A worker's pod, as far as decisions need it."""
+
+    name: str
+    uid: str
+    phase: str  # Pending, Running, Succeeded, Failed
+    node: str = ""
+    address: str = ""
+    created_at: float = 0.0
+    deleting: bool = False
+    delete_by: float = 0.0  # end of its grace period; 0: not being deleted
+    disrupted: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
+    unschedulable: str = ""  # the scheduler's words
+    exit_code: int | None = None  # of the trainer; None: it has not ended
+    exit_reason: str = ""  # OOMKilled, Error, …
+    exit_message: str = ""
+    waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
+    waiting_message: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.exit_code is not None or self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A worker: what was promised, what the API server says, what it says itself, what a probe says."""
+
+    record: Worker
+    pod: PodView | None = None  # None: there is no such pod
+    heartbeat: Heartbeat | None = None
+    silent_seconds: float = 0.0  # since it was heard last; counted from the operator's own start at the earliest
+    reachable: bool | None = None  # by the operator's own probe; None: there was no reason to probe
+    node_reachable: bool | None = None
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def alive(self) -> bool:
+        """It has a pod that runs and is not going away."""
+        return self.pod is not None and not self.pod.ended and not self.pod.deleting
+
+    @property
+    def usable(self) -> bool:
+        """It may hold ranks, now or when it is warm."""
+        return self.alive and not self.record.leaving
+
+    @property
+    def warm(self) -> bool:
+        """It can take ranks at once."""
+        return (
+            self.usable
+            and self.pod is not None
+            and bool(self.pod.address)
+            and self.heartbeat is not None
+            and self.heartbeat.state is LauncherState.WARM
+        )
+
+
+@dataclass(frozen=True)
+class NodeView:
+    name: str
+    uid: str
+    ready: bool = True
+    cordoned: bool = False
+    never_quarantine: bool = False  # the platform team's opt-out
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class GpuValue:
+    """One of DCGM's counters that is not zero."""
+
+    node: str
+    gpu: str
+    metric: str
+    value: float
+
+    @property
+    def key(self) -> str:
+        return f"{self.node}/{self.gpu}/{self.metric}"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What Prometheus says of a job; None: nothing (yet)."""
+
+    slowdown: float | None = None  # S of own work: slowest rank over mean
+    pace: float | None = None  # slowest rank's own work a sample over the ranks' median
+    step_seconds: float | None = None
+    slowest_rank: int | None = None
+    uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
+    gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    unavailable: str = ""  # why Prometheus does not answer; "": it does
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The cluster around a job, as far as budgets need it."""
+
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
+    older_job_waits: str = ""  # an older job that is to be placed first
+    hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → other jobs with a hang on it lately
+    past_seconds: tuple[float, ...] = ()  # durations of earlier stragglers of this cluster
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be done: the job's own wishes under the platform's caps."""
+
+    mode: Mode
+    allow: frozenset[Remedy]
+    max_restarts: int
+    restart_window: float
+    paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
+    breaker_nodes: int = 3
+    grace_after_start: float = 10.0
+
+    @property
+    def acts(self) -> bool:
+        return self.mode is Mode.ACT and not self.paused
+
+    def refusal(self, remedy: Remedy) -> str:
+        """Why the remedy may not be taken; "": it may."""
+        return "" if remedy in self.allow else "spec.remediation.allow does not list it"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All of it. `now` and every time in it are seconds since the epoch."""
+
+    now: float
+    operator_age: float  # seconds since this operator began to serve: before, silence means nothing
+    job: Job
+    draft: Draft
+    workers: tuple[WorkerView, ...] = ()
+    faults: tuple[Fault, ...] = ()  # not settled yet
+    evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
+    metrics: Metrics = field(default_factory=Metrics)
+    surroundings: Surroundings = field(default_factory=Surroundings)
+
+    @property
+    def plan(self) -> Plan:
+        return self.draft.plan
+
+    @property
+    def state(self) -> State:
+        return self.draft.state
+
+    def with_draft(self, draft: Draft) -> Observation:
+        """The same world under a changed plan: workers know their new records, settled faults are gone."""
+        views = {view.name: view for view in self.workers}
+        return replace(
+            self,
+            draft=draft,
+            workers=tuple(
+                replace(views[record.name], record=record) if record.name in views else WorkerView(record)
+                for record in draft.state.workers
+            ),
+            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.settled),
+        )
+
+    def worker(self, name: str) -> WorkerView | None:
+        return next((view for view in self.workers if view.name == name), None)
+
+    @property
+    def members(self) -> tuple[WorkerView, ...]:
+        """The workers of the plan's members that are still known, in rank order."""
+        found = (self.worker(member.worker) for member in self.plan.members)
+        return tuple(view for view in found if view is not None)
+
+    @property
+    def spares(self) -> tuple[WorkerView, ...]:
+        """Workers without ranks that stay, lowest ordinal first."""
+        seated = {member.worker for member in self.plan.members}
+        spares = (view for view in self.workers if view.name not in seated and view.usable)
+        return tuple(sorted(spares, key=lambda view: view.record.ordinal))
+
+    def member_of_rank(self, rank: int) -> Member | None:
+        return next((member for member in self.plan.members if rank in member.ranks), None)
+
+    def worker_of_rank(self, rank: int) -> str | None:
+        member = self.member_of_rank(rank)
+        return None if member is None else member.worker
+
+    @property
+    def round(self) -> int:
+        """The highest round that a member has seen in this membership; the plan's, where none has spoken."""
+        rounds = [
+            view.heartbeat.round
+            for view in self.members
+            if view.heartbeat is not None and view.heartbeat.membership == self.plan.membership
+        ]
+        return max([self.plan.round, *rounds])
+
+    @property
+    def step(self) -> int:
+        """The last step that some member is known to have completed; -1: none."""
+        return max((view.heartbeat.step for view in self.members if view.heartbeat is not None), default=-1)
+
+    @property
+    def checkpoint_step(self) -> int:
+        return max((view.heartbeat.checkpoint_step for view in self.members if view.heartbeat is not None), default=-1)
+
+    @property
+    def training_since(self) -> float | None:
+        """When the present round's first step was complete on every member; None: not all have come so far."""
+        times = [
+            view.heartbeat.first_step_at
+            for view in self.members
+            if view.heartbeat is not None
+            and view.heartbeat.membership == self.plan.membership
+            and view.heartbeat.round == self.round
+            and view.heartbeat.first_step_at > 0
+        ]
+        return max(times) if times and len(times) == len(self.plan.members) else None
+
+    def faults_of(self, *kinds: FaultKind) -> tuple[Fault, ...]:
+        """Of these kinds and the present membership, in the order in which they were noticed."""
+        chosen = [f for f in self.faults if f.kind in kinds and f.membership in (0, self.plan.membership)]
+        return tuple(sorted(chosen, key=lambda fault: fault.noticed_at))
+
+    @property
+    def restart_seconds(self) -> float:
+        """What a new round costs this job beside the lost steps; before the first was measured, a guess."""
+        return self.state.restart_seconds or 5.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self.metrics.step_seconds or 0.0
+
+    @property
+    def restart_cost(self) -> float:
+        """Seconds of training that a new round costs now: steps since the last checkpoint, and the restart."""
+        snapshot = max((v.heartbeat.snapshot_step for v in self.members if v.heartbeat is not None), default=-1)
+        kept = max(self.checkpoint_step, snapshot)
+        return max(0, self.step - max(kept, 0)) * self.step_seconds + self.restart_seconds
+
+
+STANDSTILL = math.inf
+"""The slowdown of a job that stands still."""

@@ -1,0 +1,1 @@
+"""What there is: pods, nodes, what workers say, what Prometheus says, gathered into one Observation."""

@@ -1,0 +1,90 @@
+"""What workers have said since this operator began to serve: soft state, told anew within seconds to the next operator.
+
+Nothing here is ever needed for correctness. A fault stays unacknowledged, and so is sent again, until what was decided
+about it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+
+from ..api import Job, Phase
+from ..state import Draft
+
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+
+
+@dataclass
+class Contact:
+    """One worker's voice."""
+
+    heartbeat: Heartbeat
+    at: float  # of its last sign, seconds since the epoch
+    polling: int = 0  # polls that are being held
+
+
+@dataclass
+class JobMemory:
+    """One job as this operator knows it. `draft` is what is written in the API server, and `version` of it."""
+
+    job: Job | None = None
+    draft: Draft | None = None
+    resource_version: str = ""
+    phase: Phase | None = None
+    contacts: dict[str, Contact] = field(default_factory=dict)
+    faults: dict[str, Fault] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
+    pods_changed: bool = True
+    written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self.draft is None else self.draft.plan
+
+    async def publish(self, draft: Draft, resource_version: str) -> None:
+        """What is written now: held polls and faults are answered by it."""
+        known = {worker.name for worker in draft.state.workers}
+        async with self.written:
+            self.draft, self.resource_version = draft, resource_version
+            self.faults = {n: f for n, f in self.faults.items() if n not in draft.state.settled and f.worker in known}
+            self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
+            self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
+            self.written.notify_all()
+
+
+class Memory:
+    """All jobs of this operator."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        self._jobs: dict[Key, JobMemory] = {}
+
+    def of(self, namespace: str, name: str) -> JobMemory:
+        return self._jobs.setdefault((namespace, name), JobMemory())
+
+    def find(self, namespace: str, name: str) -> JobMemory | None:
+        return self._jobs.get((namespace, name))
+
+    def forget(self, namespace: str, name: str) -> None:
+        self._jobs.pop((namespace, name), None)
+
+    def __iter__(self) -> Iterator[tuple[Key, JobMemory]]:
+        return iter(list(self._jobs.items()))
+
+    def wake_all(self) -> None:
+        for _, job in self:
+            job.wake.set()
+
+    def wake_for_pod(self, namespace: str, job: str) -> None:
+        memory = self.find(namespace, job)
+        if memory is not None:
+            memory.pods_changed = True
+            memory.wake.set()

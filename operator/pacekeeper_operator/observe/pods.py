@@ -1,0 +1,70 @@
+"""Pods and nodes, reduced to what decisions need. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..api import LABEL_NO_QUARANTINE, TRAINER, parse_time
+from ..observation import NodeView, PodView
+
+_HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+def view_pod(pod: Mapping[str, Any]) -> PodView:
+    metadata, status = pod["metadata"], pod.get("status", {})
+    conditions = {item["type"]: item for item in status.get("conditions", ())}
+    ended = _trainer(status).get("terminated") or {}
+    waiting = _waiting(status)
+    disrupted = conditions.get("DisruptionTarget", {})
+    scheduled = conditions.get("PodScheduled", {})
+    return PodView(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        phase=status.get("phase", "Pending"),
+        node=pod["spec"].get("nodeName", ""),
+        address=status.get("podIP", ""),
+        created_at=parse_time(metadata["creationTimestamp"]),
+        deleting="deletionTimestamp" in metadata,
+        delete_by=parse_time(metadata["deletionTimestamp"]) if "deletionTimestamp" in metadata else 0.0,
+        disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
+        unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        exit_code=ended.get("exitCode"),
+        exit_reason=ended.get("reason", "") if ended.get("exitCode") else "",
+        exit_message=ended.get("message", "") if ended else "",
+        waiting_reason=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+    )
+
+
+def view_node(node: Mapping[str, Any]) -> NodeView:
+    metadata, status = node["metadata"], node.get("status", {})
+    ready: Mapping[str, Any] = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
+    addresses = {item["type"]: item["address"] for item in status.get("addresses", ())}
+    return NodeView(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        ready=ready.get("status") == "True",
+        cordoned=bool(node.get("spec", {}).get("unschedulable")),
+        never_quarantine=metadata.get("labels", {}).get(LABEL_NO_QUARANTINE) == "true",
+        address=addresses.get("InternalIP", ""),
+    )
+
+
+def _trainer(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the trainer's container."""
+    for container in status.get("containerStatuses", ()):
+        if container["name"] == TRAINER:
+            state: Mapping[str, Any] = container.get("state", {})
+            return state
+    return {}
+
+
+def _waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Why some container cannot start: an image that cannot be pulled, a missing ConfigMap, …"""
+    containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+    for container in containers:
+        waiting: Mapping[str, Any] = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") and waiting["reason"] not in _HARMLESS:
+            return waiting
+    return {}

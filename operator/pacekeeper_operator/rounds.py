@@ -1,0 +1,30 @@
+"""How a new round is written into the plan."""
+
+from __future__ import annotations
+
+from pacekeeper_analysis.plan import Member
+
+from .observation import Observation
+from .state import Draft
+
+
+def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
+    """A new membership: the next round, above every round that one of the workers has seen."""
+    draft, plan = observation.draft, observation.plan
+    heartbeats = [view.heartbeat for view in observation.workers if view.heartbeat is not None]
+    same = [member.worker for member in members] == [member.worker for member in plan.members]
+    return draft.with_plan(
+        membership=max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1,
+        round=max([observation.round if plan.members else plan.round - 1, *(beat.round for beat in heartbeats)]) + 1,
+        members=members,
+        shares=plan.shares if same else None,
+        evidence_request="",
+    ).with_state(
+        placing_since=0.0,
+        attempts=0,
+        vacant_since=0.0,
+        checkpoint_asked_at=0.0,
+        membership_restarts=0,
+        suspicion=None,
+        tolerated_pace=draft.state.tolerated_pace if same else 0.0,
+    )

@@ -1,0 +1,53 @@
+"""Kubernetes Events for what the operator does: best effort, a lost one changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import kopf
+
+from ..api import API_VERSION, Job, format_time
+from ..cluster import EVENTS, Cluster, Object
+
+MAX_NOTE = 1024
+log = logging.getLogger(__name__)
+
+
+async def tell(cluster: Cluster, job: Job, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+    """An Event about `job`. `action`: what was done, in UpperCamelCase."""
+    regarding = {
+        "apiVersion": API_VERSION,
+        "kind": "TrainingJob",
+        "name": job.name,
+        "namespace": job.namespace,
+        "uid": job.uid,
+    }
+    await tell_about(cluster, regarding, reason, note, action, warning=warning)
+
+
+async def tell_about(
+    cluster: Cluster, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
+) -> None:
+    """An Event about any object, given by an ObjectReference; those about objects without namespace are in `default`."""
+    now = time.time()
+    body = {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{regarding['name']}.{time.time_ns():x}",
+            "namespace": regarding.get("namespace", "default"),
+        },
+        "eventTime": format_time(now),
+        "type": "Warning" if warning else "Normal",
+        "reason": reason,
+        "action": action,
+        "note": note[:MAX_NOTE],
+        "reportingController": "pacekeeper.dev/operator",
+        "reportingInstance": "operator",
+        "regarding": regarding,
+    }
+    try:
+        await cluster.create(EVENTS, body)
+    except (kopf.TemporaryError, kopf.PermanentError) as error:
+        log.warning("an event is lost: %s", error)

@@ -1,0 +1,85 @@
+"""Incidents as objects: made from the job's bookkeeping, under deterministic names, kept beyond the job's life."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ..api import (
+    ANNOTATION_RETAIN_UNTIL,
+    API_VERSION,
+    LABEL_JOB,
+    IncidentSpec,
+    IncidentStatus,
+    Job,
+    ObjectRef,
+    format_time,
+)
+from ..cluster import INCIDENTS, Cluster, Conflict, Object
+from ..state import Incident
+
+
+async def write(cluster: Cluster, job: Job, incident: Incident, retention: float) -> None:
+    """Create or update; doing it twice is doing it once. `retention`: seconds."""
+    with contextlib.suppress(Conflict):
+        await cluster.create(INCIDENTS, _body(job, incident, retention))
+    await cluster.patch(
+        INCIDENTS, incident.name, {"status": status(incident).to_patch()}, job.namespace, subresource="status"
+    )
+
+
+async def expire(cluster: Cluster, now: float) -> None:
+    """Delete incidents whose time is over."""
+    for body in await cluster.list(INCIDENTS):
+        metadata = body["metadata"]
+        until = metadata.get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
+        if until is not None and until < format_time(now):
+            await cluster.delete(INCIDENTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
+
+
+def status(incident: Incident) -> IncidentStatus:
+    """How it goes on, as far as is known by now."""
+    return IncidentStatus(
+        mode=incident.mode,
+        remedy=incident.remedy,
+        considered=incident.remedies,
+        first_sign=incident.first_sign,
+        detected=incident.detected,
+        decided=incident.decided,
+        applied=incident.applied,
+        recovered=incident.recovered,
+        detected_seconds=incident.detected - incident.first_sign,
+        recovered_seconds=None if incident.recovered is None else incident.recovered - incident.first_sign,
+        steps_lost=incident.steps_lost,
+        slowdown_before=incident.slowdown_before,
+        slowdown_after=incident.slowdown_after,
+        predicted_gain=incident.predicted_gain,
+        measured_gain=incident.measured_gain,
+        outcome=incident.outcome,
+        message=incident.quarantine or None,
+    )
+
+
+def _body(job: Job, incident: Incident, retention: float) -> Object:
+    spec = IncidentSpec(
+        job_ref=ObjectRef(job.name, job.namespace, job.uid),
+        cause=incident.cause,
+        class_=incident.class_,
+        round=incident.round,
+        rank=incident.rank,
+        worker=incident.worker,
+        node=incident.node,
+        message=incident.message,
+        evidence=incident.evidence,
+    )
+    until = format_time(incident.detected + retention)
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "Incident",
+        "metadata": {
+            "name": incident.name,
+            "namespace": job.namespace,
+            "labels": {LABEL_JOB: job.name},
+            "annotations": {ANNOTATION_RETAIN_UNTIL: until},
+        },
+        "spec": spec.to_json(),
+    }

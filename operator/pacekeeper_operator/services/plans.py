@@ -1,0 +1,50 @@
+"""The plan's ConfigMap: one write changes plan and bookkeeping, by compare-and-swap."""
+
+from __future__ import annotations
+
+import re
+
+from pacekeeper_analysis.plan import Plan
+
+from ..api import Job
+from ..cluster import CONFIG_MAPS, Cluster
+from ..manifests import plan_config_map
+from ..observation import PodView
+from ..observe.memory import JobMemory
+from ..state import Draft, State, Worker
+
+
+async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
+    """What is written, also into `memory`; None: there is no plan yet."""
+    body = await cluster.find(CONFIG_MAPS, job.plan_name, job.namespace)
+    if body is None or all(o["uid"] != job.uid for o in body["metadata"].get("ownerReferences", ())):
+        return None
+    draft = Draft.from_data(body.get("data", {}))
+    await memory.publish(draft, body["metadata"]["resourceVersion"])
+    return draft
+
+
+async def write(cluster: Cluster, job: Job, memory: JobMemory, draft: Draft) -> None:
+    """Raises cluster.Conflict where somebody else has written since; `memory` is then to be read anew."""
+    body = plan_config_map(job, draft.plan, memory.resource_version)
+    body["data"] = draft.to_data()
+    call = cluster.replace if memory.resource_version else cluster.create
+    written = await call(CONFIG_MAPS, body)
+    await memory.publish(draft, written["metadata"]["resourceVersion"])
+
+
+def first(job: Job, pods: tuple[PodView, ...], now: float) -> Draft:
+    """The draft of a job that has no plan: of a new one, or of one whose plan was deleted by hand: it adopts its pods.
+
+    The version begins with the time, so that it lies above every one that such a job's workers may have seen.
+    """
+    workers = []
+    for pod in pods:
+        match = re.fullmatch(rf"{re.escape(job.name)}-w(\d+)-(\d+)", pod.name)
+        if match is not None:
+            workers.append(Worker(pod.name, int(match[1]), int(match[2]), pod.uid, pod.node, "the plan was lost", True))
+    incarnations: dict[str, int] = {}
+    for worker in workers:
+        key = str(worker.ordinal)
+        incarnations[key] = max(worker.incarnation, incarnations.get(key, -1))
+    return Draft(Plan(version=int(now)), State(workers=tuple(workers), incarnations=incarnations))

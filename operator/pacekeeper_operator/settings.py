@@ -1,0 +1,111 @@
+"""The operator's settings: one frozen dataclass, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+from pacekeeper_analysis.errors import InputError
+
+from .api import Mode, parse_duration
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Durations are seconds."""
+
+    namespace: str = "pacekeeper-system"
+    """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    identity: str = ""
+    """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
+    service_name: str = "pacekeeper"
+    """The Service in front of the endpoint for sidecars; its names stand in the serving certificate."""
+    address: str = ""
+    """Where sidecars reach the endpoint, host:port; "": the Service's name and the port."""
+    image: str = "pacekeeper:0.1.0"
+    """The operator's own image, which probe pods run."""
+    sidecar_image: str = ""
+    """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
+    sidecar_pull_policy: str = ""
+
+    port: int = 8443
+    """HTTPS endpoint for sidecars."""
+    liveness_port: int = 8080
+    metrics_port: int = 9464
+
+    prometheus_url: str = ""
+    """Empty: no metrics; stragglers and GPU errors are then not seen, and conditions say so."""
+    dcgm_node_label: str = "Hostname"
+    """Label of DCGM's metrics that holds the node's name."""
+    log_level: str = "INFO"
+    sample_seconds: float = 2.0
+    """How often Prometheus is asked while a job runs."""
+
+    mode: Mode = Mode.ACT
+    """The most that any job may allow."""
+    quarantine_mode: Mode = Mode.RECOMMEND
+    quarantine_max_nodes: int = 5
+    quarantine_max_share: float = 0.1
+    """Quarantined nodes over all nodes; one node is always allowed."""
+    breaker_nodes: int = 3
+    """So many nodes lost or failing at once are a network's or a power's fault, not theirs: no quarantines."""
+    quarantine_expires_after: float = 3600.0
+    probe_timeout: float = 60.0
+    paused: bool = False
+    """Cluster-wide: decide and write down, but apply no remedy. The ConfigMap `pacekeeper-pause` does it live."""
+
+    incident_retention: float = 30 * 86400.0
+    grace_after_start: float = 10.0
+    """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
+    lease_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.quarantine_max_share <= 1:
+            raise InputError(
+                f"PACEKEEPER_QUARANTINE_MAX_SHARE: {self.quarantine_max_share} must lie between 0 and 1, like 0.1"
+            )
+
+    @property
+    def endpoint(self) -> str:
+        host = self.address or f"{self.service_name}.{self.namespace}.svc:{self.port}"
+        return f"https://{host}"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names and addresses by which the endpoint may be called."""
+        names = [
+            self.service_name,
+            f"{self.service_name}.{self.namespace}",
+            f"{self.service_name}.{self.namespace}.svc",
+        ]
+        given = [self.address.rsplit(":", 1)[0]] if self.address else []
+        return (*given, *names, "localhost", "127.0.0.1")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Every field may be set as PACEKEEPER_<FIELD>; durations as 90s, 5m, 1h30m. Raises InputError."""
+        values: dict[str, object] = {"identity": environment.get("POD_NAME", socket.gethostname())}
+        for item in fields(cls):
+            variable = f"PACEKEEPER_{item.name.upper()}"
+            if environment.get(variable):
+                values[item.name] = _read(variable, environment[variable], str(item.type))
+        return cls(**values)  # type: ignore[arg-type]  # the converters follow the fields' annotations
+
+
+def _read(variable: str, text: str, annotation: str) -> object:
+    try:
+        match annotation:
+            case "int":
+                return int(text)
+            case "float":
+                return parse_duration(text) if text[-1].isalpha() else float(text)
+            case "bool":
+                return {"true": True, "false": False}[text.lower()]
+            case "Mode":
+                return Mode(text)
+            case _:
+                return text
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{variable}: {text!r} is not a valid {annotation}") from error
