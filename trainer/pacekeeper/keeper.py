@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -26,13 +25,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from pacekeeper_analysis.errors import InputError
 
 from .agreement import Agreement, new_cpu_group
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .environment import Environment
-from .parallel import unwrap
+from .parallel import equalise_buffers, unwrap
 from .snapshots import NOTHING, Slot, Snapshots, Version, choose, receive_or_send, unpack
 from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, fingerprint, restore_rank_state
 
@@ -54,6 +54,7 @@ class Keeper:
         self._environment = environment
         self._agreement = agreement
         self._rank, self._world_size = environment.rank, environment.world_size
+        self._wrapped = [item for item in objects.values() if isinstance(item, nn.Module)]
         self._models = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
         self._optimizers = {name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)}
         self._others = {
@@ -76,6 +77,7 @@ class Keeper:
     def snapshot(self, step: int, samples: int) -> None:
         """Copies the state after `step` into shared memory. `samples`: of this rank. Collective; it ends with `settle`."""
         self.settle()
+        self._equalise_buffers()
         slot = None
         if self._snapshots is not None and self._keeps_snapshots:
             try:
@@ -114,7 +116,9 @@ class Keeper:
         self.wait_for_checkpoint()
         if self._group is None:
             self._group = new_cpu_group("pacekeeper checkpoints")
-        staged = BlockingAsyncStager().stage(self._checkpoint_state(capture_rank_state(samples)))
+        self._equalise_buffers()
+        state = self._checkpoint_state(self._rank_state(samples))
+        staged = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         self._writing = threading.Thread(
             target=self._write, args=(self._folder, step, staged, published), name="checkpoint", daemon=True
         )
@@ -218,7 +222,10 @@ class Keeper:
             set_optimizer_state_dict(self._model_of(optimizer), optimizer, state[name])
         for name, other in self._others.items():
             other.load_state_dict(pickle.loads(state[name]))
-        return restore_rank_state(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
+        packed, buffers = pickle.loads(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
+        for name, its in buffers.items():
+            self._models[name].load_state_dict(its, strict=False)
+        return restore_rank_state(packed)
 
     def _check_model(self, manifest: Manifest) -> None:
         different = differences(self._description, manifest.model)
@@ -233,6 +240,10 @@ class Keeper:
             )
 
     # The state itself
+
+    def _equalise_buffers(self) -> None:
+        for model in self._wrapped:
+            equalise_buffers(model)
 
     def _names(self) -> set[str]:
         return {*self._models, *self._optimizers, *self._others}
@@ -252,6 +263,16 @@ class Keeper:
             state[name] = pickle.dumps(other.state_dict())
         state[f"{_RANK_STATE}.{self._rank if rank_of_state is None else rank_of_state}"] = rank_state
         return state
+
+    def _rank_state(self, samples: int) -> bytes:
+        """What this rank has of its own. To this belong the buffers of sharded models: FSDP leaves them to each rank, and
+        a checkpoint keeps one rank's only."""
+        buffers = {}
+        if self._sharded:
+            for name, model in self._models.items():
+                own = dict(model.named_buffers()).keys() & model.state_dict().keys()
+                buffers[name] = {key: model.state_dict()[key].cpu() for key in own}
+        return pickle.dumps((capture_rank_state(samples), buffers))
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         first = optimizer.param_groups[0]["params"][0]

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+_BUCKET_BYTES = 250 << 20
+
 Units = Callable[[Any], Iterable[nn.Module]]
 
 
@@ -48,6 +50,15 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
         model.require_backward_grad_sync = wanted
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+
+
+def equalise_buffers(model: nn.Module) -> None:
+    """Gives all replicas rank 0's buffers, as DDP does before the next forward pass: until then each rank's running means
+    are its own, and a checkpoint would take whichever it came upon. Collective."""
+    if isinstance(model, DistributedDataParallel):
+        buffers = [buffer.detach() for buffer in model.buffers()]
+        if buffers:
+            dist._broadcast_coalesced(model.process_group, buffers, _BUCKET_BYTES, 0)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -1,0 +1,100 @@
+"""Training that was interrupted equals, bit for bit, training that was not: the same samples, losses and parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan, Stop
+from pacekeeper_analysis.reports import LauncherState
+from tests.support.launchers import Team, team
+
+TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
+UNTIL = 14
+SHARES = (9, 6, 5, 4)
+
+
+@contextmanager
+def training(folder: Path, *, workers: str = "ab", shares: Sequence[int] | None = SHARES, **variables: Any) -> Iterator[Team]:
+    """Four ranks on two workers that train."""
+    folder.mkdir()
+    with team(folder, script=TRAIN_SCRIPT) as one:
+        one.environment.update(UNTIL=str(UNTIL), SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
+        one.environment.update(PACEKEEPER_CHECKPOINT_PATH=str(folder / "checkpoints"))
+        one.environment.update({name: str(value) for name, value in variables.items()})
+        for name in workers:
+            one.start(name)
+        members = one.members(a=[0, 1], b=[2, 3])
+        shares = tuple(shares) if shares else None
+        one.give(Plan(version=1, membership=1, members=members, store_port=29431, restarts=5, shares=shares))
+        yield one
+
+
+def run_to_the_end(one: Team) -> None:
+    for name in ("a", "b"):
+        assert one.workers[name].wait() == 0, one.logs()
+
+
+def history(folder: Path) -> tuple[list[Any], list[str]]:
+    """What each rank saw in the steps that count (the last time it made each), and what it learned."""
+    seen = []
+    for rank in range(4):
+        entries = [json.loads(line) for line in (folder / f"seen-{rank}.jsonl").read_text().splitlines()]
+        seen.append({entry["step"]: (entry["seen"], entry["loss"]) for entry in entries if "step" in entry})
+    return seen, [(folder / f"learned-{rank}").read_text() for rank in range(4)]
+
+
+def restored_steps(folder: Path, rank: int = 0) -> list[int]:
+    entries = [json.loads(line) for line in (folder / f"seen-{rank}.jsonl").read_text().splitlines()]
+    return [entry["restored"] for entry in entries if "restored" in entry]
+
+
+def newest_step(folder: Path) -> int:
+    path = folder / "seen-0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line).get("step", 0) for line in lines), default=0)
+
+
+@pytest.fixture(scope="module", params=["", "1"], ids=["replicated", "sharded"])
+def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    with training(folder, SHARD=request.param) as one:
+        run_to_the_end(one)
+    return request.param, folder
+
+
+def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
+    uninterrupted: tuple[str, Path], tmp_path: Path
+) -> None:
+    shard, reference = uninterrupted
+    faults = [{"rank": 2, "round": 1, "step": 9, "kind": "sigkill"}]
+    with training(tmp_path / "run", SHARD=shard, FAULTS=json.dumps(faults)) as one:
+        run_to_the_end(one)
+    first, second = restored_steps(tmp_path / "run")
+    assert first == 0
+    assert 6 <= second <= 8
+    assert history(tmp_path / "run") == history(reference)
+
+
+def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
+    shard, reference = uninterrupted
+    folder = tmp_path / "run"
+    with training(folder, SHARD=shard, SLEEP=0.05) as one:
+        one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
+        one.give(replace(one.plan, version=2, stop=Stop.SUSPEND))
+        for name in "ab":
+            one.wait_for_state(name, LauncherState.WARM)
+            for path in (folder / name / "snapshots").iterdir():
+                path.unlink()  # as if the nodes were gone, and their memory with them
+        stopped_at = newest_step(folder)
+        one.give(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
+        run_to_the_end(one)
+    assert restored_steps(folder) == [0, stopped_at]
+    assert stopped_at < UNTIL
+    assert history(folder) == history(reference)

@@ -1,0 +1,103 @@
+"""A small training job that uses everything whose state matters: dropout, AdamW, a schedule, shuffling, shares.
+
+Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
+(seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import pacekeeper as pk
+
+FOLDER = Path(os.environ["FOLDER"])
+WIDTH = int(os.environ.get("WIDTH", "16"))
+ROUND = int(os.environ.get("PACEKEEPER_ROUND", "0"))
+
+
+class Numbers(Dataset[tuple[int, Tensor]]):
+    """Sample i and its features."""
+
+    def __init__(self, size: int) -> None:
+        self.features = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.features[index]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    snapshot_every = os.environ.get("SNAPSHOT_EVERY")
+    job = pk.init(
+        mesh={"shard": -1} if os.environ.get("SHARD") else None,
+        snapshot_every=int(snapshot_every) if snapshot_every else None,
+    )
+    random.seed(job.rank)
+    np.random.seed(job.rank)
+    torch.manual_seed(1)
+    net: nn.Module = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+    )
+    net = job.fully_shard(net) if os.environ.get("SHARD") else job.replicate(net)
+    torch.manual_seed(100 + job.rank)
+    optimizer = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01))
+    schedule = job.lr_lambda(optimizer, lambda samples: 1 / (1 + samples / 500))
+    loader = job.dataloader(Numbers(int(os.environ.get("SAMPLES", "100"))), global_batch_size=24, max_microbatch=5)
+    job.register(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+    restored = job.restore()
+    with (FOLDER / f"seen-{job.rank}.jsonl").open("a", buffering=1) as diary:
+        diary.write(json.dumps({"round": ROUND, "restored": restored, "at": time.time()}) + "\n")
+        for step in job.steps(loader, until=int(os.environ["UNTIL"])):
+            seen, total = [], 0.0
+            for indices, features in step.microbatches():
+                noise = random.random() + float(np.random.rand())
+                loss = ((net(features) - features.roll(1, 1)) ** 2).sum() * (1 + 0.01 * noise)
+                step.add_loss(loss)
+                (loss / step.total_weight).backward()  # type: ignore[no-untyped-call]
+                seen += indices.tolist()
+                total += loss.item()
+            fail(job.rank, step.number)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            time.sleep(float(os.environ.get("SLEEP", "0")))
+            entry = {"round": ROUND, "step": step.number, "seen": seen, "loss": total.hex(), "at": time.time()}
+            diary.write(json.dumps(entry) + "\n")
+    learned = digest(net, optimizer)
+    (FOLDER / f"learned-{job.rank}").write_text(learned)
+
+
+def fail(rank: int, step: int) -> None:
+    for fault in json.loads(os.environ.get("FAULTS", "[]")):
+        if (fault["rank"], fault["round"], fault["step"]) == (rank, ROUND, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of every bit of the parameters (this rank's part), of the optimizer's moments and of its learning rate."""
+    found = hashlib.sha256()
+    tensors = [*net.state_dict().values()]
+    tensors += [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().numpy().tobytes())
+    found.update(repr([group["lr"] for group in optimizer.param_groups]).encode())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
