@@ -1,0 +1,96 @@
+"""One launcher, real ranks over gloo: rounds start in place, and their end is understood."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import FaultKind, LauncherState
+from tests.support.launchers import Team, team
+
+
+def one_worker(team_: Team, ranks: int = 2, restarts: int = 5) -> None:
+    team_.start("a")
+    members = team_.members(a=range(ranks))
+    team_.give(Plan(version=1, membership=1, members=members, store_port=29411, restarts=restarts))
+
+
+def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
+    with team(tmp_path, steps=3) as one:
+        one_worker(one)
+        assert one.workers["a"].wait() == 0, one.logs()
+        assert one.diary(1) == ["round 1 start", "round 1 step 1", "round 1 step 2", "round 1 step 3", "round 1 end"]
+        assert one.workers["a"].faults() == []
+        beat = one.workers["a"].heartbeat()
+        assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "error"),
+    [("sigkill", -9, ""), ("raise", 1, "RuntimeError: scripted failure"), ("exit", 1, "")],
+)
+def test_a_failed_rank_starts_the_next_round_in_place(tmp_path: Path, kind: str, exit_code: int, error: str) -> None:
+    with team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 4, "kind": kind}]) as one:
+        one_worker(one)
+        assert one.workers["a"].wait() == 0, one.logs()
+        (fault,) = one.workers["a"].faults()
+        assert (fault.kind, fault.rank, fault.exit_code, fault.round) == (FaultKind.RANK_FAILED, 1, exit_code, 1)
+        assert (fault.step, fault.completed_step, fault.out_of_memory) == (3, True, False)
+        assert error in fault.error
+        assert one.diary(0)[-3:] == ["round 2 step 5", "round 2 step 6", "round 2 end"]
+        assert one.workers["a"].heartbeat().restarts == 1
+
+
+def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -> None:
+    faults = [{"rank": 0, "round": number, "step": 1, "kind": "exit"} for number in (1, 2, 3)]
+    with team(tmp_path, steps=2, faults=faults) as one:
+        one_worker(one)
+        one.wait_for_state("a", LauncherState.FAILED)
+        assert [fault.round for fault in one.workers["a"].faults()] == [1, 2]
+        # A new membership is the operator's word that it shall be tried again.
+        one.give(Plan(version=2, membership=2, round=7, members=one.members(a=[0, 1]), store_port=29411, restarts=5))
+        assert one.workers["a"].wait() == 0, one.logs()
+        assert one.diary(0)[-1] == "round 7 end"
+
+
+def test_restarts_end_with_the_plans_budget(tmp_path: Path) -> None:
+    faults = [{"rank": 0, "round": number, "step": 2 * number, "kind": "sigkill"} for number in (1, 2, 3)]
+    with team(tmp_path, steps=9, faults=faults) as one:
+        one_worker(one, restarts=1)
+        one.wait_for_state("a", LauncherState.FAILED)
+        assert one.workers["a"].heartbeat().round == 2
+
+
+def test_sigterm_lets_the_ranks_leave_and_does_not_look_finished(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000) as one:
+        one_worker(one)
+        one.wait_for_step(3)
+        one.workers["a"].kill(signal.SIGTERM)
+        assert one.workers["a"].wait() == 143, one.logs()
+        assert [one.diary(rank)[-1] for rank in (0, 1)] == ["round 1 leave"] * 2
+        assert [fault.kind for fault in one.workers["a"].faults()] == [FaultKind.TERMINATING]
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000) as one:
+        one_worker(one)
+        one.wait_for_step(1, rank=1)
+        pids = [pid for rank in (0, 1) for pid in one.pids(rank)]
+        one.workers["a"].kill()
+        one.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no rank is left")
+
+
+def test_a_stopped_rank_is_killed_for_the_next_membership(tmp_path: Path) -> None:
+    with team(tmp_path, steps=8, faults=[{"rank": 1, "round": 1, "step": 3, "kind": "stop"}]) as one:
+        one_worker(one)
+        one.wait_for(lambda: "round 1 stop" in one.diary(1), "rank 1 stands still")
+        one.give(Plan(version=2, membership=2, round=2, members=one.members(a=[0, 1]), store_port=29411, restarts=5))
+        assert one.workers["a"].wait() == 0, one.logs()
+        assert one.diary(1)[-1] == "round 2 end"
+        for pid in one.pids(1):
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)

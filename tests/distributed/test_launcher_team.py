@@ -1,0 +1,191 @@
+"""Several launchers on loopback addresses: they agree on rounds whatever happens to one of them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan, Stop
+from pacekeeper_analysis.reports import FaultKind, LauncherState
+from tests.support.launchers import Team, team
+
+PORT = 29412
+
+
+def three(one: Team, restarts: int = 5, version: int = 1, membership: int = 1) -> None:
+    """Workers a, b and c with a rank each."""
+    for name in "abc":
+        if name not in one.workers:
+            one.start(name)
+    members = one.members(a=[0], b=[1], c=[2])
+    one.give(Plan(version=version, membership=membership, members=members, store_port=PORT, restarts=restarts))
+
+
+def assert_finished(one: Team, *names: str) -> None:
+    assert [one.workers[name].wait() for name in names] == [0] * len(names), one.logs()
+
+
+@pytest.mark.parametrize("kind", ["sigkill", "raise"])
+def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_named(tmp_path: Path, kind: str) -> None:
+    with team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 3, "kind": kind}]) as one:
+        three(one)
+        assert_finished(one, "a", "b", "c")
+        assert [len(one.workers[name].faults()) for name in "abc"] == [0, 1, 0], one.logs()
+        assert one.workers["b"].faults()[0].rank == 1
+        for rank in range(3):
+            assert [line for line in one.diary(rank) if "start" in line] == ["round 1 start", "round 2 start"]
+            assert one.diary(rank)[-1] == "round 2 end"
+
+
+def test_ranks_that_fail_at_once_cost_one_round(tmp_path: Path) -> None:
+    faults = [{"rank": rank, "round": 1, "step": 3, "kind": "sigkill"} for rank in range(3)]
+    with team(tmp_path, steps=5, faults=faults) as one:
+        three(one)
+        assert_finished(one, "a", "b", "c")
+        assert {one.workers[name].heartbeat().round for name in "abc"} == {2}
+
+
+def test_a_late_launcher_is_waited_for(tmp_path: Path) -> None:
+    with team(tmp_path, steps=2) as one:
+        one.start("a")
+        one.start("b")
+        one.start("c")
+        one.give(
+            Plan(version=1, membership=1, members=one.members(a=[0], b=[1], c=[2]), store_port=PORT), to=["b", "c"]
+        )
+        one.wait_for_state("b", LauncherState.GATHERING)
+        one.wait_for_state("c", LauncherState.GATHERING)
+        assert one.diary(1) == []
+        one.give(one.plan)
+        assert_finished(one, "a", "b", "c")
+
+
+def test_a_launcher_that_sees_the_new_plan_first_waits_for_its_peers(tmp_path: Path) -> None:
+    with team(tmp_path, steps=400) as one:
+        three(one)
+        one.wait_for_step(2)
+        second = Plan(version=2, membership=2, round=2, members=one.plan.members, store_port=PORT, restarts=5)
+        one.give(second, to=["b"])
+        # b has ended its rank; the others stay in the old membership, where b is missing, until they are told.
+        one.wait_for_state("b", LauncherState.GATHERING)
+        assert not any("round 2" in line for line in one.diary(1))
+        one.give(second)
+        one.wait_for(
+            lambda: any("step" in line for line in one.diary(1) if "round" in line and "round 1" not in line),
+            "b trains again",
+        )
+        assert {one.workers[name].heartbeat().membership for name in "abc"} == {2}
+
+
+def test_a_spare_takes_over_a_lost_workers_rank(tmp_path: Path) -> None:
+    with team(tmp_path, steps=60) as one:
+        for name in "abcd":
+            one.start(name)
+        one.give(Plan(version=1, membership=1, members=one.members(a=[0], b=[1], c=[2]), store_port=PORT, restarts=5))
+        one.wait_for_state("d", LauncherState.WARM)
+        one.wait_for_step(3)
+        one.workers["b"].kill()
+        members = one.members(a=[0], d=[1], c=[2])
+        one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="acd")
+        assert_finished(one, "a", "c", "d")
+        assert one.diary(1)[-1].endswith("end")
+        assert one.workers["d"].heartbeat().step == 60
+
+
+def test_a_member_that_becomes_a_spare_ends_its_rank_and_stays_warm(tmp_path: Path) -> None:
+    with team(tmp_path, steps=60) as one:
+        for name in "abc":
+            one.start(name)
+        one.give(Plan(version=1, membership=1, members=one.members(a=[0], b=[1]), store_port=PORT, restarts=5))
+        one.wait_for_step(3, rank=1)
+        one.give(Plan(version=2, membership=2, round=2, members=one.members(a=[0], c=[1]), store_port=PORT, restarts=5))
+        assert_finished(one, "a", "c")
+        assert one.workers["b"].heartbeat().state is LauncherState.WARM
+        one.give(Plan(version=3, membership=2, round=2, members=one.plan.members, stop=Stop.FINISH), to="b")
+        assert one.workers["b"].wait() == 0
+
+
+def test_the_stores_host_may_be_another_worker_in_the_next_membership(tmp_path: Path) -> None:
+    with team(tmp_path, steps=60) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.workers["a"].kill()
+        one.start("d")
+        members = one.members(b=[0], c=[1], d=[2])
+        one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="bcd")
+        assert_finished(one, "b", "c", "d")
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_launcher_that_is_started_again_in_its_pod_joins_its_peers_in_the_next_round(
+    tmp_path: Path, name: str
+) -> None:
+    """As after a crash of the trainer container; a serves the store, and what it knew is lost with it."""
+    with team(tmp_path, steps=80) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.workers[name].kill()
+        one.workers[name].wait()
+        one.start(name)
+        assert_finished(one, "a", "b", "c")
+        rounds = {one.workers[worker].heartbeat().round for worker in "abc"}
+        assert len(rounds) == 1
+        assert rounds.pop() >= 2
+
+
+def test_a_worker_that_finished_helps_when_a_peer_fails_at_the_very_end(tmp_path: Path) -> None:
+    """Rank 2 fails in the last step of round 1 after the others are through: all must come back for it."""
+    with team(tmp_path, steps=4, faults=[{"rank": 2, "round": 1, "step": "end", "kind": "exit"}]) as one:
+        three(one)
+        assert_finished(one, "a", "b", "c")
+        assert [one.diary(rank)[-1] for rank in range(3)] == ["round 2 end"] * 3
+
+
+def test_a_preempted_worker_names_no_peer(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.workers["b"].kill(signal.SIGTERM)
+        assert one.workers["b"].wait() == 143
+        for name in "ac":
+            one.wait_for_state(name, LauncherState.GATHERING)
+        assert [fault.kind for name in "abc" for fault in one.workers[name].faults()] == [FaultKind.TERMINATING]
+
+
+def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
+    """c's node is cut off: its peers and its sidecar fall silent at once, as the launcher sees it."""
+    with team(tmp_path, steps=10_000, contact_timeout=1.5) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.workers["a"].kill(signal.SIGSTOP)
+        one.wait_for_state("c", LauncherState.LOST)
+        one.wait_for(lambda: not Path(f"/proc/{one.pids(2)[-1]}").exists(), "rank 2 is gone")
+        one.workers["a"].kill(signal.SIGCONT)
+        one.wait_for_state("c", LauncherState.RUNNING)
+
+
+def test_while_the_operator_answers_a_silent_peer_ends_nothing(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000, contact_timeout=1.0) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.workers["a"].kill(signal.SIGSTOP)
+        for _ in range(40):
+            one.workers["c"].runtime.contact.touch()
+            one.workers["b"].runtime.contact.touch()
+            one.workers["c"].wait_a_moment()
+        assert one.workers["c"].heartbeat().state is LauncherState.RUNNING
+
+
+def test_suspension_leaves_the_launchers_warm_and_resuming_goes_on(tmp_path: Path) -> None:
+    with team(tmp_path, steps=60) as one:
+        three(one)
+        one.wait_for_step(3)
+        one.give(Plan(version=2, membership=1, members=one.plan.members, store_port=PORT, stop=Stop.SUSPEND))
+        for name in "abc":
+            one.wait_for_state(name, LauncherState.WARM)
+        assert [one.diary(rank)[-1] for rank in range(3)] == ["round 1 leave"] * 3
+        three(one, version=3, membership=2)
+        assert_finished(one, "a", "b", "c")
+        assert [fault.kind for name in "abc" for fault in one.workers[name].faults()] == []

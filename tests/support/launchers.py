@@ -1,0 +1,197 @@
+"""Real launchers on loopback addresses, each with a runtime folder of its own; the test plays the operator."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from pacekeeper.launcher.command import launch
+from pacekeeper.launcher.launcher import Script
+from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.warm import preimport
+from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState
+
+STEPS_SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
+PATIENCE = 40.0
+
+Value = TypeVar("Value")
+
+
+def eventually(look: Callable[[], Value], what: str, seconds: float = PATIENCE) -> Value:
+    """The first truthy answer of `look`."""
+    deadline = time.monotonic() + seconds
+    while not (value := look()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.01)
+    return value
+
+
+@dataclass
+class Worker:
+    """One launcher's process and its runtime folder."""
+
+    name: str
+    address: str
+    runtime: Runtime
+    log: Path
+    pid: int = 0
+    exit_code: int | None = None
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
+
+    def faults(self, kind: FaultKind | None = None) -> list[Fault]:
+        files = sorted(self.runtime.faults.glob("[!.]*.json"))
+        faults = [Fault.from_json(json.loads(path.read_text())) for path in files]
+        return [fault for fault in faults if kind in {None, fault.kind}]
+
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, signum)
+
+    def wait_a_moment(self) -> None:
+        """Fifty milliseconds, for tests that something does not happen."""
+        time.sleep(0.05)
+
+    def poll(self) -> int | None:
+        """The launcher's exit code; None while it runs."""
+        if self.exit_code is None and self.pid:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+        return self.exit_code
+
+    def wait(self) -> int:
+        try:
+            eventually(lambda: self.poll() is not None, f"{self.name} ends")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text()}") from None
+        assert self.exit_code is not None
+        return self.exit_code
+
+
+@dataclass
+class Team:
+    """The workers of a test, and its plan."""
+
+    folder: Path
+    script: Path
+    environment: dict[str, str]
+    settings: dict[str, float]
+    workers: dict[str, Worker] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+
+    def start(self, name: str) -> Worker:
+        """Starts (or starts again) the launcher of the worker with this name: a, b, c, …"""
+        address = f"127.0.0.{1 + ord(name) - ord('a')}"
+        runtime = Runtime(self.folder / name).make()
+        worker = Worker(name, address, runtime, self.folder / f"{name}.log")
+        worker.log.touch()
+        worker.pid = os.fork()
+        if worker.pid == 0:
+            self._become_launcher(worker)
+        self.workers[name] = worker
+        return worker
+
+    def give(self, plan: Plan, to: Sequence[str] | None = None) -> None:
+        """What the operator and the sidecars would do: each worker's part of the plan into its runtime folder."""
+        self.plan = plan
+        for name in self.workers if to is None else to:
+            write_json(self.workers[name].runtime.plan, plan.part(name).to_json())
+            self.workers[name].runtime.contact.touch()
+
+    def members(self, **ranks: Sequence[int]) -> tuple[Member, ...]:
+        return tuple(Member(name, self.workers[name].address, tuple(its)) for name, its in ranks.items())
+
+    def diary(self, rank: int) -> list[str]:
+        """What a rank did, without times and process ids: `round 1 step 3`."""
+        path = self.folder / f"diary-{rank}"
+        return [line.split(maxsplit=2)[2] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pids(self, rank: int) -> list[int]:
+        """Process ids under which a rank has run, oldest first."""
+        lines = (self.folder / f"diary-{rank}").read_text().splitlines()
+        return list(dict.fromkeys(int(line.split()[1]) for line in lines))
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {worker.name}\n{worker.log.read_text()}" for worker in self.workers.values())
+
+    def wait_for(self, look: Callable[[], Value], what: str, seconds: float = PATIENCE) -> Value:
+        try:
+            return eventually(look, what, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def wait_for_step(self, step: int, rank: int = 0) -> None:
+        self.wait_for(lambda: any(f" step {step}" in line for line in self.diary(rank)), f"step {step} of rank {rank}")
+
+    def wait_for_state(self, name: str, state: LauncherState) -> None:
+        worker = self.workers[name]
+        self.wait_for(lambda: worker.heartbeat().state is state, f"{name} is {state}")
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+
+    def _become_launcher(self, worker: Worker) -> NoReturn:
+        """In the forked child: a launcher that has imported torch already, because this process has."""
+        code = 1
+        try:
+            os.setsid()
+            log = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            logging.getLogger().handlers.clear()
+            os.environ.update(self.environment, FOLDER=str(self.folder), PACEKEEPER_RUNTIME=str(worker.runtime.root))
+            settings = Settings(
+                worker=worker.name,
+                address=worker.address,
+                incarnation=f"{time.time_ns():x}",
+                **self.settings,  # type: ignore[arg-type]  # the tests set numbers only
+            )
+            code = launch(Script(str(self.script), False, ()), settings, worker.runtime)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+@contextmanager
+def team(
+    folder: Path,
+    *,
+    steps: int = 20,
+    faults: Sequence[Mapping[str, object]] = (),
+    script: Path = STEPS_SCRIPT,
+    step_seconds: float = 0.01,
+    **settings: float,
+) -> Iterator[Team]:
+    """No workers yet; ends those that the test has started."""
+    preimport()
+    environment = {
+        "STEPS": str(steps),
+        "STEP_SECONDS": str(step_seconds),
+        "FAULTS": json.dumps(list(faults)),
+        "OMP_NUM_THREADS": "1",
+    }
+    one = Team(folder, script, environment, settings)
+    try:
+        yield one
+    finally:
+        one.end()

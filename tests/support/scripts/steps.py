@@ -1,0 +1,92 @@
+"""A script of ranks that all-reduce once a step, record it, keep a counter on disk, and fail where they are told to.
+
+Environment: STEPS; FOLDER (counter and diary of each rank); STEP_SECONDS; FAULTS: a JSON list of
+{"rank": …, "round": …, "step": …, "kind": "sigkill" | "raise" | "exit" | "stop" | "oom-like" | "phase"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pacekeeper.ring import RingWriter
+from pacekeeper_analysis.records import Collective, Kind, Phase
+
+RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
+FOLDER = Path(os.environ["FOLDER"])
+
+
+def main() -> None:
+    diary("start")
+    ring = RingWriter(Path(os.environ["PACEKEEPER_RING"]))
+    signal.signal(signal.SIGTERM, leave)
+    fail("before", ring)
+    dist.init_process_group("gloo")
+    counter = FOLDER / "counter"
+    step = int(counter.read_text()) if counter.exists() else 0
+    ring.state.restored_step = step
+    dist.barrier()
+    ring.enter_phase(Phase.TRAIN)
+    while step < int(os.environ["STEPS"]):
+        begin = time.monotonic_ns()
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
+        fail(step + 1, ring)
+        total = torch.ones(1)
+        ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns())
+        dist.all_reduce(total)
+        ring.leave_collective()
+        assert total.item() == dist.get_world_size()
+        step += 1
+        now = time.monotonic_ns()
+        ring.write(Kind.STEP, begin, now, step, Phase.TRAIN, 8.0)
+        ring.end_step(step, now)
+        diary(f"step {step}")
+        if RANK == 0:
+            counter.with_suffix(".new").write_text(str(step))
+            counter.with_suffix(".new").replace(counter)
+        dist.barrier()
+    dist.destroy_process_group()
+    fail("end", ring)
+    diary("end")
+
+
+def fail(step: int | str, ring: RingWriter) -> None:
+    for fault in json.loads(os.environ.get("FAULTS", "[]")):
+        if (fault["rank"], fault["round"], fault["step"]) != (RANK, ROUND, step):
+            continue
+        diary(fault["kind"])
+        match fault["kind"]:
+            case "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise RuntimeError("scripted failure")
+            case "exit":
+                sys.exit(1)
+            case "phase":
+                ring.enter_phase(Phase[fault["phase"]])
+                time.sleep(fault["seconds"])
+                ring.enter_phase(Phase.TRAIN)
+            case "skip":
+                time.sleep(3600)
+
+
+def leave(*_: object) -> None:
+    diary("leave")
+    os._exit(143)
+
+
+def diary(text: str) -> None:
+    with (FOLDER / f"diary-{RANK}").open("a") as file:
+        file.write(f"{time.monotonic():.4f} {os.getpid()} round {ROUND} {text}\n")
+
+
+main()

@@ -1,0 +1,6 @@
+"""`pacekeeper run`: PID 1 of the trainer container. It follows the worker's plan and starts rounds of ranks in place.
+
+Start reading at `rounds.py` (what the launcher decides) and `meeting.py` (what the launchers of a job agree on), both
+pure; `launcher.py` joins them to the world: the warm process that forks ranks (`warm.py`, `rank.py`), their output, the
+peers (`wire.py`), the watch over hangs (`watch.py`) and the runtime folder that the sidecar reads.
+"""

@@ -1,0 +1,52 @@
+"""What the launcher reads of its own control group, in version 1 and version 2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Processes that the kernel has killed for want of memory in this control group; 0 where that cannot be read."""
+    for folder in _folders(root, membership, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                lines = (folder / name).read_text().splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    return 0
+
+
+def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Processors that this control group may use at once; infinity: as many as there are."""
+    for folder in _folders(root, membership, "cpu"):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except OSError:
+            try:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+            except OSError:
+                continue
+        return math.inf if quota in {"max", "-1"} else int(quota) / int(period)
+    return math.inf
+
+
+def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """Where this process's group of the controller may be mounted, the likeliest place first."""
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield root / path.lstrip("/")
+            yield root
+        elif controller in controllers.split(","):
+            for mount in (root / controllers, root / controller):
+                yield mount / path.lstrip("/")
+                yield mount  # in a container whose own group is mounted here, under the path of the outside

@@ -1,0 +1,79 @@
+"""The heartbeat file: the worker's present state, for the sidecar to send."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pacekeeper.runtime import write_json
+from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.reports import Heartbeat, LauncherState
+
+from .rounds import State
+
+PERIOD = 0.5
+"""Seconds between two writes while only the step has changed; all else is written at once."""
+
+
+class HeartbeatFile:
+    """Writes the file when there is something new to say."""
+
+    def __init__(self, path: Path, worker: str) -> None:
+        self._path = path
+        self._beat = Heartbeat(worker=worker)
+        self._written_at = float("-inf")
+        write_json(path, self._beat.to_json())
+
+    def write(self, beat: Heartbeat, now: float) -> None:
+        """`now`: seconds of the monotonic clock."""
+        same_but_for_steps = replace(beat, step=0, steps_in_round=0) == replace(self._beat, step=0, steps_in_round=0)
+        if beat == self._beat or (same_but_for_steps and now - self._written_at < PERIOD):
+            return
+        write_json(self._path, beat.to_json())
+        self._beat, self._written_at = beat, now
+
+    @property
+    def last(self) -> Heartbeat:
+        return self._beat
+
+
+def next_beat(
+    before: Heartbeat, state: State, plan: WorkerPlan | None, ranks: Collection[np.void], wall: float, monotonic: float
+) -> Heartbeat:
+    """The heartbeat after `before`. `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds.
+
+    What a new round does not know yet (step, checkpoints) stays as the round before left it.
+    """
+    beat = replace(
+        before,
+        state=state.stage,
+        plan_version=0 if plan is None else plan.version,
+        membership=max(state.membership, 0),
+        round=state.round,
+        restarts=state.restarts,
+    )
+    if state.round != before.round:
+        beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
+    if state.stage is LauncherState.RUNNING and beat.round_started_at == 0.0:
+        beat = replace(beat, round_started_at=wall - (monotonic - state.started))
+    if not ranks:
+        return beat
+    slowest = min(ranks, key=lambda rank: int(rank["step"]))
+    if beat.first_step_at == 0.0 and slowest["steps_in_round"] > 0:
+        # Exact for the round's first step, which is seen within a tick; a later one is seen only after a long tick.
+        beat = replace(beat, first_step_at=wall - (monotonic - int(slowest["step_end_ns"]) * 1e-9))
+    step = int(slowest["step"])
+    return replace(
+        beat,
+        step=beat.step if step < 0 else step,
+        steps_in_round=int(slowest["steps_in_round"]),
+        checkpoint_step=max(beat.checkpoint_step, *(int(rank["checkpoint_step"]) for rank in ranks)),
+        snapshot_step=min(int(rank["snapshot_step"]) for rank in ranks),
+        restored_step=int(slowest["restored_step"]),
+        checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
+        global_batch=int(slowest["global_batch"]),
+        steered=bool(slowest["global_batch"] > 0),
+    )

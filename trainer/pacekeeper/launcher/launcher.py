@@ -1,0 +1,280 @@
+"""The launcher's edge: gathers what is to be seen, asks `rounds.decide`, and carries out the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.reports import Fault
+
+from . import cgroup, processes
+from .heartbeat import HeartbeatFile, next_beat
+from .network import interface_of
+from .plans import PlanFile
+from .rank import RankStart
+from .ranks import Ranks
+from .rounds import Command, Exit, Kill, Notify, Seen, Start, State, Terminate, decide, report
+from .settings import Settings
+from .warm import Warm
+from .wire import MeetingClient, MeetingHost
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+TICK = 0.02
+"""Seconds between two looks at the plan file, the rings and the clock; all else wakes the launcher at once."""
+
+_BIND_PAUSE = 0.2
+_LINGER = 5.0  # how long the host of a meeting lets the others learn that all have finished
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the user wants to run."""
+
+    name: str  # path, or the name of a module
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+class Launcher:
+    """One worker's launcher, from its start to its exit code."""
+
+    def __init__(
+        self, script: Script, settings: Settings, runtime: Runtime, warm: Warm, heartbeat: HeartbeatFile
+    ) -> None:
+        self._script = script
+        self._settings = settings
+        self._runtime = runtime
+        self._warm = warm
+        self._ranks = Ranks(warm, runtime)
+        self._state = State()
+        self._plan = PlanFile(runtime.plan)
+        self._heartbeat = heartbeat
+        self._wake = asyncio.Event()
+        self._client = MeetingClient(on_view=self._wake.set)
+        self._host: MeetingHost | None = None
+        self._hosting = ""  # address that the host serves
+        self._store: TCPStore | None = None  # of the newest round that is hosted here
+        self._told_to_end = False
+        self._exit: Exit | None = None
+
+    async def run(self) -> int:
+        """The launcher's exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._end)
+        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
+        loop.add_reader(self._warm.connection, self._wake.set)
+        try:
+            while self._exit is None:
+                await self._turn()
+                tick = loop.call_later(TICK, self._wake.set)
+                await self._wake.wait()
+                tick.cancel()
+                self._wake.clear()
+        except EOFError as error:
+            self._exit = Exit(1, str(error))
+        finally:
+            loop.remove_reader(self._warm.connection)
+            self._ranks.close()
+        log.info("ends with code %d: %s", self._exit.code, self._exit.why)
+        await self._part_from_peers(self._exit.code)
+        return self._exit.code
+
+    def _end(self) -> None:
+        self._told_to_end = True
+        self._wake.set()
+
+    async def _turn(self) -> None:
+        """One look at the world and what follows from it; again at once while something does."""
+        processes.reap(except_for=self._warm.pid)
+        self._ranks.take_news()
+        plan = self._plan.read()
+        before = self._state
+        self._state, commands = decide(before, self._see(plan), time.monotonic(), self._settings)
+        if self._state.stage is not before.stage:
+            log.info("%s (membership %d, round %d)", self._state.stage, self._state.membership, self._state.round)
+        for command in commands:
+            self._do(command)
+        await self._meet(plan)
+        states = self._ranks.states().values()
+        now = time.monotonic()
+        self._heartbeat.write(next_beat(self._heartbeat.last, self._state, plan, states, time.time(), now), now)
+        if commands:
+            self._wake.set()
+
+    def _see(self, plan: WorkerPlan | None) -> Seen:
+        return Seen(
+            wall=time.time(),
+            plan=plan,
+            view=self._client.view,
+            ranks=self._ranks.seen(),
+            told_to_end=self._told_to_end,
+            operator_age=self._operator_age(),
+            peers_age=self._peers_age(plan),
+        )
+
+    def _operator_age(self) -> float:
+        try:
+            return time.time() - self._runtime.contact.stat().st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    def _peers_age(self, plan: WorkerPlan | None) -> float:
+        if plan is None or plan.workers <= 1:
+            return 0.0
+        if self._host is not None and plan.serves_store:
+            return time.monotonic() - self._host.heard_others_at(self._settings.worker)
+        return time.monotonic() - self._client.heard_at
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Start():
+                self._start_round(command)
+            case Terminate():
+                self._ranks.signal(signal.SIGTERM)
+            case Kill():
+                self._ranks.signal(signal.SIGKILL)
+            case Notify():
+                self.notify(command.fault)
+            case Exit():
+                self._exit = command
+
+    def notify(self, fault: Fault) -> None:
+        """Hands a fault to the sidecar, and says it in the log."""
+        log.warning("%s, round %d, rank %d, exit code %d: %s", *_summary(fault))
+        write_json(self._runtime.fault(fault.name), fault.to_json())
+
+    async def _meet(self, plan: WorkerPlan | None) -> None:
+        """Sits in the meeting that the plan names, serves it where the plan says so, and says how things stand."""
+        if plan is None or plan.role is not Role.MEMBER or self._state.membership != plan.membership:
+            self._client.leave()
+            return
+        address, port = _split(plan.store)
+        if plan.serves_store and self._hosting != plan.store:
+            await self._serve_meeting(plan.store)
+        self._client.attend(address, port)
+        self._client.say(report(self._state, plan, self._settings))
+
+    async def _serve_meeting(self, store: str) -> None:
+        if self._host is not None:
+            await self._host.close()
+            self._host, self._hosting = None, ""
+        host = MeetingHost(self._open_store)
+        try:
+            await host.serve(*_split(store))
+        except OSError as error:
+            log.warning("cannot serve the meeting at %s: %s; trying again", store, error)
+            await asyncio.sleep(_BIND_PAUSE)
+        else:
+            self._host, self._hosting = host, store
+
+    def _open_store(self) -> int:
+        """A fresh store for the process group of a new round; the one before ends, its ranks are gone."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+        listener = socket.create_server((self._settings.address, 0), family=_family(self._settings.address))
+        port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            self._settings.address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        return port
+
+    def _start_round(self, command: Start) -> None:
+        log.info(
+            "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
+        )
+        starts = rank_starts(command, self._script, self._settings, self._runtime)
+        self._ranks.start(starts)
+
+    async def _part_from_peers(self, code: int) -> None:
+        """The host of a meeting that has finished stays until the others have heard so."""
+        if self._host is not None:
+            if code == 0:
+                await self._host.wait_until_alone(self._settings.worker, patience=_LINGER)
+            await self._host.close()
+        self._client.leave()
+
+
+def rank_starts(command: Start, script: Script, settings: Settings, runtime: Runtime) -> list[RankStart]:
+    """The ranks of a round, with the environment that torchrun would give them."""
+    plan = command.plan
+    host, _ = _split(plan.store)
+    environment = {
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(command.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(command.round),
+        "PACEKEEPER_ROUND": str(command.round),
+        "PACEKEEPER_RUNTIME": str(runtime.root),
+    }
+    interface = interface_of(settings.address)
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    threads = _threads(len(plan.ranks))
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return [
+        RankStart(
+            key=f"{command.round}-{local_rank}",
+            rank=rank,
+            round=command.round,
+            script=script.name,
+            is_module=script.is_module,
+            arguments=list(script.arguments),
+            environment={
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "PACEKEEPER_RING": str(runtime.ring(local_rank)),
+            },
+            ring=str(runtime.ring(local_rank)),
+            stack=str(runtime.stack(local_rank)),
+            threads=threads,
+        )
+        for local_rank, rank in enumerate(plan.ranks)
+    ]
+
+
+def _threads(ranks: int) -> int:
+    """Threads of a rank's operations; 0: torch's default. One where ranks share the worker, as torchrun has it."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return 0
+    limit = cgroup.cpu_limit()
+    if ranks > 1 or limit < 2:
+        return 1
+    return 0 if math.isinf(limit) else int(limit)
+
+
+def _summary(fault: Fault) -> tuple[object, ...]:
+    return fault.kind, fault.round, fault.rank, fault.exit_code, fault.error.strip().rpartition("\n")[2]
+
+
+def _split(store: str) -> tuple[str, int]:
+    host, _, port = store.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,191 @@
+"""What the launchers of one membership agree on: which round runs, and who ended the last one. Pure.
+
+The launcher of the first member is the host: it holds the `Meeting` and calls `advance` on every report. Every launcher
+sends its `Report` when it changes and once a second, and gets its `View` of the meeting when that changes and once a
+second. Both are states, not events: sent twice, late, or again over a new connection, they mean the same. The round's
+number fences them: whoever speaks of an older round is not heard about the present one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Any, Self
+
+
+class Status(StrEnum):
+    """What a launcher's ranks are doing."""
+
+    ENDING = "Ending"  # they have failed, left or been killed; not all are gone yet
+    READY = "Ready"  # none is left: a new round may start here
+    RUNNING = "Running"
+    FINISHED = "Finished"  # all ended well
+
+
+class Ending(IntEnum):
+    """How a launcher's ranks came to end, best explanation of a round's end first."""
+
+    LEFT = 0  # they left because they were told to
+    SIGNAL = 1  # killed from outside the script
+    ERROR = 2  # the script failed
+    CONNECTION = 3  # the script failed because a peer was gone: most often a consequence
+    ENDED = 4  # ended by their own launcher
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launcher says of itself."""
+
+    worker: str
+    incarnation: str  # of the launcher's process: a restarted launcher is another one
+    membership: int
+    status: Status
+    round: int  # the last one it has seen, by itself or in a view
+    ending: Ending = Ending.ENDED  # of its ranks of `round`; meaningful when ENDING or READY
+    ran: bool = False  # it has run a round of this membership
+    restarts: int = 0  # rounds of this membership after the first
+    barren: int = 0  # rounds in a row, up to `round`, without a completed step
+    workers: int = 1  # launchers of the membership, by its plan
+    first_round: int = 1  # the plan's: no round of the membership is below it
+    restart_limit: int = 0  # the plan's
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        return cls(**{**known, "status": Status(data["status"]), "ending": Ending(data["ending"])})
+
+
+class Phase(StrEnum):
+    GATHERING = "Gathering"  # waits until every launcher is ready
+    RUNNING = "Running"
+    FINISHED = "Finished"  # the ranks of all launchers ended well
+    HALTED = "Halted"  # no further round without a new membership
+
+
+@dataclass(frozen=True)
+class View:
+    """What the meeting tells one launcher."""
+
+    membership: int
+    phase: Phase = Phase.GATHERING
+    round: int = 0  # that runs; while gathering, the last that ran or was seen
+    port: int = 0  # of the round's store, on the host
+    restarts: int = 0
+    included: bool = False  # this launcher (this incarnation of it) takes part in the round
+    ended_by: str = ""  # worker whose ranks ended the round before, as far as is known
+    ending: Ending = Ending.ENDED  # how they ended it
+    reason: str = ""  # of HALTED
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        return cls(**{**known, "phase": Phase(data["phase"]), "ending": Ending(data["ending"])})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The host's state of one membership's meeting."""
+
+    membership: int
+    phase: Phase = Phase.GATHERING
+    round: int = 0
+    port: int = 0  # filled in by the host's edge when it has opened the store of a new round
+    restarts: int = 0
+    participants: Mapping[str, str] = field(default_factory=dict)  # worker → incarnation, of the round
+    endings: tuple[tuple[str, Ending], ...] = ()  # how the round's launchers ended, in order of arrival
+    reason: str = ""
+
+    def view(self, worker: str, incarnation: str) -> View:
+        # Whose ending explains best why the last round ended; of equals, the first to say so.
+        ended_by, ending = min(self.endings, key=lambda item: item[1], default=("", Ending.ENDED))
+        return View(
+            membership=self.membership,
+            phase=self.phase,
+            round=self.round,
+            port=self.port,
+            restarts=self.restarts,
+            included=self.participants.get(worker) == incarnation,
+            ended_by=ended_by,
+            ending=ending,
+            reason=self.reason,
+        )
+
+
+def advance(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
+    """The meeting after the launchers' present `reports`: by worker, of this membership, of those in contact."""
+    if meeting.phase is Phase.RUNNING:
+        ended = [report for report in reports.values() if _has_left(meeting, report)]
+        if ended:
+            meeting = replace(meeting, phase=Phase.GATHERING, endings=(), port=0)
+        elif _all_finished(meeting, reports):
+            return replace(meeting, phase=Phase.FINISHED)
+    if meeting.phase is Phase.GATHERING:
+        meeting = replace(meeting, endings=_endings(meeting, reports))
+        if reports and _all_ready(meeting, reports):
+            return _next_round(meeting, reports)
+    return meeting
+
+
+def _has_left(meeting: Meeting, report: Report) -> bool:
+    """Whether the launcher holds no running ranks of the meeting's round any more, or never did."""
+    if meeting.participants.get(report.worker) != report.incarnation:
+        return True
+    return report.round >= meeting.round and report.status in {Status.ENDING, Status.READY}
+
+
+def _all_finished(meeting: Meeting, reports: Mapping[str, Report]) -> bool:
+    return all(
+        (report := reports.get(worker)) is not None
+        and report.status is Status.FINISHED
+        and report.round == meeting.round
+        for worker in meeting.participants
+    )
+
+
+def _endings(meeting: Meeting, reports: Mapping[str, Report]) -> tuple[tuple[str, Ending], ...]:
+    """The endings of the meeting's last round, new ones behind those that were known."""
+    known = dict(meeting.endings)
+    for worker, report in reports.items():
+        took_part = meeting.participants.get(worker) == report.incarnation
+        if took_part and report.round == meeting.round and report.status in {Status.ENDING, Status.READY}:
+            known.setdefault(worker, report.ending)
+    return tuple(known.items())
+
+
+def _all_ready(meeting: Meeting, reports: Mapping[str, Report]) -> bool:
+    """Whether every launcher of the membership is ready and knows that the meeting's last round is over."""
+    expected = max(report.workers for report in reports.values())
+    ready = [r for r in reports.values() if r.status is Status.READY and r.round >= meeting.round]
+    return len(ready) >= expected
+
+
+def _next_round(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
+    """The round after the last one that any launcher has seen, or the end of restarting."""
+    everyone = reports.values()
+    again = any(report.ran for report in everyone)
+    restarts = max(meeting.restarts, *(report.restarts for report in everyone)) + again
+    limit = max(report.restart_limit for report in everyone)
+    # A launcher that has seen a completed step speaks for all: steps are collective.
+    barren = min(report.barren for report in everyone)
+    reason = ""
+    if barren >= 2:
+        reason = f"{barren} rounds in a row ended without a completed step"
+    elif restarts > limit:
+        reason = f"the plan allows {limit} restarts in this membership, and they are used up"
+    if reason:
+        return replace(meeting, phase=Phase.HALTED, reason=reason)
+    first = max(report.first_round for report in everyone)
+    return replace(
+        meeting,
+        phase=Phase.RUNNING,
+        round=max(first, 1 + max(meeting.round, *(report.round for report in everyone))),
+        restarts=restarts,
+        participants={report.worker: report.incarnation for report in everyone},
+    )

@@ -1,0 +1,40 @@
+"""Which interface holds an address."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 16
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that holds `address`; None where it cannot be told."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:
+        return "lo"
+    held = _interfaces_v4() if wanted.version == 4 else _interfaces_v6()
+    return held.get(str(wanted))
+
+
+def _interfaces_v4() -> dict[str, str]:
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack(f"{_NAME_BYTES}s240x", name.encode()))
+            try:
+                fcntl.ioctl(query, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an address
+            found[socket.inet_ntoa(request.tobytes()[20:24])] = name
+    return found
+
+
+def _interfaces_v6(table: Path = Path("/proc/net/if_inet6")) -> dict[str, str]:
+    rows = (line.split() for line in table.read_text().splitlines())
+    return {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))): row[5] for row in rows}

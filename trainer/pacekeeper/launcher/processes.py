@@ -1,0 +1,55 @@
+"""The few calls to the kernel about processes that Python's standard library has not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """What the ranks leave behind becomes this process's child, as it would if this were process 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap(except_for: int) -> None:
+    """Takes leave of adopted children that have ended; `except_for` is a child that somebody else waits for."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == except_for:
+            return
+        os.waitpid(ended.si_pid, 0)
+
+
+def group_exists(group: int) -> bool:
+    """Whether any process of the process group is left, a zombie included."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_group(group: int, signum: signal.Signals) -> None:
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return
+
+
+def _prctl(option: int, argument: int) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

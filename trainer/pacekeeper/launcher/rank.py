@@ -1,0 +1,141 @@
+"""A rank's first moments: what happens in the forked process before the script runs, and after it."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import numpy as np
+
+from pacekeeper.ring import create_ring
+
+from . import processes
+
+STACK_SIGNAL = signal.SIGRTMIN + 10
+"""On this signal a rank writes its Python stacks to its stack file, whatever it is doing."""
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank is to be. Plain data: it travels from the launcher to the warm process."""
+
+    key: str  # the launcher's name for this one process
+    rank: int
+    round: int
+    script: str  # path, or the name of a module
+    is_module: bool
+    arguments: list[str]
+    environment: dict[str, str]  # what is set on top of the launcher's own
+    ring: str  # path of its ring of records
+    stack: str  # path of its stack file
+    threads: int  # of torch's operations; 0: torch's default
+
+
+def run_rank(start: RankStart, stdout: int, stderr: int) -> NoReturn:
+    """Turns this forked process into the rank, runs the script as `__main__` and ends as Python would."""
+    processes.die_with_parent()
+    os.setpgid(0, 0)
+    _reset_signals()
+    _connect_output(stdout, stderr)
+    os.environ.update(start.environment)
+    create_ring(Path(start.ring), start.rank, start.round)
+    _write_stacks_on_signal(start.stack)
+    np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
+    if start.threads:
+        import torch
+
+        torch.set_num_threads(start.threads)
+    _end(_run_script(start))
+
+
+def _run_script(start: RankStart) -> int:
+    """The script's exit code."""
+    sys.argv = [start.script, *start.arguments]
+    try:
+        if start.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(start.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(start.script).resolve().parent))
+            runpy.run_path(start.script, run_name="__main__")
+    except SystemExit as exit_:
+        return _exit_code(exit_.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, _script_part(error.__traceback__))
+        # As Python itself does: a KeyboardInterrupt that nobody has caught ends by the signal's code.
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _exit_code(code: object) -> int:
+    """As sys.exit() defines it: None is success, a number itself, anything else is printed and a failure."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _script_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own first frame on."""
+    launcher = {__file__, runpy.__file__, "<frozen runpy>"}
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename in launcher:
+        part = part.tb_next
+    return part or trace
+
+
+def _end(code: int) -> NoReturn:
+    """Ends as Python does, but without tearing down C++ libraries: some wait for peers in their destructors."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 1
+    os._exit(code)
+
+
+def _reset_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _connect_output(stdout: int, stderr: int) -> None:
+    """Standard output and error are the launcher's pipes, line by line, so that nothing is lost in a kill."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files
+
+
+def _write_stacks_on_signal(path: str) -> None:
+    """The stack file's first line names the main thread, the one whose stack explains a hang."""
+    file = open(path, "w")  # noqa: SIM115  # faulthandler keeps it for the life of the process
+    file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
+    file.flush()
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+    _stack_files.append(file)
+
+
+_stack_files: list[object] = []

@@ -1,0 +1,145 @@
+"""The ranks of the present round: their processes, their output, and what their rings say of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime
+
+from . import cgroup, processes
+from .output import Stream
+from .rank import RankStart
+from .rounds import RankSeen
+from .warm import Exited, Forked, Warm
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|no route to host|nccl(Remote|System)Error|remote process exited",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the sockets below them say when a peer has gone."""
+
+_SIGKILL = -signal.SIGKILL
+
+
+@dataclass
+class _Rank:
+    start: RankStart
+    stdout: Stream
+    stderr: Stream
+    pid: int | None = None  # None: not forked yet
+    exit_code: int | None = None
+    ring: RingReader | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.exit_code is not None and (self.pid is None or not processes.group_exists(self.pid))
+
+
+@dataclass
+class Ranks:
+    """The ranks of one round on this worker, in local order. At most one round is here at a time."""
+
+    warm: Warm
+    runtime: Runtime
+    _ranks: list[_Rank] = field(default_factory=list)
+    _oom_kills: int = 0  # at the round's start
+
+    def start(self, starts: Sequence[RankStart]) -> None:
+        """Forks the ranks of a round. Those of the round before are gone."""
+        assert all(rank.gone for rank in self._ranks)
+        self._close_output()
+        self._oom_kills = cgroup.oom_kills()
+        self._ranks = []
+        for start in starts:
+            prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
+            stdout, stderr = Stream(sys.stdout.buffer, prefix), Stream(sys.stderr.buffer, prefix)
+            self.warm.fork(start, stdout.write_end, stderr.write_end)
+            os.close(stdout.write_end)
+            os.close(stderr.write_end)
+            self._ranks.append(_Rank(start, stdout, stderr))
+
+    def signal(self, signum: signal.Signals) -> None:
+        """SIGKILL goes to all that a rank has started, other signals to the rank itself."""
+        for rank in self._ranks:
+            if rank.pid is None:
+                continue
+            if signum is signal.SIGKILL:
+                processes.kill_group(rank.pid, signum)
+            elif rank.exit_code is None:
+                os.kill(rank.pid, signum)
+
+    def close(self) -> None:
+        """Ends all that is left."""
+        self.signal(signal.SIGKILL)
+        self._close_output()
+
+    def _close_output(self) -> None:
+        for rank in self._ranks:
+            for stream in (rank.stdout, rank.stderr):
+                stream.pump()
+                stream.close()
+
+    def take_news(self) -> None:
+        """What the warm process has to say. Raises EOFError when it is gone."""
+        by_key = {rank.start.key: rank for rank in self._ranks}
+        for news in self.warm.news():
+            rank = by_key[news.key]
+            match news:
+                case Forked():
+                    rank.pid = news.pid
+                case Exited():
+                    rank.exit_code = news.code
+                    rank.stderr.pump()  # its last words
+
+    def states(self) -> dict[int, np.void]:
+        """The present state (`records.STATE`) of each rank whose script is watched, by local rank."""
+        states = {local: _state(rank, self.runtime, local) for local, rank in enumerate(self._ranks)}
+        return {local: state for local, state in states.items() if state is not None}
+
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that run, by local rank."""
+        return {
+            local: rank.pid for local, rank in enumerate(self._ranks) if rank.pid is not None and rank.exit_code is None
+        }
+
+    def seen(self) -> list[RankSeen]:
+        """The ranks as the state machine wants them."""
+        states = self.states()
+        out_of_memory = any(rank.exit_code == _SIGKILL for rank in self._ranks) and cgroup.oom_kills() > self._oom_kills
+        return [
+            RankSeen(
+                rank=rank.start.rank,
+                gone=rank.gone,
+                exit_code=rank.exit_code,
+                out_of_memory=out_of_memory and rank.exit_code == _SIGKILL,
+                completed_step=local in states and int(states[local]["steps_in_round"]) > 0,
+                watched=local in states,
+                step=int(states[local]["step"]) if local in states else -1,
+                error=(tail := rank.stderr.tail()) if rank.exit_code else "",
+                lost_peer=bool(rank.exit_code) and _LOST_PEER.search(tail) is not None,
+            )
+            for local, rank in enumerate(self._ranks)
+        ]
+
+
+def _state(rank: _Rank, runtime: Runtime, local_rank: int) -> np.void | None:
+    """None until the library has taken the ring of this very round into use."""
+    if rank.ring is None:
+        try:
+            ring = RingReader(runtime.ring(local_rank))
+        except FileNotFoundError:
+            return None
+        header = ring.state()
+        if (header["round"], header["rank"]) != (rank.start.round, rank.start.rank):
+            return None
+        rank.ring = ring
+    state = rank.ring.state()
+    return state if state["pid"] != 0 else None

@@ -1,0 +1,75 @@
+"""The launcher's settings: the one place that reads its environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pacekeeper_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All times in seconds."""
+
+    worker: str
+    """Name of this worker's pod."""
+    address: str
+    """Its address, where the other workers reach it."""
+    incarnation: str = "0"
+    """Tells this launcher's process from one that ran in its place before."""
+    grace: float = 25.0
+    """How long ranks may take to checkpoint and leave after SIGTERM; below the pod's terminationGracePeriodSeconds."""
+    kill_timeout: float = 5.0
+    """How long killed ranks may take to be gone before the worker is given up."""
+    gather_timeout: float = 60.0
+    """How long the other launchers may take to come before a fault says that they have not."""
+    settle: float = 2.0
+    """How long a failed rank's launcher waits for its peers' word on which of them failed first."""
+    contact_timeout: float = 8.0
+    """Without contact to operator and peers for so long, the ranks end: their worker may have been replaced."""
+    unwatched_step: float = 30.0
+    """A script that records nothing has done something useful when its ranks ran for so long."""
+    hang: float | None = None
+    """Deadline of the training phase; None: from the ranks' own step times."""
+    phase_deadline: float = 1800.0
+    """Deadline of every other phase."""
+    neighbour_port: int = 9464
+    """Port at which a neighbour's address is probed when ranks stall: its metrics."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+        """Raises InputError that names the variable."""
+        try:
+            worker, address = environment["PACEKEEPER_WORKER"], environment["PACEKEEPER_POD_IP"]
+        except KeyError as error:
+            raise InputError(
+                f"{error.args[0]} is not set: the operator sets it in a worker's pod. Outside Kubernetes use "
+                "`pacekeeper run --local <ranks> script.py`"
+            ) from error
+        return cls(
+            worker=worker,
+            address=address,
+            incarnation=f"{time.time_ns() // 1_000_000:x}",
+            grace=_seconds(environment, "PACEKEEPER_GRACE_SECONDS") or cls.grace,
+            gather_timeout=_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
+            contact_timeout=_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
+            hang=_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
+            phase_deadline=_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,
+            neighbour_port=int(_seconds(environment, "PACEKEEPER_METRICS_PORT") or cls.neighbour_port),
+        )
+
+
+def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+    """A positive number; None where the variable is unset, empty or `auto`."""
+    text = environment.get(name, "")
+    if text in {"", "auto"}:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise InputError(f"{name}={text!r}: give a number above 0, or leave it empty")
+    return value
