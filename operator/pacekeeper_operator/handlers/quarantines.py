@@ -1,1 +1,41 @@
-"""A daemon for each NodeQuarantine; registered with kopf by importing this module."""
+"""The loop over all NodeQuarantines, and what wakes it. No daemon each: kopf would add a finalizer of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import kopf
+
+from ..api import GROUP, TAINT_QUARANTINE, VERSION
+from ..services.operator import Operator
+from ..services.quarantine import watch_over
+
+
+@kopf.on.startup()
+async def start(memo: kopf.Memo, **_: Any) -> None:
+    operator: Operator = memo.operator
+    memo.quarantines_changed = asyncio.Event()
+    memo.quarantines = asyncio.create_task(
+        watch_over(operator.cluster, operator.settings, memo.quarantines_changed), name="quarantines"
+    )
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    memo.quarantines.cancel()
+    await asyncio.gather(memo.quarantines, return_exceptions=True)
+
+
+@kopf.on.event(GROUP, VERSION, "nodequarantines")
+async def quarantine_changed(memo: kopf.Memo, **_: Any) -> None:
+    memo.quarantines_changed.set()
+
+
+def _is_quarantined(spec: kopf.Spec, **_: Any) -> bool:
+    return any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ()))
+
+
+@kopf.on.event("", "v1", "nodes", when=_is_quarantined)
+async def node_changed(memo: kopf.Memo, **_: Any) -> None:
+    memo.quarantines_changed.set()
