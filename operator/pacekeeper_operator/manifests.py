@@ -36,8 +36,6 @@ DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodS
 PROBE_SECONDS = 60
 
 _RUNTIME = "pacekeeper-runtime"
-_SHARED_MEMORY = "pacekeeper-shm"
-_CHECKPOINTS = "pacekeeper-checkpoints"
 _TOKEN = "pacekeeper-token"
 _HOSTNAME = "kubernetes.io/hostname"
 _RESTRICTED: Mapping[str, Any] = {
@@ -72,8 +70,8 @@ def worker_pod(
 ) -> Object:
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
-    `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects, whether
-    they are tainted (a template may tolerate everything) or not (mode Recommend).
+    `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
+    name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
     """
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
@@ -83,10 +81,13 @@ def worker_pod(
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
     environment = _environment(job, spec["terminationGracePeriodSeconds"])
 
+    storage = _storage(job, trainer)
+
     sidecar = _sidecar(trainer, environment, installation)
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
-    trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *_mounts(job, trainer)]
-    spec["volumes"] = [*spec.get("volumes", []), *_volumes(job)]
+    mounts = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
+    trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
+    spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _token()]
     spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
     _place(job, spec, spare, avoid_nodes)
     return {
@@ -239,27 +240,22 @@ def _from_pod(name: str, path: str) -> Object:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _mounts(job: Job, trainer: Object) -> list[Object]:
-    """What the trainer gets besides its own mounts."""
-    mounts = [{"name": _RUNTIME, "mountPath": RUNTIME_PATH}]
-    if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
-        mounts.append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
-    if job.spec.checkpoint.volume_claim_name:
-        mounts.append({"name": _CHECKPOINTS, "mountPath": job.spec.checkpoint.path})
-    return mounts
-
-
-def _volumes(job: Job) -> list[Object]:
+def _storage(job: Job, trainer: Object) -> list[tuple[str, Object]]:
+    """(mount path, volume) of what the trainer gets besides its own mounts."""
     # Memory volumes need no size limit of their own: what is in them counts against the containers' memory limits.
-    token = {"audience": TOKEN_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
-    volumes: list[Object] = [
-        {"name": _RUNTIME, "emptyDir": {"medium": "Memory"}},
-        {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory"}},
-        {"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": token}]}},
-    ]
+    storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": _RUNTIME, "emptyDir": {"medium": "Memory"}})]
+    if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
+        storage.append(("/dev/shm", {"name": "pacekeeper-shm", "emptyDir": {"medium": "Memory"}}))
     if claim := job.spec.checkpoint.volume_claim_name:
-        volumes.append({"name": _CHECKPOINTS, "persistentVolumeClaim": {"claimName": claim}})
-    return volumes
+        volume = {"name": "pacekeeper-checkpoints", "persistentVolumeClaim": {"claimName": claim}}
+        storage.append((job.spec.checkpoint.path, volume))
+    return storage
+
+
+def _token() -> Object:
+    """The sidecar's proof of who it is; the kubelet renews it before it expires."""
+    token = {"audience": TOKEN_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
+    return {"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
 def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> None:
@@ -268,7 +264,7 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
     A spare on a worker's node would be lost with it: that is required. Workers are spread where the user has no wish of
     his own (he may want them close together).
     """
-    affinity = spec.setdefault("affinity", {})
+    affinity = spec.get("affinity") or {}
     others = {"labelSelector": {"matchLabels": {LABEL_JOB: job.name}}, "topologyKey": _HOSTNAME}
     users_choice = affinity.keys() & {"podAffinity", "podAntiAffinity"} or spec.get("topologySpreadConstraints")
     if spare:
@@ -285,6 +281,8 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
         excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in avoid_nodes]
         for term in required["nodeSelectorTerms"]:
             term["matchFields"] = [*term.get("matchFields", []), *excluded]
+    if affinity:
+        spec["affinity"] = affinity
 
 
 def _owned_by(job: Job) -> Object:

@@ -1,0 +1,310 @@
+"""What the operator makes of a user's template."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
+from pacekeeper_operator.manifests import (
+    Installation,
+    plan_config_map,
+    probe_pod,
+    worker_name,
+    worker_pod,
+)
+
+INSTALLATION = Installation("https://10.96.0.50:8443", "PEM")
+TEMPLATE: dict[str, Any] = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"note": "mine"}},
+    "spec": {
+        "schedulerName": "volcano",
+        "priorityClassName": "high",
+        "schedulingGates": [{"name": "quota"}],
+        "serviceAccountName": "training",
+        "securityContext": {"runAsUser": 1000},
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"operator": "Exists"}],
+        "initContainers": [{"name": "fetch", "image": "fetch"}],
+        "containers": [
+            {"name": "logger", "image": "logger"},
+            {
+                "name": "trainer",
+                "image": "train:1",
+                "imagePullPolicy": "Always",
+                "command": ["pacekeeper", "run", "train.py"],
+                "env": [{"name": "HF_HOME", "value": "/data/hf"}],
+                "resources": {"limits": {"nvidia.com/gpu": 8}},
+                "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            },
+        ],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+    },
+}
+
+
+def job(template: dict[str, Any] = TEMPLATE, **spec: Any) -> Job:
+    return Job("team-a", "gpt", "uid-of-gpt", 1, JobSpec(template, **spec))
+
+
+def pod(template: dict[str, Any] = TEMPLATE, installation: Installation = INSTALLATION, **spec: Any) -> dict[str, Any]:
+    return worker_pod(job(template, **spec), 2, 7, installation)
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    """TEMPLATE with other fields of its spec."""
+    return TEMPLATE | {"spec": TEMPLATE["spec"] | spec}
+
+
+def container(body: dict[str, Any], name: str) -> dict[str, Any]:
+    everyone = body["spec"]["initContainers"] + body["spec"]["containers"]
+    return next(found for found in everyone if found["name"] == name)
+
+
+def environment(body: dict[str, Any], name: str) -> dict[str, str]:
+    return {
+        item["name"]: item.get("value") or item.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        for item in container(body, name)["env"]
+    }
+
+
+def mounts(body: dict[str, Any], name: str) -> dict[str, str]:
+    return {mount["mountPath"]: mount["name"] for mount in container(body, name).get("volumeMounts", [])}
+
+
+def lost(wanted: Any, found: Any, path: str = "") -> list[str]:
+    """What of `wanted` is not in `found`; items of lists must be there in the same order."""
+    if isinstance(wanted, dict):
+        return [
+            fault
+            for key, value in wanted.items()
+            for fault in (lost(value, found[key], f"{path}.{key}") if key in found else [f"{path}.{key}"])
+        ]
+    if isinstance(wanted, list):
+        rest = iter(found)
+        return [f"{path}[{i}]" for i, item in enumerate(wanted) if all(lost(item, candidate) for candidate in rest)]
+    return [] if wanted == found else [f"{path}: {wanted!r} became {found!r}"]
+
+
+def test_nothing_of_the_template_is_lost() -> None:
+    body = worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    assert lost(TEMPLATE, body) == []
+    assert body["kind"] == "Pod"
+
+
+def test_the_template_itself_stays_as_it_is() -> None:
+    before = copy.deepcopy(TEMPLATE)
+    worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    assert before == TEMPLATE
+
+
+def test_a_worker_says_whose_it_is() -> None:
+    metadata = pod()["metadata"]
+    assert metadata["name"] == worker_name(job(), 2, 7) == "gpt-w2-7"
+    assert metadata["namespace"] == "team-a"
+    assert metadata["labels"] == {"team": "a", "pacekeeper.dev/job": "gpt", "pacekeeper.dev/worker": "2"}
+    assert metadata["ownerReferences"] == [
+        {
+            "apiVersion": "pacekeeper.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "name": "gpt",
+            "uid": "uid-of-gpt",
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+    ]
+
+
+def test_the_kubelet_never_restarts_the_trainer() -> None:
+    assert pod()["spec"]["restartPolicy"] == "Never"
+
+
+def test_the_sidecar_starts_first_and_outlives_the_trainer() -> None:
+    first = pod()["spec"]["initContainers"][0]
+    assert (first["name"], first["restartPolicy"]) == ("pacekeeper-sidecar", "Always")
+    assert first["ports"] == [{"name": "pk-metrics", "containerPort": 9464}]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert first[probe]["httpGet"] == {"path": "/healthz", "port": "pk-metrics"}
+    assert first["resources"]["requests"], "it must not live of what the trainer leaves over"
+
+
+def test_the_sidecar_passes_restricted_pod_security() -> None:
+    context = container(pod(), "pacekeeper-sidecar")["securityContext"]
+    assert context == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def test_the_sidecar_runs_as_the_trainers_user() -> None:
+    trainer = TEMPLATE["spec"]["containers"][1] | {"securityContext": {"runAsUser": 7, "privileged": True}}
+    context = container(pod(template(containers=[trainer])), "pacekeeper-sidecar")["securityContext"]
+    assert context["runAsUser"] == 7
+    assert "privileged" not in context
+
+
+def test_the_sidecar_comes_from_the_trainers_image_or_from_the_installations() -> None:
+    own = container(pod(), "pacekeeper-sidecar")
+    assert (own["image"], own["imagePullPolicy"]) == ("train:1", "Always")
+    given = Installation("https://o", "PEM", "sidecar:2", "Never", {"requests": {"cpu": "1"}})
+    other = container(pod(installation=given), "pacekeeper-sidecar")
+    assert (other["image"], other["imagePullPolicy"]) == ("sidecar:2", "Never")
+    assert other["resources"] == {"requests": {"cpu": "1"}}
+
+
+def test_only_the_sidecar_can_speak_to_the_operator() -> None:
+    body = pod()
+    token = next(volume for volume in body["spec"]["volumes"] if volume["name"] == "pacekeeper-token")
+    assert token["projected"]["sources"] == [
+        {"serviceAccountToken": {"audience": "pacekeeper", "expirationSeconds": 3600, "path": "token"}}
+    ]
+    for name in ("trainer", "logger", "fetch"):
+        assert "pacekeeper-token" not in mounts(body, name).values()
+    sidecar = environment(body, "pacekeeper-sidecar")
+    assert sidecar["PACEKEEPER_OPERATOR"] == "https://10.96.0.50:8443"
+    assert sidecar["PACEKEEPER_CA"] == "PEM"
+    assert sidecar["PACEKEEPER_TOKEN_FILE"].rpartition("/")[0] in mounts(body, "pacekeeper-sidecar")
+    assert not environment(body, "trainer").keys() & {"PACEKEEPER_OPERATOR", "PACEKEEPER_CA", "PACEKEEPER_TOKEN_FILE"}
+
+
+def test_pods_get_no_other_token_unless_the_user_wants_one() -> None:
+    assert pod()["spec"]["automountServiceAccountToken"] is False
+    assert pod(template(automountServiceAccountToken=True))["spec"]["automountServiceAccountToken"] is True
+
+
+def test_the_environment_is_that_of_the_architecture() -> None:
+    text = Path(__file__).parents[3].joinpath("docs/architecture.md").read_text()
+    section = text[text.index("## Environment of a worker's containers") :]
+    documented = set(re.findall(r"`(PACEKEEPER_[A-Z_]+)", section)) - {"PACEKEEPER_ROUND"}  # set by the launcher
+    given = environment(pod(), "pacekeeper-sidecar")
+    assert documented <= given.keys()
+    only_sidecar = {"PACEKEEPER_OPERATOR", "PACEKEEPER_CA", "PACEKEEPER_TOKEN_FILE", "PACEKEEPER_METRICS_PORT"}
+    assert environment(pod(), "trainer").keys() >= documented - only_sidecar
+
+
+def test_the_environment_says_what_the_spec_says() -> None:
+    spec: dict[str, Any] = {
+        "nproc_per_node": 8,
+        "checkpoint": CheckpointSpec("/ckpt", 7, 2, "claim"),
+        "detection": DetectionSpec(window_steps=16, hang_seconds=9),
+    }
+    given = environment(pod(template(terminationGracePeriodSeconds=90), **spec), "trainer")
+    assert given == {
+        "PACEKEEPER_RUNTIME": "/run/pacekeeper",
+        "PACEKEEPER_JOB": "gpt",
+        "PACEKEEPER_NAMESPACE": "team-a",
+        "PACEKEEPER_WORKER": "metadata.name",
+        "PACEKEEPER_NODE": "spec.nodeName",
+        "PACEKEEPER_POD_IP": "status.podIP",
+        "PACEKEEPER_NPROC": "8",
+        "PACEKEEPER_CHECKPOINT_PATH": "/ckpt",
+        "PACEKEEPER_CHECKPOINT_EVERY": "7",
+        "PACEKEEPER_CHECKPOINT_KEEP": "2",
+        "PACEKEEPER_HANG_SECONDS": "9",
+        "PACEKEEPER_WINDOW_STEPS": "16",
+        "PACEKEEPER_GRACE_SECONDS": "90",
+        "HF_HOME": "/data/hf",
+    }
+
+
+def test_hang_seconds_are_empty_where_they_are_learned() -> None:
+    variable = next(item for item in container(pod(), "trainer")["env"] if item["name"] == "PACEKEEPER_HANG_SECONDS")
+    assert variable["value"] == ""
+
+
+def test_the_grace_period_is_kubernetes_own_unless_given() -> None:
+    assert pod()["spec"]["terminationGracePeriodSeconds"] == 30
+    assert environment(pod(), "trainer")["PACEKEEPER_GRACE_SECONDS"] == "30"
+
+
+def test_runtime_folder_and_shared_memory_are_memory() -> None:
+    body = pod()
+    media = {volume["name"]: volume.get("emptyDir", {}).get("medium") for volume in body["spec"]["volumes"]}
+    assert media[mounts(body, "trainer")["/run/pacekeeper"]] == "Memory"
+    assert media[mounts(body, "trainer")["/dev/shm"]] == "Memory"
+    assert mounts(body, "pacekeeper-sidecar")["/run/pacekeeper"] == mounts(body, "trainer")["/run/pacekeeper"]
+
+
+@pytest.mark.parametrize("path", ["/dev/shm", "/dev/shm/"])
+def test_a_users_own_shared_memory_stays(path: str) -> None:
+    trainer = TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "data", "mountPath": path}]}
+    body = pod(template(containers=[trainer]))
+    assert mounts(body, "trainer")[path] == "data"
+    assert "pacekeeper-shm" not in mounts(body, "trainer").values()
+    assert all(volume["name"] != "pacekeeper-shm" for volume in body["spec"]["volumes"])
+
+
+def test_the_claim_is_mounted_where_checkpoints_go() -> None:
+    body = pod(checkpoint=CheckpointSpec("/ckpt", volume_claim_name="claim"))
+    volume = next(found for found in body["spec"]["volumes"] if found["name"] == mounts(body, "trainer")["/ckpt"])
+    assert volume["persistentVolumeClaim"] == {"claimName": "claim"}
+    assert "/checkpoints" not in mounts(pod(), "trainer"), "without a claim the place is the user's to fill"
+
+
+def terms(body: dict[str, Any], kind: str, strength: str) -> list[Any]:
+    found = body["spec"].get("affinity", {}).get(kind, {}).get(f"{strength}DuringSchedulingIgnoredDuringExecution", [])
+    return list(found)
+
+
+OTHERS = {"labelSelector": {"matchLabels": {"pacekeeper.dev/job": "gpt"}}, "topologyKey": "kubernetes.io/hostname"}
+
+
+def test_a_spare_never_shares_a_node_with_another_worker() -> None:
+    mine = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "rack"}]}}
+    body = worker_pod(job(template(affinity=mine)), 4, 0, INSTALLATION, spare=True)
+    assert terms(body, "podAntiAffinity", "required") == [{"topologyKey": "rack"}, OTHERS]
+
+
+def test_workers_are_spread_where_the_user_has_no_wish() -> None:
+    body = pod()
+    assert terms(body, "podAntiAffinity", "required") == []
+    assert terms(body, "podAntiAffinity", "preferred") == [{"weight": 100, "podAffinityTerm": OTHERS}]
+    near: dict[str, Any] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    assert terms(pod(template(affinity=near)), "podAntiAffinity", "preferred") == []
+    assert "affinity" not in pod(template(topologySpreadConstraints=[{"maxSkew": 1}]))["spec"]
+
+
+def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
+    mine = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in ("a", "b")]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": mine}}
+    for affinity in ({}, {"nodeAffinity": required}):
+        body = worker_pod(job(template(affinity=affinity)), 2, 8, INSTALLATION, avoid_nodes=["node-1", "node-2"])
+        found = body["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        for term in found["nodeSelectorTerms"]:
+            avoided = [item["values"] for item in term["matchFields"]]
+            assert avoided == [["node-1"], ["node-2"]], "the API server takes one name a requirement"
+        assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
+
+
+def test_the_plan_is_written_by_compare_and_swap() -> None:
+    plan = Plan(version=3, members=(Member("gpt-w0-0", "10.0.0.1", (0, 1)),), shares=(3, 5))
+    body = plan_config_map(job(), plan, resource_version="41")
+    assert body["metadata"]["name"] == "gpt-plan"
+    assert body["metadata"]["resourceVersion"] == "41"
+    assert body["metadata"]["ownerReferences"][0]["name"] == "gpt"
+    assert Plan.from_json(json.loads(body["data"]["plan.json"])) == plan
+    assert "resourceVersion" not in plan_config_map(job(), plan)["metadata"]
+
+
+def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
+    node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
+    quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
+    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "image", ["check"])
+    spec = body["spec"]
+    assert spec["nodeName"] == "node-3", "the scheduler would not go there"
+    assert {item["key"] for item in spec["tolerations"]} == {
+        "pacekeeper.dev/quarantine",
+        "node.kubernetes.io/unschedulable",
+    }
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 60)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"
