@@ -29,7 +29,7 @@ async def tell(cluster: Cluster, job: Job, reason: str, note: str, action: str, 
 async def tell_about(
     cluster: Cluster, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
 ) -> None:
-    """An Event about any object, given by an ObjectReference; those about objects without namespace are in `default`."""
+    """An Event about any object, given by an ObjectReference. Without a namespace of its own it is in `default`."""
     now = time.time()
     body = {
         "apiVersion": "events.k8s.io/v1",
