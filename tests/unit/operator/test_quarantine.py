@@ -1,0 +1,253 @@
+"""What a NodeQuarantine needs next, and what a probe pod finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator import probe
+from pacekeeper_operator.api import (
+    FIELD_MANAGER_CORDON,
+    ProbeResult,
+    QuarantinePhase,
+    QuarantineSpec,
+    QuarantineStatus,
+)
+from pacekeeper_operator.decide.node_quarantine import (
+    Action,
+    Delete,
+    EndProbe,
+    Guard,
+    Hold,
+    Node,
+    ProbePod,
+    Quarantine,
+    Release,
+    Report,
+    StartProbe,
+    Unguard,
+    Wait,
+    allowed_nodes,
+    decide,
+)
+
+START = 1_000_000.0
+HELD = Node("uid-1", tainted=True, cordoned=True)
+FREE = Node("uid-1")
+FRESH = Quarantine("node-1", "q-uid-123", QuarantineSpec("bad", "uid-1", approved=True), QuarantineStatus())
+GUARDED = replace(FRESH, guarded=True)
+ACTIVE_STATUS = QuarantineStatus(phase=QuarantinePhase.ACTIVE, cordoned_at=START, previously_cordoned=False)
+
+
+def next_step(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Action:
+    return decide(quarantine, node, pod, 60.0, now)
+
+
+def report(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Report:
+    action = next_step(quarantine, node, pod, now)
+    assert isinstance(action, Report)
+    return action
+
+
+def with_status(**changes: Any) -> Quarantine:
+    return replace(GUARDED, status=replace(ACTIVE_STATUS, **changes))
+
+
+def probed(*results: bool | None, start: float = START + 3600) -> tuple[ProbeResult, ...]:
+    """One probe each, 10 s long, 1000 s apart; None: it still runs."""
+    return tuple(
+        ProbeResult(f"p{i}", start + 1000 * i, None if passed is None else start + 1000 * i + 10, passed, "so it said")
+        for i, passed in enumerate(results)
+    )
+
+
+class TestHolding:
+    def test_the_finalizer_comes_before_anything_is_done_to_the_node(self) -> None:
+        assert next_step(FRESH, FREE) == Guard()
+        assert next_step(GUARDED, FREE) == Hold(again=False)
+
+    def test_a_half_marked_node_is_marked_wholly(self) -> None:
+        assert next_step(GUARDED, replace(FREE, tainted=True)) == Hold(again=False)
+        assert next_step(GUARDED, replace(FREE, cordoned=True)) == Hold(again=False)
+
+    def test_the_held_node_is_written_down_with_time_and_the_cordon_of_others(self) -> None:
+        written = report(GUARDED, replace(HELD, cordoned_by_others=True))
+        assert written.event == "NodeQuarantined"
+        assert written.status.phase is QuarantinePhase.ACTIVE
+        assert (written.status.cordoned_at, written.status.previously_cordoned) == (START, True)
+        assert next_step(replace(GUARDED, status=written.status), replace(HELD, cordoned_by_others=True)) == Wait(60)
+
+    def test_a_mark_that_somebody_takes_away_comes_back(self) -> None:
+        assert next_step(with_status(), replace(HELD, cordoned=False)) == Hold(again=True)
+
+    def test_unapproved_touches_nothing(self) -> None:
+        waiting = replace(GUARDED, spec=replace(GUARDED.spec, approved=False))
+        written = report(waiting, FREE)
+        assert (written.status.phase, written.event) == (QuarantinePhase.PENDING, "ApprovalNeeded")
+        assert next_step(replace(waiting, status=written.status), FREE) == Wait(60)
+
+    def test_a_quarantine_made_by_hand_means_the_node_that_was_there_first(self) -> None:
+        by_hand = replace(GUARDED, spec=QuarantineSpec("by hand", approved=True))
+        written = report(by_hand, FREE)
+        assert written.status.node_uid == "uid-1"
+        seen = replace(by_hand, status=written.status)
+        assert next_step(seen, FREE) == Hold(again=False)
+        assert report(seen, Node("uid-2")).status.phase is QuarantinePhase.RELEASED
+
+
+class TestRelease:
+    @pytest.mark.parametrize(
+        ("node", "word"),
+        [
+            (None, "does not exist"),
+            (Node("uid-2"), "created anew"),
+            (replace(HELD, opted_out=True), "no-quarantine"),
+        ],
+    )
+    def test_ends_by_itself(self, node: Node | None, word: str) -> None:
+        held = with_status()
+        if node is not None and node.marked:
+            step = next_step(held, node)
+            assert isinstance(step, Release)
+            assert word in step.reason
+            node = replace(node, tainted=False, cordoned=False)
+        written = report(held, node)
+        assert word in (written.status.message or "")
+        assert next_step(replace(held, status=written.status), node) == Delete()
+
+    def test_deletion_releases_before_the_finalizer_goes(self) -> None:
+        deleted = replace(with_status(), deleted=True)
+        assert isinstance(next_step(deleted, HELD), Release)
+        assert isinstance(next_step(deleted, replace(HELD, tainted=False)), Release)
+        assert next_step(deleted, FREE) == Unguard()
+        assert next_step(deleted, None) == Unguard()
+
+    def test_a_new_node_is_not_touched_by_the_quarantine_of_the_old_one(self) -> None:
+        assert next_step(replace(with_status(), deleted=True), Node("uid-2", cordoned_by_others=True)) == Unguard()
+
+    def test_a_passed_probe_releases_and_keeps_releasing(self) -> None:
+        passed = with_status(probes=probed(True))
+        assert isinstance(next_step(passed, HELD), Release)
+        assert isinstance(next_step(passed, replace(HELD, cordoned=False)), Release)
+        ended = report(passed, FREE)
+        assert ended.status.phase is QuarantinePhase.RELEASED
+        assert next_step(replace(passed, status=ended.status), FREE) == Delete()
+
+
+class TestProbe:
+    def test_starts_at_expiry_not_before_and_is_written_down_first(self) -> None:
+        held = replace(GUARDED, status=report(GUARDED, HELD).status)
+        assert next_step(held, HELD, now=START + 3590) == Wait(10)
+        written = report(held, HELD, now=START + 3600)
+        assert written.status.phase is QuarantinePhase.PROBING
+        begun = replace(held, status=written.status)
+        pod = written.status.probes[-1].pod
+        assert next_step(begun, HELD, None, START + 3601) == StartProbe(pod)
+        assert next_step(begun, HELD, ProbePod("Running"), START + 3601) == Wait(1)
+
+    @pytest.mark.parametrize(
+        ("pod", "seconds", "words"),
+        [
+            (ProbePod("Failed", "OutOfcpu"), 5, "OutOfcpu"),
+            (ProbePod("Pending", "ErrImagePull"), 60, "did not end within 60 s: ErrImagePull"),
+            (None, 60, "did not end within 60 s"),
+        ],
+    )
+    def test_failure_keeps_the_node_and_says_why_and_when_next(
+        self, pod: ProbePod | None, seconds: float, words: str
+    ) -> None:
+        begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
+        now = START + 3600 + seconds
+        written = report(begun, HELD, pod, now)
+        assert (written.event, written.warning) == ("ProbeFailed", True)
+        failed = replace(begun, status=written.status)
+        assert failed.last_probe == ProbeResult("p0", START + 3600, now, False, words)
+        if pod is not None:
+            assert next_step(failed, HELD, pod, now) == EndProbe("p0")
+        kept = report(failed, HELD, None, now).status
+        assert kept.phase is QuarantinePhase.ACTIVE
+        assert words in (kept.message or "")
+        assert next_step(replace(failed, status=kept), HELD, None, now) == Wait(60)
+
+    def test_success_is_written_down_before_the_release(self) -> None:
+        begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
+        written = report(begun, HELD, ProbePod("Succeeded"), START + 3605)
+        assert written.event == "ProbePassed"
+        assert isinstance(next_step(replace(begun, status=written.status), HELD), Release)
+
+    @pytest.mark.parametrize(("failures", "back_off"), [(1, 60), (2, 120), (5, 960), (10, 3600)])
+    def test_failures_back_off(self, failures: int, back_off: float) -> None:
+        failed = with_status(probes=probed(*[False] * failures))
+        ended = failed.status.probes[-1].finished or 0
+        before, due = ended + back_off - 1, ended + back_off
+        assert report(failed, HELD, now=before).status.phase is QuarantinePhase.ACTIVE
+        begun = report(failed, HELD, now=due).status
+        assert begun.phase is QuarantinePhase.PROBING
+        assert len(begun.probes) == min(failures + 1, 10)  # the definition takes no more
+
+    def test_a_longer_expiry_holds_after_failed_probes_too(self) -> None:
+        failed = with_status(probes=probed(False))
+        longer = replace(failed, spec=replace(failed.spec, expires_after=86400.0))
+        assert report(longer, HELD, now=START + 20000).status.phase is QuarantinePhase.ACTIVE
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("nodes", "max_nodes", "share", "allowed"),
+        [(6, 5, 0.1, 1), (1, 5, 0.1, 1), (30, 5, 0.1, 3), (1000, 5, 0.1, 5), (100, 50, 0.29, 29), (6, 0, 0.5, 0)],
+    )
+    def test_by_share_and_count(self, nodes: int, max_nodes: int, share: float, allowed: int) -> None:
+        assert allowed_nodes(nodes, max_nodes, share) == allowed
+
+
+def node_body(*owners: tuple[str, str], unschedulable: bool = True, **metadata: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"f:spec": {"f:unschedulable": {}}}
+    managed = [{"manager": name, "operation": how, "fieldsV1": fields} for name, how in owners]
+    status = {"manager": "kubelet", "operation": "Update", "fieldsV1": {"f:status": {}}}
+    return {
+        "metadata": {"uid": "uid-1", "managedFields": [status, *managed], **metadata},
+        "spec": {"unschedulable": True} if unschedulable else {},
+    }
+
+
+class TestParsing:
+    OURS = (FIELD_MANAGER_CORDON, "Apply")
+
+    @pytest.mark.parametrize(
+        ("body", "ours", "others"),
+        [
+            (node_body(unschedulable=False), False, False),
+            (node_body(OURS), True, False),
+            (node_body(OURS, ("kubectl", "Update")), True, True),
+            (node_body(("kubectl", "Update")), False, True),
+            (node_body(), False, True),  # nobody is known to own it, so it is not ours to take away
+        ],
+    )
+    def test_whose_cordon_it_is(self, body: dict[str, Any], ours: bool, others: bool) -> None:
+        node = Node.parse(body)
+        assert (node.cordoned, node.cordoned_by_others) == (ours, others)
+
+    def test_opt_out_counts_with_any_value(self) -> None:
+        assert Node.parse(node_body(labels={"pacekeeper.dev/no-quarantine": ""})).opted_out
+
+    def test_a_failed_pod_says_why(self) -> None:
+        state = {"terminated": {"reason": "Error", "message": "3 of 4 GPUs answer\n"}}
+        pod = ProbePod.parse({"status": {"phase": "Failed", "containerStatuses": [{"state": state}]}})
+        assert pod == ProbePod("Failed", "3 of 4 GPUs answer")
+        refused = ProbePod.parse({"status": {"phase": "Failed", "reason": "OutOfcpu", "message": "Node has no cpu"}})
+        assert refused.message == "OutOfcpu: Node has no cpu"
+
+
+class TestProbeProgram:
+    def test_gpus(self) -> None:
+        probe.check_gpus(2, "GPU-a, 0\nGPU-b, [N/A]\n")
+        with pytest.raises(probe.Unfit, match="1 of 2 GPUs answer"):
+            probe.check_gpus(2, "GPU-a, 0\n")
+        with pytest.raises(probe.Unfit, match="GPU-b has 7 uncorrected"):
+            probe.check_gpus(2, "GPU-a, 0\nGPU-b, 7\n")
+
+    def test_network(self) -> None:
+        with pytest.raises(probe.Unfit, match=r"127\.0\.0\.1:1 cannot be reached"):
+            probe.check_network("127.0.0.1", 1)
