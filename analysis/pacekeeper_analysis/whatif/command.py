@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="TRACE",
-        help="a parquet file in the published schema, the PyTorch profiler's traces of all ranks, or a file of records",
+        help="a parquet file in the published schema, or the PyTorch profiler's traces or the rings of all ranks",
     )
     parser.add_argument("--meta", type=Path, help="the job's sizes (JSON, or lines `key: value`); parquet only")
     parser.add_argument("--html", type=Path, help="write a page that shows everything")

@@ -190,15 +190,15 @@ class _Pipeline:
     def _transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
         """Orders the transfers of one type and stage among themselves and with computations.
 
-        Returns those that have a counterpart in a neighbouring stage.
+        step: where the data goes, to the next stage (1) or to the one before (-1). Returns the transfers that have a
+        counterpart in a neighbouring stage.
         """
-        transfers, computes = self._of[transfer, stage], self._of[compute, stage]
-        self._graph.chain(transfers)
         receives = transfer in (FORWARD_RECV, BACKWARD_RECV)
+        outwards = -step if receives else step
+        computes = self._of[compute, stage]
+        self._graph.chain(self._of[transfer, stage])
         connected = []
-        for operation, served in self._served(
-            transfers, computes, stage, outwards=step if not receives else -step, receives=receives
-        ):
+        for operation, served in self._served(transfer, computes, stage, outwards, receives=receives):
             at = computes.index(served)
             if not receives:
                 self._graph.wait(operation, on=served)
@@ -206,12 +206,12 @@ class _Pipeline:
                 self._graph.wait(served, on=operation)
                 if at > 0:
                     self._graph.wait(operation, on=computes[at - 1])
-            if self._has_neighbour(served, outwards=step if not receives else -step):
+            if self._has_neighbour(served, outwards):
                 connected.append(operation)
         return connected
 
     def _served(
-        self, transfers: list[int], computes: list[int], stage: int, *, outwards: int, receives: bool
+        self, transfer: str, computes: list[int], stage: int, outwards: int, *, receives: bool
     ) -> list[tuple[int, int]]:
         """Pairs of a transfer and the computation that it serves.
 
@@ -219,6 +219,7 @@ class _Pipeline:
         ends of the model that have no neighbour (the very first receive or the last send may be missing then, and
         some may be recorded before or after all computations, without ever being launched).
         """
+        transfers = self._of[transfer, stage]
         needing = [node for node in computes if self._has_neighbour(node, outwards)]
         if len(transfers) == len(needing):
             return list(zip(transfers, needing, strict=True))
@@ -230,11 +231,11 @@ class _Pipeline:
             launched = [node for node in transfers if self._ends[node] >= limit]
         if len(launched) == len(computes):
             return list(zip(launched, computes, strict=True))
-        if len(launched) == len(computes) - 1:
+        if launched and len(launched) == len(computes) - 1:
             return list(zip(launched, computes[1:] if receives else computes[:-1], strict=True))
-        name = self._operations[transfers[0]].type if transfers else "transfers"
         raise TraceError(
-            f"stage {stage} has {len(transfers)} {name} for {len(needing)} computations that need one; rows are missing"
+            f"stage {stage} has {len(transfers)} {transfer} for {len(needing)} computations that need one; "
+            "rows are missing"
         )
 
     def _has_neighbour(self, compute: int, outwards: int) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.errors import InputError
+
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 FORWARD_SEND, FORWARD_RECV = "forward-send", "forward-recv"
 BACKWARD_SEND, BACKWARD_RECV = "backward-send", "backward-recv"
@@ -46,7 +48,7 @@ LONGEST_S = 86_400.0
 """No operation and no step takes longer than a day; such a value is a broken record."""
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """A trace that cannot be analysed. The message names the place and the remedy."""
 
 

@@ -26,6 +26,10 @@ SLOW_WORKER = 1.05
 """A worker is slow when its computations take this many times as long as its peers' in half of the window or more."""
 
 
+WORTH_NAMING = 0.25
+"""A slow worker is named when it loses at least this share of what the slowest one loses."""
+
+
 class Cause(StrEnum):
     """Why a job is slower than it could be."""
 
@@ -109,26 +113,24 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     """Single workers are slow all the time, while their peers in the same stage are not."""
     if parts is None:
         return None
-    slow = [part.worker > SLOW_WORKER for part in _both(parts)]
-    share = np.mean([hot.mean() for hot in slow])
-    if not any(hot.any() for hot in slow) or share > 0.5:
+    both = _both(parts)
+    usual = np.sum([part.usual for part in both], axis=0)[:, None]
+    excess = np.sum([part.usual[:, None] * (part.worker - 1.0) for part in both], axis=0)
+    factor = 1.0 + excess / np.maximum(usual, 1e-12)
+    hot = (factor > SLOW_WORKER) & (excess >= WORTH_NAMING * excess.max())
+    if not hot.any() or hot.mean() > 0.5:
         return None
-    changes = [
-        (part, np.where(hot, 1.0 / part.worker, 1.0)[:, None, :, None])
-        for part, hot in zip(_both(parts), slow, strict=True)
-    ]
-    factor = np.mean([np.where(hot, part.worker, 1.0) for part, hot in zip(_both(parts), slow, strict=True)], axis=0)
-    hot = sorted(zip(*np.nonzero(factor > SLOW_WORKER), strict=True), key=lambda cell: -factor[cell])
-    workers = tuple(dict.fromkeys((int(replica), parts.forward.stages[place]) for place, replica in hot))
-    if not workers:
-        return None
-    worst = ", ".join(f"(dp {replica}, stage {stage})" for replica, stage in workers[:3])
+    places, replicas = np.nonzero(hot)
+    order = np.argsort(-excess[hot], kind="stable")
+    workers = tuple(dict.fromkeys((int(replicas[at]), parts.forward.stages[places[at]]) for at in order))
+    worst = ", ".join(_worker_name(whatif, worker) for worker in workers[:3])
     return _finding(
         whatif,
-        _without(whatif, changes),
+        _without(whatif, [(part, np.where(hot, 1 / part.worker, 1.0)[:, None, :, None]) for part in both]),
         Cause.SLOW_WORKER,
-        f"{'worker' if len(workers) == 1 else f'{len(workers)} workers, such as'} {worst} "
-        f"{'computes' if len(workers) == 1 else 'compute'} {float(factor.max()):.2f} times as long as peers",
+        f"worker {worst} computes {float(factor.max()):.2f} times as long as its peers, throughout"
+        if len(workers) == 1
+        else f"{len(workers)} workers, the worst {worst}, compute up to {float(factor.max()):.2f} times as long",
         "Replace the worker, or give it a smaller share of the batch; check its node.",
         workers,
     )
@@ -232,6 +234,13 @@ def _finding(
     recorded, without = float(whatif.step_s.mean()), float(without_s.mean())
     explains = (recorded - without) / (recorded - whatif.ideal_step_s)
     return Finding(cause, explains, without, evidence, remedy, workers=workers)
+
+
+def _worker_name(whatif: WhatIf, worker: tuple[int, int]) -> str:
+    """A worker in words; the stage only where there are several."""
+    replica, stage = worker
+    several = len({operation.stage for operation in whatif.window.operations}) > 1
+    return f"(dp {replica}, stage {stage})" if several else f"dp {replica}"
 
 
 def _without(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:

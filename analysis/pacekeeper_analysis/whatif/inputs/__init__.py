@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pacekeeper_analysis.whatif.inputs.parquet import metadata_of, read_metadata, read_parquet
+from pacekeeper_analysis.whatif.inputs.records import is_ring, read_ring, window_from_records
 from pacekeeper_analysis.whatif.published import window_from_trace
 from pacekeeper_analysis.whatif.trace import TraceError
 from pacekeeper_analysis.whatif.window import Window
+
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+"""What such files begin with."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,33 @@ class Loaded:
 
 
 def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
-    """Reads a window; the kind of trace goes by the files' names.
+    """Reads a window; what kind of trace the files are, their content tells.
 
     Raises TraceError where the content cannot be analysed, OSError where a file cannot be read.
     """
     first = paths[0]
-    if first.suffix == ".parquet":
+    if is_ring(first):
+        rings = dict(read_ring(path) for path in paths)
+        return Loaded(window_from_records(rings), f"{len(rings)} ranks, from their records")
+    if _begins_with(first, PARQUET):
         if len(paths) > 1:
             raise TraceError(f"{len(paths)} parquet files; give one, it holds all ranks")
         metadata = read_metadata(meta if meta is not None else metadata_of(first))
         trace = read_parquet(first, metadata)
-        title = metadata.trial_name or first.stem
-        return Loaded(window_from_trace(trace), f"{title}: {metadata}", trace.worker_ranks())
-    raise TraceError(f"{first}: unknown kind of trace; give .parquet, .json, .json.gz or .records")
+        title = f"{metadata.trial_name or first.stem}: {metadata}"
+    elif _begins_with(first, GZIP) or _begins_with(first, b"{"):
+        from pacekeeper_analysis.whatif.inputs.kineto import read_kineto
+
+        trace = read_kineto(paths)
+        title = f"{trace.metadata.dp_size} ranks, from the PyTorch profiler"
+    else:
+        raise TraceError(
+            f"{first} is empty, damaged or of an unknown kind; give a parquet file in the published schema, "
+            "or the PyTorch profiler's traces or the rings of all ranks"
+        )
+    return Loaded(window_from_trace(trace), title, trace.worker_ranks())
+
+
+def _begins_with(path: Path, signature: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).lstrip().startswith(signature)

@@ -35,7 +35,7 @@ def _lines(whatif: WhatIf, finding: Finding, width: int, colour: bool) -> Iterat
         side = "below" if error >= 0 else "above"
         yield f"The simulation is {abs(error):.1%} {side} the measured time of {len(whatif.steps)} steps."
     for warning in whatif.warnings:
-        yield f"{bold('Warning')}: {warning}"
+        yield from _wrap(f"Warning: {warning}", width)
     yield ""
     certainty = f" (confidence {finding.confidence:.0%})" if finding.cause is not Cause.NONE else ""
     yield f"{bold('Cause')}: {finding.cause.value}{certainty}"
@@ -64,7 +64,9 @@ def _decomposition(parts: Decomposition, width: int, colour: bool) -> Iterator[s
         yield f"  {name:<{longest}} {slowdown:6.3f} {bar}"
     yield ""
     worst, last = (f"{round(blame.share, 2) + 0.0:.0%}" for blame in (parts.worst_workers, parts.last_stage))
-    yield f"{bold('Slowest workers')}: of the lost time, the worst 3 % cause {worst}, the last stage {last}"
+    of_stage = f", the last stage {last}" if len(parts.by_stage) > 1 else ""
+    yield f"{bold('Slowest workers')}"
+    yield from _wrap(f"The worst 3 % cause {worst} of the lost time{of_stage}.", width)
     for replica, stage in parts.worst_workers.workers[:5]:
         yield f"  dp_rank {replica:<4} stage {stage:<3} {parts.by_worker[replica, stage]:.3f}"
     yield ""

@@ -1,0 +1,213 @@
+"""Traces of the PyTorch profiler (Kineto), one file a rank, turned into the published schema.
+
+A profiled step of a data-parallel rank becomes four operations:
+
+    forward-compute        from the step's beginning (loading included) to the first operation of the backward pass
+    backward-compute       to the last operation of the backward pass
+    grads-reduce-scatter   from there to the optimizer: what is left of the collectives once nothing overlaps them
+    optimizer              to the step's end
+
+Forward and backward are the rank's own work: time in which a collective is under way and nothing else runs is taken
+out, and its smallest share over all ranks, which is nobody's lateness, becomes a fifth operation, params-all-gather
+(FSDP). Clocks of different hosts need not agree: a collective ends on all ranks at once, which aligns them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.whatif.trace import (
+    ALL_GATHER,
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    REDUCE_SCATTER,
+    Metadata,
+    Trace,
+    TraceError,
+    trace_from_columns,
+)
+
+STEP = re.compile(r"ProfilerStep#(\d+)")
+BACKWARD_OPERATION = "autograd::engine::evaluate_function"
+OPTIMIZER_STEP = "Optimizer.step#"
+COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):", re.IGNORECASE)
+
+Spans = NDArray[np.float64]
+"""Begin and end of spans of time, [span, 2], in seconds."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What the analysis needs of one rank's trace. All times in seconds by the rank's own clock."""
+
+    rank: int
+    world_size: int
+    steps: dict[int, tuple[float, float]]
+    """Begin and end of each profiled step."""
+    operations: Spans
+    """Operations of the rank itself, by begin."""
+    backward: Spans
+    """Those of the backward pass."""
+    optimizer: Spans
+    collectives: Spans
+    """In the order in which they ended."""
+
+    def shifted(self, seconds: float) -> RankTrace:
+        """By a clock that is `seconds` ahead."""
+        return replace(
+            self,
+            steps={step: (begin + seconds, end + seconds) for step, (begin, end) in self.steps.items()},
+            operations=self.operations + seconds,
+            backward=self.backward + seconds,
+            optimizer=self.optimizer + seconds,
+            collectives=self.collectives + seconds,
+        )
+
+
+def read_kineto(paths: Sequence[Path]) -> Trace:
+    """Reads the traces of all ranks of a job.
+
+    Raises TraceError where ranks are missing or doubled, or a trace has no steps, backward passes or optimizer.
+    """
+    ranks = sorted((read_rank(path) for path in paths), key=lambda trace: trace.rank)
+    world = ranks[0].world_size
+    if [trace.rank for trace in ranks] != list(range(world)):
+        found = ", ".join(str(trace.rank) for trace in ranks)
+        raise TraceError(f"the job has {world} ranks, the traces are of rank {found}; give one trace of each")
+    aligned = align_clocks(ranks)
+    common = sorted(set.intersection(*(set(trace.steps) for trace in aligned)))
+    rows: list[tuple[int, int, str, float, float]] = []
+    for step in common:
+        rows += _step_rows(aligned, step)
+    if not rows:
+        raise TraceError("no step was profiled on every rank; profile the same steps everywhere")
+    steps, dp_rank, optype, start, duration = (np.array(column) for column in zip(*rows, strict=True))
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    of_chunk = np.where(optype == OPTIMIZER, -1, 0)
+    columns = {"step": steps, "dp_rank": dp_rank, "stage": zeros, "rank": dp_rank, "optype": optype, "seq_id": zeros}
+    columns |= {"mc": of_chunk, "mb_id": of_chunk, "start_ts": start, "duration": duration}
+    return trace_from_columns(columns, Metadata(dp_size=world, world_size=world))
+
+
+def read_rank(path: Path) -> RankTrace:
+    """Reads one rank's trace (.json or .json.gz)."""
+    content = _content(path)
+    about = content.get("distributedInfo") or {}
+    if "rank" not in about or "world_size" not in about:
+        raise TraceError(f"{path} does not say its rank; profile after torch.distributed.init_process_group")
+    events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
+    if any(event.get("cat") == "kernel" for event in events):
+        raise TraceError(
+            f"{path} holds GPU kernels; this reader understands traces of CPU jobs, give parquet or records"
+        )
+    steps: dict[int, tuple[float, float]] = {}
+    spans: dict[str, list[tuple[float, float]]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
+    for event in events:
+        name, begin = str(event.get("name", "")), float(event["ts"]) * 1e-6
+        span = (begin, begin + float(event.get("dur", 0.0)) * 1e-6)
+        if match := STEP.fullmatch(name):
+            steps[int(match[1])] = span
+        elif COLLECTIVE.match(name):
+            spans["collectives"].append(span)
+        elif name.startswith(OPTIMIZER_STEP):
+            spans["optimizer"].append(span)
+        elif event.get("cat") == "cpu_op" and not name.startswith("c10d::"):
+            spans["operations"].append(span)
+            if name.startswith(BACKWARD_OPERATION):
+                spans["backward"].append(span)
+    for name, missing in (("step", steps), ("backward pass", spans["backward"]), ("optimizer", spans["optimizer"])):
+        if not missing:
+            raise TraceError(
+                f"{path} shows no {name}; call profiler.step() after each optimizer step, on a CPU activity"
+            )
+    tables = {name: np.array(sorted(found)).reshape(-1, 2) for name, found in spans.items()}
+    tables["collectives"] = tables["collectives"][np.argsort(tables["collectives"][:, 1], kind="stable")]
+    return RankTrace(int(about["rank"]), int(about["world_size"]), steps, **tables)
+
+
+def align_clocks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """The traces by one clock: the n-th collective ended on all ranks at the same instant."""
+    counts = {len(trace.collectives) for trace in ranks}
+    if len(counts) > 1 or counts == {0}:
+        raise TraceError(
+            "the ranks recorded different numbers of collectives, or none; profile the same steps everywhere"
+        )
+    ends = np.array([trace.collectives[:, 1] for trace in ranks])
+    offsets = np.median(ends[0] - ends, axis=1)
+    return [trace.shifted(float(offset)) for trace, offset in zip(ranks, offsets, strict=True)]
+
+
+def _step_rows(ranks: Sequence[RankTrace], step: int) -> list[tuple[int, int, str, float, float]]:
+    """The rows of a step: (step, dp_rank, optype, start, duration)."""
+    origin = min(trace.steps[step][0] for trace in ranks)
+    rows: list[tuple[int, int, str, float, float]] = []
+    waits = []
+    for trace in ranks:
+        begin, end = trace.steps[step]
+        backward, optimizer = _within(trace.backward, begin, end), _within(trace.optimizer, begin, end)
+        if not len(backward) or not len(optimizer):
+            raise TraceError(
+                f"step {step}, rank {trace.rank} has no backward pass or no optimizer; leave that step out"
+            )
+        first, last, update = float(backward[0, 0]), float(backward[:, 1].max()), float(optimizer[0, 0])
+        exposed = _exposed(trace, begin, first), _exposed(trace, first, last)
+        waits.append(sum(exposed))
+        rows += [
+            (step, trace.rank, FORWARD, begin - origin, first - begin - exposed[0]),
+            (step, trace.rank, BACKWARD, first - origin, last - first - exposed[1]),
+            (step, trace.rank, REDUCE_SCATTER, last - origin, max(update - last, 0.0)),
+            (step, trace.rank, OPTIMIZER, update - origin, end - update),
+        ]
+    rows += [(step, trace.rank, ALL_GATHER, 0.0, min(waits)) for trace in ranks]
+    return rows
+
+
+def _exposed(trace: RankTrace, begin: float, end: float) -> float:
+    """Seconds between `begin` and `end` in which a collective is under way and the rank itself does nothing."""
+    collectives, operations = (_merged(_within(spans, begin, end)) for spans in (trace.collectives, trace.operations))
+    return _length(collectives) - (
+        _length(collectives) + _length(operations) - _length(_merged([*collectives, *operations]))
+    )
+
+
+def _within(spans: Spans, begin: float, end: float) -> Spans:
+    """The parts of the spans between two instants."""
+    inside = spans[(spans[:, 1] > begin) & (spans[:, 0] < end)]
+    return np.clip(inside, begin, end)
+
+
+def _merged(spans: Spans | list[Any]) -> list[tuple[float, float]]:
+    """The same time as spans that do not overlap."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted((float(begin), float(end)) for begin, end in spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        content = json.loads(text)
+    except (EOFError, gzip.BadGzipFile, ValueError) as error:
+        raise TraceError(f"{path} is not a readable profiler trace ({error}); export it again") from error
+    if not isinstance(content, dict):
+        raise TraceError(f"{path} is not a trace of the PyTorch profiler; use export_chrome_trace")
+    return content

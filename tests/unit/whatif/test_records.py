@@ -1,0 +1,98 @@
+"""Windows from the records of Pacekeeper's own ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.records import HEADER_BYTES, MAGIC, RECORD, STATE, Kind, ring_bytes
+from pacekeeper_analysis.reports import RankWindow
+from pacekeeper_analysis.whatif import TraceError, analyse
+from pacekeeper_analysis.whatif.causes import Cause, diagnose
+from pacekeeper_analysis.whatif.command import main
+from pacekeeper_analysis.whatif.data_parallel import replaced
+from pacekeeper_analysis.whatif.inputs.records import window_from_evidence, window_from_records
+
+OWN_MS = (100, 100, 200, 100)
+REDUCE_MS = 20
+STEPS = range(5, 13)
+
+
+def records_of(rank: int, steps: range = STEPS, data_ms: int = 10) -> NDArray[np.void]:
+    """A job in which rank 2 takes twice as long as its peers; every rank's clock begins somewhere else."""
+    step_ms = max(OWN_MS) + REDUCE_MS
+    rows = []
+    for step in steps:
+        begin = 1_000_000 * (7_000 * rank + step_ms * step)
+        for kind, milliseconds in ((Kind.DATA, data_ms), (Kind.COMPUTE, OWN_MS[rank]), (Kind.STEP, step_ms)):
+            rows.append((kind, step, begin, begin + 1_000_000 * milliseconds))
+    table = np.zeros(len(rows), RECORD)
+    table["index"] = np.arange(1, len(rows) + 1)
+    for name, column in zip(("kind", "step", "start_ns", "end_ns"), zip(*rows, strict=True), strict=True):
+        table[name] = column
+    return table
+
+
+def write_ring(path: Path, rank: int, capacity: int = 64) -> None:
+    header = np.zeros((), STATE)
+    header["magic"], header["capacity"], header["rank"] = MAGIC, capacity, rank
+    body = np.zeros(capacity, RECORD)
+    written = records_of(rank)
+    body[: len(written)] = np.roll(written, 5)  # the oldest record need not come first
+    path.write_bytes(header.tobytes().ljust(HEADER_BYTES, b"\0") + body.tobytes())
+    assert path.stat().st_size == ring_bytes(capacity)
+
+
+def test_records_of_a_job_with_a_slow_rank() -> None:
+    whatif = analyse(window_from_records({rank: records_of(rank) for rank in range(4)}))
+    assert whatif.steps == tuple(STEPS)
+    assert whatif.step_s == pytest.approx(0.22)
+    assert whatif.launch_slowdown == pytest.approx(1.0)
+    # Ideal: loading 10 ms, the mean of 90, 90, 190 and 90 ms, the reduce.
+    assert whatif.ideal_step_s == pytest.approx(0.010 + 0.115 + 0.020)
+    assert whatif.ask(replaced([2])) == pytest.approx(0.12)
+    finding = diagnose(whatif)
+    assert (finding.cause, finding.workers) == (Cause.SLOW_WORKER, ((2, 0),))
+
+
+def test_only_steps_that_all_ranks_have() -> None:
+    records = {rank: records_of(rank, range(5 + rank, 10 + rank)) for rank in range(3)}
+    assert window_from_records(records).steps == (7, 8, 9)
+
+
+def test_evidence_of_sidecars_gives_the_same_figures() -> None:
+    step_s = (max(OWN_MS) + REDUCE_MS) / 1e3
+    count = len(STEPS)
+    windows = [
+        RankWindow(rank, tuple(STEPS), (step_s,) * count, (own / 1e3,) * count, (8,) * count)
+        for rank, own in enumerate(OWN_MS)
+    ]
+    of_evidence = analyse(window_from_evidence(windows))
+    assert of_evidence.slowdown == pytest.approx(0.22 / (0.125 + 0.020))
+    assert of_evidence.gain(replaced([2])) == pytest.approx(0.22 / 0.12)
+
+
+def test_rings_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(4):
+        write_ring(tmp_path / str(rank), rank)
+    assert main([str(tmp_path / str(rank)) for rank in (3, 1, 0, 2)]) == 0
+    assert "Worker dp 2 computes 2.11 times as long as its peers" in capsys.readouterr().out
+    (tmp_path / "3").write_bytes((tmp_path / "3").read_bytes()[:-64])
+    assert main([str(tmp_path / str(rank)) for rank in range(4)]) == 2
+    assert "or cut off" in capsys.readouterr().err
+
+
+def test_bad_records_are_refused() -> None:
+    with pytest.raises(TraceError, match="records of rank 0, 2; give those of every rank"):
+        window_from_records({0: records_of(0), 2: records_of(2)})
+    with pytest.raises(TraceError, match="records of rank none"):
+        window_from_records({})
+    with pytest.raises(TraceError, match="no step in common"):
+        window_from_records({0: records_of(0, range(3)), 1: records_of(1, range(3, 6))})
+    backwards = records_of(1)
+    backwards["end_ns"][4] = 0
+    with pytest.raises(TraceError, match="rank 1, step 6: a record ends before it begins"):
+        window_from_records({0: records_of(0), 1: backwards})
