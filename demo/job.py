@@ -70,7 +70,7 @@ def incidents() -> list[dict[str, Any]]:
 
 def live_step() -> int:
     """The newest step that all ranks have completed, seconds fresher than the status."""
-    found = kube.query(f'min(pacekeeper_rank_step{{namespace="{NAMESPACE}",job="{NAME}"}})')
+    found = kube.query(f'min(pacekeeper_rank_step{{namespace="{NAMESPACE}",trainingjob="{NAME}"}})')
     return int(float(found[0]["value"][1])) if found else -1
 
 

@@ -21,7 +21,7 @@ SYSTEM = "pacekeeper-system"
 STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
 STEADY_SECONDS = 60.0
 COMPLETE_SECONDS = 180.0
-_SELECTOR = f'{{namespace="{job.NAMESPACE}",job="{job.NAME}"}}'
+_SELECTOR = f'{{namespace="{job.NAMESPACE}",trainingjob="{job.NAME}"}}'
 
 
 def run(out: Path, only: Sequence[str] | None = None) -> Report:

@@ -1,1 +1,1 @@
-"""The sidecar: the worker's only voice. It polls the plan, sends heartbeats, faults and evidence, and serves /metrics."""
+"""The sidecar, a worker's only voice: it polls the plan, sends heartbeats, faults and evidence, serves /metrics."""

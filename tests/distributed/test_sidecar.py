@@ -1,0 +1,187 @@
+"""The sidecar as a process, against a server that speaks the operator's protocol over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pacekeeper.ring import RingWriter, create_ring
+from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from tests.support.network import free_port
+from tests.support.tls import Authority
+
+TOKEN = "a-token"
+PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, ranks=(0,), world_size=1, workers=1)
+
+
+@dataclass
+class Operator:
+    """What the operator would answer; the test changes it, and sees what it was told."""
+
+    plan: WorkerPlan = PLAN
+    away: bool = False
+    heartbeats: list[Heartbeat] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+    refused: int = 0
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[web.middleware(self._check)])
+        app.add_routes(
+            [
+                web.post("/v1/plan", self._plan),
+                web.post("/v1/faults", self._fault),
+                web.post("/v1/evidence/{request}", self._evidence),
+            ]
+        )
+        return app
+
+    async def _check(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.refused += 1
+            return web.Response(status=401)
+        if self.away:
+            self.refused += 1
+            return web.Response(status=503)
+        return await handler(request)
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        self.heartbeats.append(Heartbeat.from_json(await request.json()))
+        deadline = asyncio.get_running_loop().time() + float(request.query["wait"])
+        while self.plan.version <= int(request.query["after"]):
+            if asyncio.get_running_loop().time() >= deadline:
+                return web.Response(status=204)
+            await asyncio.sleep(0.01)
+        return web.json_response(self.plan.to_json())
+
+    async def _fault(self, request: web.Request) -> web.Response:
+        self.faults.append(Fault.from_json(await request.json()))
+        return web.Response(status=202)
+
+    async def _evidence(self, request: web.Request) -> web.Response:
+        self.evidence.append(Evidence.from_json(await request.json()))
+        return web.Response(status=202)
+
+
+@dataclass
+class Worker:
+    """A sidecar process with its runtime folder."""
+
+    runtime: Runtime
+    token_file: Path
+    metrics_port: int
+
+
+@asynccontextmanager
+async def sidecar(folder: Path, operator: Operator, token: str = TOKEN) -> AsyncIterator[Worker]:
+    authority = Authority(folder)
+    runner = web.AppRunner(operator.application(), access_log=None)
+    await runner.setup()
+    port, metrics_port = free_port(), free_port()
+    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=authority.server_context()).start()
+    token_file = folder / "token"
+    token_file.write_text(token)
+    runtime = Runtime(folder / "runtime").make()
+    environment = os.environ | {
+        "PACEKEEPER_RUNTIME": str(runtime.root),
+        "PACEKEEPER_JOB": "gpt",
+        "PACEKEEPER_WORKER": "gpt-w0-0",
+        "PACEKEEPER_OPERATOR": f"https://localhost:{port}",
+        "PACEKEEPER_CA": authority.pem,
+        "PACEKEEPER_TOKEN_FILE": str(token_file),
+        "PACEKEEPER_METRICS_PORT": str(metrics_port),
+        "PACEKEEPER_WINDOW_STEPS": "4",
+    }
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "pacekeeper.sidecar", env=environment)
+    try:
+        yield Worker(runtime, token_file, metrics_port)
+        assert process.returncode is None, "the sidecar must still run"
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await runner.cleanup()
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator) as worker:
+        await until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
+        assert worker.runtime.contact.exists()
+        operator.plan = replace(PLAN, version=2, checkpoint_request=7)
+        await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
+        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once", 2)
+
+
+async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
+    operator = Operator(away=True)
+    fault = Fault("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
+    async with sidecar(tmp_path, operator) as worker:
+        write_json(worker.runtime.fault(fault.name), fault.to_json())
+        await until(lambda: operator.refused >= 3, "tries while the operator is away")
+        assert worker.runtime.fault(fault.name).exists()
+        operator.away = False
+        await until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
+    assert operator.faults == [fault]
+
+
+async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator) as worker:
+        create_ring(worker.runtime.ring(0), rank=0, round_=1, capacity=64)
+        ring = RingWriter(worker.runtime.ring(0))
+        for step in range(1, 9):
+            ring.write(Kind.STEP, 0, 100_000_000, step, Phase.TRAIN, 8.0)
+            ring.write(Kind.COMPUTE, 0, 60_000_000, step, Phase.TRAIN, 8.0)
+        operator.plan = replace(PLAN, version=2, evidence_request="straggler-2")
+        await until(lambda: bool(operator.evidence), "the evidence")
+        operator.plan = replace(PLAN, version=3, evidence_request="straggler-2")
+        await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 3, "the next plan")
+        page = await _metrics(worker)
+    (evidence,) = operator.evidence
+    assert evidence.request == "straggler-2"
+    assert evidence.windows[0].steps == (5, 6, 7, 8)
+    assert evidence.windows[0].compute_seconds == pytest.approx((0.06,) * 4)
+    assert 'pacekeeper_rank_compute_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.06' in page
+    assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
+
+
+async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator, token="an-expired-one") as worker:
+        await until(lambda: operator.refused >= 2, "refusals")
+        assert not worker.runtime.plan.exists()
+        worker.token_file.write_text(TOKEN)
+        await until(worker.runtime.plan.exists, "the plan, once the token is good")
+
+
+async def _metrics(worker: Worker) -> str:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{worker.metrics_port}/metrics") as answer,
+    ):
+        return await answer.text()

@@ -1,0 +1,75 @@
+"""What the sidecar makes of a rank's records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pacekeeper.ring import RingWriter, create_ring
+from pacekeeper.runtime import Runtime
+from pacekeeper.sidecar.history import FIRST_STEPS_SKIPPED, RankHistory
+from pacekeeper.sidecar.ranks import Ranks
+from pacekeeper_analysis.records import RECORD, Kind, Phase
+
+
+def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8) -> NDArray[np.void]:
+    rows = np.zeros(2 * len(steps), RECORD)
+    for row, step in zip(range(0, len(rows), 2), steps, strict=True):
+        for offset, (kind, length) in enumerate(((Kind.STEP, step_ms), (Kind.COMPUTE, compute_ms))):
+            rows[row + offset]["kind"] = kind
+            rows[row + offset]["phase"] = Phase.TRAIN
+            rows[row + offset]["step"] = step
+            rows[row + offset]["end_ns"] = length * 1_000_000
+            rows[row + offset]["value"] = samples
+    return rows
+
+
+def test_the_window_holds_the_last_steps_with_own_work_apart_from_waits() -> None:
+    history = RankHistory(window_steps=4)
+    history.add(records(range(10), step_ms=100, compute_ms=60))
+    window = history.window(rank=3)
+    assert window.rank == 3
+    assert window.steps == (6, 7, 8, 9)
+    assert window.step_seconds == pytest.approx((0.1,) * 4)
+    assert window.compute_seconds == pytest.approx((0.06,) * 4)
+    assert window.samples == (8,) * 4
+    assert history.compute_seconds_per_sample == pytest.approx(0.0075)
+    assert (history.steps_total, history.samples_total) == (10, 80)
+
+
+def test_steps_outside_of_training_do_not_count() -> None:
+    rows = records(range(5), step_ms=9000, compute_ms=9000)
+    rows["phase"] = Phase.START
+    history = RankHistory(window_steps=4)
+    history.add(rows)
+    assert history.step_seconds is None
+    assert history.steps_total == 5
+
+
+def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
+    history = RankHistory(window_steps=4)
+    history.add(records(range(FIRST_STEPS_SKIPPED), step_ms=900, compute_ms=900))
+    assert history.first_steps_seconds is None
+    history.add(records(range(5, 9), step_ms=100, compute_ms=90))
+    history.add(records(range(9, 50), step_ms=300, compute_ms=290))
+    assert history.first_steps_seconds == pytest.approx(0.1)
+    assert history.step_seconds == pytest.approx(0.3)
+
+
+def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path).make()
+    ranks = Ranks(runtime, window_steps=2)
+    for round_, steps in ((1, range(1, 12)), (2, range(12, 14))):
+        create_ring(runtime.ring(0), rank=5, round_=round_, capacity=64)
+        ring = RingWriter(runtime.ring(0))
+        ring.enter_phase(Phase.TRAIN)
+        for step in steps:
+            ring.write(Kind.STEP, 0, 10_000_000 * round_, step, Phase.TRAIN, 4.0)
+        (rank,) = ranks.look()
+    assert rank.state["round"] == 2
+    assert rank.history.window(5).steps == (12, 13)
+    assert rank.history.first_steps_seconds == pytest.approx(0.01)
+    assert ranks.evidence("e1", "w", 2).windows[0].rank == 5

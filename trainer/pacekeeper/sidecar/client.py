@@ -1,0 +1,76 @@
+"""The operator's endpoint as the sidecar calls it. Every call has a time-out; the token is read anew for each."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+
+from .settings import Settings
+
+ANSWER_SECONDS = 5.0
+"""How long an answer may take beyond the time that the operator was allowed to hold the call."""
+
+
+class Unavailable(Exception):
+    """The operator does not answer, or asks to be called again: worth another try."""
+
+
+class Rejected(Exception):
+    """The operator will never take this; another try is of no use."""
+
+
+class OperatorClient:
+    """Use `connect()`."""
+
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self._session = session
+        self._settings = settings
+
+    async def plan(self, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
+        """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds."""
+        query = {"after": str(after), "wait": f"{wait:g}"}
+        answer = await self._post("/v1/plan", heartbeat.to_json(), query, wait + ANSWER_SECONDS)
+        return None if answer is None else WorkerPlan.from_json(answer)
+
+    async def fault(self, fault: Fault) -> None:
+        await self._post("/v1/faults", fault.to_json(), {}, ANSWER_SECONDS)
+
+    async def evidence(self, evidence: Evidence) -> None:
+        await self._post(f"/v1/evidence/{evidence.request}", evidence.to_json(), {}, ANSWER_SECONDS)
+
+    async def _post(self, path: str, body: dict[str, Any], query: dict[str, str], seconds: float) -> Any:
+        """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
+        try:
+            async with self._session.post(
+                f"{self._settings.operator}{path}",
+                json=body,
+                params=query,
+                headers={"Authorization": f"Bearer {self._settings.token_file.read_text().strip()}"},
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=2.0),
+            ) as answer:
+                if answer.status == HTTPStatus.OK:
+                    return await answer.json()
+                if answer.status < HTTPStatus.MULTIPLE_CHOICES:
+                    return None
+                words = f"{path}: status {answer.status}: {(await answer.text())[:500]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unavailable(f"{path}: {error!r}") from error
+        if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+            raise Rejected(words)
+        raise Unavailable(words)
+
+
+@asynccontextmanager
+async def connect(settings: Settings) -> AsyncIterator[OperatorClient]:
+    context = ssl.create_default_context(cadata=settings.authority or None)
+    connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        yield OperatorClient(session, settings)

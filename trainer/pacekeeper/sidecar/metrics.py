@@ -1,0 +1,85 @@
+"""The worker's page for Prometheus, computed when it is asked for: nothing runs between two scrapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .ranks import Rank, Ranks
+from .settings import Settings
+
+LABELS = ("trainingjob", "worker", "rank")
+"""Prometheus adds namespace, pod and node by its service discovery; `job` is its own, so ours is `trainingjob`."""
+
+_GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
+    "step": ("Last completed optimizer step.", lambda rank: float(rank.state["step"])),
+    "round": ("Round that the rank belongs to.", lambda rank: float(rank.state["round"])),
+    "phase": ("What the rank is busy with, as a number of records.Phase.", lambda rank: float(rank.state["phase"])),
+    "step_seconds": ("Mean time of a step over the window.", lambda rank: rank.history.step_seconds),
+    "compute_seconds": (
+        "Mean own work in a step, waits for peers left out.",
+        lambda rank: rank.history.compute_seconds,
+    ),
+    "wait_seconds": ("Mean wait for peers in a step.", lambda rank: _wait(rank)),
+    "compute_seconds_per_sample": ("Mean own work a sample.", lambda rank: rank.history.compute_seconds_per_sample),
+    "first_steps_seconds": (
+        "Median time of the first steady steps seen here.",
+        lambda rank: rank.history.first_steps_seconds,
+    ),
+    "share": ("Samples of this rank in a step.", lambda rank: float(rank.state["share"]) or None),
+    "loss": ("Training loss of the last step.", lambda rank: float(rank.state["loss"]) or None),
+    "checkpoint_step": ("Last step whose checkpoint is published.", lambda rank: float(rank.state["checkpoint_step"])),
+    "snapshot_step": ("Last step held in shared memory.", lambda rank: float(rank.state["snapshot_step"])),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
+    "steps": ("Optimizer steps.", lambda rank: rank.history.steps_total),
+    "samples": ("Samples trained on.", lambda rank: rank.history.samples_total),
+    "collective_seconds": ("Time inside collectives.", lambda rank: rank.history.collective_seconds_total),
+}
+
+
+class WorkerMetrics(Collector):
+    """Registers with a prometheus_client registry."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self._settings = settings
+        self._ranks = ranks
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: collecting reads files."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        ranks = self._ranks.look()
+        for name, (text, gauge) in _GAUGES.items():
+            family = GaugeMetricFamily(f"pacekeeper_rank_{name}", text, labels=LABELS)
+            for rank in ranks:
+                value = gauge(rank)
+                if value is not None:
+                    family.add_metric(self._labels(rank), value)
+            yield family
+        for name, (text, counter) in _COUNTERS.items():
+            total = CounterMetricFamily(f"pacekeeper_rank_{name}", text, labels=LABELS)
+            for rank in ranks:
+                total.add_metric(self._labels(rank), counter(rank))
+            yield total
+        contact = GaugeMetricFamily(
+            "pacekeeper_worker_operator_contact_seconds",
+            "Age of the operator's last answer.",
+            labels=("trainingjob", "worker"),
+        )
+        path = self._settings.runtime.contact
+        if path.exists():
+            contact.add_metric((self._settings.job, self._settings.worker), time.time() - path.stat().st_mtime)
+        yield contact
+
+    def _labels(self, rank: Rank) -> tuple[str, str, str]:
+        return (self._settings.job, self._settings.worker, str(rank.state["rank"]))
+
+
+def _wait(rank: Rank) -> float | None:
+    step, own = rank.history.step_seconds, rank.history.compute_seconds
+    return None if step is None or own is None else max(0.0, step - own)

@@ -1,0 +1,69 @@
+"""The worker's ranks as the sidecar sees them: their rings, read when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reports import Evidence
+
+from .history import RankHistory
+
+
+@dataclass
+class Rank:
+    """One rank here. Its history outlives its rounds; its ring does not."""
+
+    ring: RingReader
+    history: RankHistory
+    state: np.void
+    seen: int = 0  # index of the last record taken in
+
+
+class Ranks:
+    """All ranks of this worker, by local rank."""
+
+    def __init__(self, runtime: Runtime, window_steps: int) -> None:
+        self._runtime = runtime
+        self._window_steps = window_steps
+        self._ranks: dict[int, Rank] = {}
+
+    def look(self) -> list[Rank]:
+        """Take in what is new, and return the ranks that have a ring now."""
+        present = []
+        for path in sorted(self._runtime.rings.glob("[0-9]*")):
+            rank = self._open(int(path.name))
+            if rank is not None:
+                rank.state = rank.ring.state()
+                records = rank.ring.records(since=rank.seen)
+                if len(records):
+                    rank.seen = int(records["index"][-1])
+                    rank.history.add(records)
+                present.append(rank)
+        return present
+
+    def evidence(self, request: str, worker: str, round_: int) -> Evidence:
+        """The windows of the ranks here."""
+        ranks = self.look()
+        windows = tuple(rank.history.window(int(rank.state["rank"])) for rank in ranks)
+        return Evidence(request=request, worker=worker, round=round_, windows=windows)
+
+    def _open(self, local_rank: int) -> Rank | None:
+        known = self._ranks.get(local_rank)
+        if known is not None and known.ring.is_current:
+            return known
+        try:
+            ring = RingReader(self._runtime.ring(local_rank))
+        except (FileNotFoundError, InputError):  # a round ends or begins right now
+            return None
+        state = ring.state()
+        history = RankHistory(self._window_steps)
+        if known is not None and known.state["rank"] == state["rank"]:
+            history = known.history
+            history.start_round()
+        rank = self._ranks[local_rank] = Rank(ring, history, state)
+        return rank

@@ -1,0 +1,55 @@
+"""What the operator tells the sidecar through its environment; the only place of the sidecar that reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Durations are seconds."""
+
+    runtime: Runtime
+    job: str
+    worker: str
+    operator: str  # https URL
+    authority: str  # PEM of the certificate authority; "": the system's
+    token_file: Path
+    metrics_port: int = 9464
+    window_steps: int = 32
+    poll_seconds: float = 3.0
+    """How long the operator may hold a poll. Its answers are the signs of life of both sides."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Raises InputError that names the variable."""
+        missing = [name for name in _REQUIRED if not environment.get(name)]
+        if missing:
+            raise InputError(f"{', '.join(missing)} must be set; the operator sets them on the sidecars that it adds")
+        return cls(
+            runtime=Runtime.from_environment(environment),
+            job=environment["PACEKEEPER_JOB"],
+            worker=environment["PACEKEEPER_WORKER"],
+            operator=environment["PACEKEEPER_OPERATOR"].rstrip("/"),
+            authority=environment.get("PACEKEEPER_CA", ""),
+            token_file=Path(environment["PACEKEEPER_TOKEN_FILE"]),
+            metrics_port=_whole(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
+            window_steps=_whole(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
+            poll_seconds=float(environment.get("PACEKEEPER_POLL_SECONDS") or cls.poll_seconds),
+        )
+
+
+_REQUIRED = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
+
+
+def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isdigit():
+        raise InputError(f"{name}={text!r} is not a whole number")
+    return int(text)

@@ -1,0 +1,176 @@
+"""What the sidecar does all the time: four loops between the runtime folder and the operator.
+
+None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from pathlib import Path
+
+from pacekeeper.runtime import read_json, write_json
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.reports import Fault, Heartbeat
+
+from .client import OperatorClient, Rejected, Unavailable
+from .ranks import Ranks
+from .settings import Settings
+
+LOOK_SECONDS = 0.05
+"""How often files are looked at. A look is a few system calls."""
+QUIET_FIELDS = ("step", "steps_in_round", "snapshot_step", "checkpoint_step")
+"""Fields of the heartbeat whose change can wait for the next poll."""
+
+log = logging.getLogger(__name__)
+
+
+class Sidecar:
+    """Its loops share the plan that was fetched last."""
+
+    def __init__(self, settings: Settings, client: OperatorClient, ranks: Ranks) -> None:
+        self._settings = settings
+        self._runtime = settings.runtime
+        self._client = client
+        self._ranks = ranks
+        self._plan = _plan_on_disk(settings.runtime.plan)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for loop in (self._follow_plan, self._tell_changes, self._deliver_faults, self._answer_requests):
+                tasks.create_task(loop())
+
+    async def _follow_plan(self) -> None:
+        """Poll the plan; each poll carries the heartbeat."""
+        backoff = Backoff()
+        while True:
+            try:
+                await self._poll(self._settings.poll_seconds)
+                backoff.reset()
+            except (Unavailable, Rejected, InputError) as error:
+                await backoff.sleep("no plan", error)
+
+    async def _tell_changes(self) -> None:
+        """Send the heartbeat at once when more than the step has changed, beside the poll that is being held."""
+        told = self._loud()
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._loud()
+            if now == told:
+                continue
+            try:
+                await self._poll(wait=0)
+                told = now
+                backoff.reset()
+            except (Unavailable, Rejected, InputError) as error:
+                await backoff.sleep("heartbeat not sent", error)
+
+    async def _deliver_faults(self) -> None:
+        """Send each fault until the operator has acknowledged it; several at once, so that none waits for another."""
+        under_way: dict[Path, asyncio.Task[None]] = {}
+        while True:
+            under_way = {path: task for path, task in under_way.items() if not task.done()}
+            for path in self._reported():
+                if path not in under_way:
+                    under_way[path] = asyncio.create_task(self._deliver(path))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _deliver(self, path: Path) -> None:
+        backoff = Backoff()
+        fault = _read_fault(path)
+        while fault is not None:
+            try:
+                await self._client.fault(fault)
+                self._in_contact()
+                break
+            except Unavailable as error:
+                await backoff.sleep(f"fault {path.stem} not taken", error)
+            except Rejected as error:
+                log.error("fault %s is dropped: %s", path.stem, error)
+                break
+        _forget(path)
+
+    async def _answer_requests(self) -> None:
+        """Answer the plan's request for evidence, once."""
+        answered = ""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            plan = self._plan
+            if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
+                continue
+            evidence = self._ranks.evidence(plan.evidence_request, self._settings.worker, self._heartbeat().round)
+            try:
+                await self._client.evidence(evidence)
+                answered = plan.evidence_request
+                backoff.reset()
+            except Rejected as error:
+                log.error("evidence %s is dropped: %s", plan.evidence_request, error)
+                answered = plan.evidence_request
+            except Unavailable as error:
+                await backoff.sleep("evidence not taken", error)
+
+    async def _poll(self, wait: float) -> None:
+        after = -1 if self._plan is None else self._plan.version
+        plan = await self._client.plan(self._heartbeat(), after, wait)
+        self._in_contact()
+        if plan is not None and (self._plan is None or plan.version > self._plan.version):
+            write_json(self._runtime.plan, plan.to_json())
+            self._plan = plan
+
+    def _reported(self) -> list[Path]:
+        return sorted(self._runtime.faults.glob("*.json"))
+
+    def _in_contact(self) -> None:
+        self._runtime.contact.touch()
+
+    def _heartbeat(self) -> Heartbeat:
+        written = read_json(self._runtime.heartbeat)
+        return Heartbeat(worker=self._settings.worker) if written is None else Heartbeat.from_json(written)
+
+    def _loud(self) -> dict[str, object]:
+        """The heartbeat without what can wait."""
+        return {name: value for name, value in self._heartbeat().to_json().items() if name not in QUIET_FIELDS}
+
+
+class Backoff:
+    """Waits that double from 0.2 s to 5 s, with jitter, so that thousands of sidecars do not come back as one."""
+
+    def __init__(self, first: float = 0.2, longest: float = 5.0) -> None:
+        self._first, self._longest = first, longest
+        self._next = first
+
+    def reset(self) -> None:
+        self._next = self._first
+
+    async def sleep(self, what: str, why: Exception) -> None:
+        if self._next == self._first:
+            log.warning("%s: %s", what, why)
+        await asyncio.sleep(self._next * random.uniform(0.5, 1.0))
+        self._next = min(2 * self._next, self._longest)
+
+
+def _read_fault(path: Path) -> Fault | None:
+    try:
+        return Fault.from_json(json.loads(path.read_text()))
+    except (InputError, ValueError) as error:
+        log.error("fault %s is dropped: %s", path.stem, error)
+        return None
+
+
+def _forget(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _plan_on_disk(path: Path) -> WorkerPlan | None:
+    """The plan that an earlier run of this sidecar has fetched."""
+    try:
+        written = read_json(path)
+        return None if written is None else WorkerPlan.from_json(written)
+    except (InputError, ValueError):
+        return None
