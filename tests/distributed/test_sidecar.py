@@ -38,7 +38,17 @@ class Operator:
     refused: int = 0
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[web.middleware(self._check)])
+        @web.middleware
+        async def check(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            good = request.headers.get("Authorization") == f"Bearer {TOKEN}"
+            if good and not self.away:
+                return await handler(request)
+            self.refused += 1
+            return web.Response(status=503 if good else 401)
+
+        app = web.Application(middlewares=[check])
         app.add_routes(
             [
                 web.post("/v1/plan", self._plan),
@@ -47,17 +57,6 @@ class Operator:
             ]
         )
         return app
-
-    async def _check(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.refused += 1
-            return web.Response(status=401)
-        if self.away:
-            self.refused += 1
-            return web.Response(status=503)
-        return await handler(request)
 
     async def _plan(self, request: web.Request) -> web.Response:
         self.heartbeats.append(Heartbeat.from_json(await request.json()))

@@ -22,19 +22,10 @@ TIMEOUT_SECONDS = 3
 BY_JOB = "by (namespace, trainingjob)"
 
 
-def _named(metric: str) -> str:
-    """The metric with its job as label `trainingjob`.
-
-    Prometheus keeps `job` for itself and renames the worker's own label, unless its configuration honours labels.
-    """
-    kept = f'label_replace({metric}, "trainingjob", "$1", "job", "(.*)")'
-    return f'label_replace({kept}, "trainingjob", "$1", "exported_job", "(.+)")'
-
-
-COMPUTE = _named("pacekeeper_rank_compute_seconds")
-PER_SAMPLE = _named("pacekeeper_rank_compute_seconds_per_sample")
-STEP = _named("pacekeeper_rank_step_seconds")
-SLOWER_THAN_AT_FIRST = _named("(pacekeeper_rank_step_seconds / pacekeeper_rank_first_steps_seconds)")
+COMPUTE = "pacekeeper_rank_compute_seconds"
+PER_SAMPLE = "pacekeeper_rank_compute_seconds_per_sample"
+STEP = "pacekeeper_rank_step_seconds"
+SLOWER_THAN_AT_FIRST = "(pacekeeper_rank_step_seconds / pacekeeper_rank_first_steps_seconds)"
 QUERIES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
