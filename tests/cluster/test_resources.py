@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import RELEASE, SYSTEM, helm_template
+from tests.support.chart import CHART, RELEASE, SYSTEM, helm, helm_template
 from tests.support.cluster import Cluster, wait_for
 
 TRAINER = {
@@ -422,3 +422,12 @@ def test_quarantine_waits_for_approval_which_stands(cluster: Cluster) -> None:
 def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in ("incidents", "nodequarantines", "trainingjobs")]
+
+
+def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
+    arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
+    notes = helm("install", "another-name", str(CHART), "--dry-run=client", *arguments)
+    after = notes[notes.index("NOTES:") :]
+    assert "WARNING: prometheus.url is not set" in after
+    assert "rollout status deployment/another-name" in after
+    assert "kubectl apply -f examples/quickstart.yaml" in after
