@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reports import RankWindow
+from ..whatif import data_parallel
 
 PERSISTENT = 0.8
 """Share of the window's steps in which a rank must be slow to be called a straggler: what comes and goes is noise."""
@@ -46,8 +47,9 @@ class StragglerVerdict:
 
     slowdown: float
     rank_slowdown: tuple[float, ...]  # median over steps of a rank's cost a sample over its peers' median
+    rank_effect: tuple[float, ...]  # S_w: what is left of S with every other rank ideal; empty: nothing to decompose
     culprits: tuple[int, ...]
-    slowdown_replaced: float  # what is left of S when the culprits work at their peers' pace
+    gain_replaced: float  # how many times faster the job is with the culprits at their peers' pace
 
 
 def align(windows: Sequence[RankWindow]) -> Window | None:
@@ -72,39 +74,21 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
 
 
 def find(window: Window, threshold: float) -> StragglerVerdict:
-    """S and the culprits: ranks whose cost a sample is `threshold` × their peers' in most steps of the window.
+    """S, S_w and the culprits: ranks whose cost a sample is `threshold` × their peers' in most steps of the window.
 
     No culprit is named where S itself stays below the threshold (the slow rank keeps nobody waiting).
     """
     cost = window.cost_per_sample
-    relative = cost / np.stack(
-        [np.median(np.delete(cost, rank, axis=1), axis=1) for rank in range(cost.shape[1])], axis=1
-    )
-    actual = slowdown(window.compute_seconds)
+    peers = [np.median(np.delete(cost, rank, axis=1), axis=1) for rank in range(cost.shape[1])]
+    relative = cost / np.stack(peers, axis=1)
+    whatif = data_parallel.analyse(window.compute_seconds, steps=[int(step) for step in window.steps])
     persistent = (relative >= threshold).mean(axis=0) >= PERSISTENT
-    culprits = tuple(int(rank) for rank in np.flatnonzero(persistent)) if actual >= threshold else ()
+    culprits = tuple(int(rank) for rank in np.flatnonzero(persistent)) if whatif.slowdown >= threshold else ()
+    parts = whatif.decomposition
     return StragglerVerdict(
-        slowdown=actual,
+        slowdown=whatif.slowdown,
         rank_slowdown=tuple(float(value) for value in np.median(relative, axis=0)),
+        rank_effect=() if parts is None else tuple(float(value) for value in parts.by_replica),
         culprits=culprits,
-        slowdown_replaced=_replaced(window, culprits),
+        gain_replaced=whatif.gain(data_parallel.replaced(culprits)) if culprits else 1.0,
     )
-
-
-def slowdown(compute_seconds: npt.NDArray[np.float64]) -> float:
-    """S of a data-parallel job: mean over steps of the slowest rank's work, over the mean work of all."""
-    return float(compute_seconds.max(axis=1).mean() / compute_seconds.mean())
-
-
-def _replaced(window: Window, culprits: tuple[int, ...]) -> float:
-    """S, by the same ideal, when each culprit does its samples at its peers' median pace."""
-    if not culprits:
-        return slowdown(window.compute_seconds)
-    peers = np.delete(window.cost_per_sample, culprits, axis=1)
-    if peers.shape[1] == 0:
-        return slowdown(window.compute_seconds)
-    compute = window.compute_seconds.copy()
-    pace = np.median(peers, axis=1)
-    for rank in culprits:
-        compute[:, rank] = pace * np.maximum(window.samples[:, rank], 1)
-    return max(1.0, float(compute.max(axis=1).mean() / window.compute_seconds.mean()))

@@ -31,7 +31,8 @@ def test_one_of_four_at_half_speed() -> None:
     assert found.slowdown == pytest.approx(1.6)
     assert found.culprits == (3,)
     assert found.rank_slowdown == pytest.approx((1, 1, 1, 2))
-    assert found.slowdown_replaced == pytest.approx(1.0)
+    assert found.rank_effect == pytest.approx((1, 1, 1, 1.6))
+    assert found.gain_replaced == pytest.approx(2.0)
 
 
 def test_noise_alone_blames_nobody() -> None:
