@@ -93,7 +93,8 @@ class Loader:
             return
         self.check(wanted)
         self._shares = wanted
-        self._changes[self._taken + self.lookahead if self._batches else 0] = wanted
+        if self._batches is not None:
+            self._changes[self._taken + self.lookahead] = wanted
 
     def check(self, shares: tuple[int, ...]) -> None:
         """Raises InputError where `shares` cannot be followed."""

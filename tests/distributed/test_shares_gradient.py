@@ -1,0 +1,102 @@
+"""The gradient of unequal shares is the gradient of the whole batch, as one process computes it, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacekeeper as pk
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from tests.support.ranks import run_ranks
+
+RANKS = 4
+BATCH = 24
+IGNORED = -100
+
+Sample = tuple[int, Tensor, Tensor]
+SHARES = [None, (6, 6, 6, 6), (9, 7, 5, 3), (15, 3, 3, 3), (4, 8, 8, 4)]
+
+
+class Tokens(torch.utils.data.Dataset[Sample]):
+    """Sequences of 5 tokens with very different numbers of valid targets."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(100, 5, 8, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 6, (100, 5), generator=generator)
+        self.y[torch.rand(100, 5, generator=generator) < torch.rand(100, 1, generator=generator)] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Sample:
+        return index, self.x[index], self.y[index]
+
+
+def valid_tokens(batch: Any) -> Tensor:
+    return (batch[2] != IGNORED).sum()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).double()
+
+
+def loss_sum(model: nn.Module, x: Tensor, y: Tensor, by_tokens: bool) -> Tensor:
+    """Over valid tokens; per sample, where samples count, the mean over the sequence."""
+    losses = nn.functional.cross_entropy(
+        model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return losses if by_tokens else losses / y.shape[1]
+
+
+def reference(indices: list[int], by_tokens: bool) -> list[Tensor]:
+    """The gradient of the same samples in one process, one batch."""
+    data, model = Tokens(), make_model()
+    x, y = data.x[indices], data.y[indices]
+    weight = (y != IGNORED).sum() if by_tokens else len(indices)
+    (loss_sum(model, x, y, by_tokens) / weight).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def one_step(shares: tuple[int, ...] | None, by_tokens: bool, sharded: bool, runtime: Path) -> Callable[[int], Any]:
+    def rank_main(rank: int) -> tuple[list[int], list[Tensor], float]:
+        plan = WorkerPlan(version=1, role=Role.MEMBER, shares=shares)
+        if rank == 0:
+            write_json(Runtime(runtime).plan, plan.to_json())
+        job = pk.init(mesh={"shard": -1} if sharded else None)
+        model = job.fully_shard(make_model()) if sharded else job.replicate(make_model())
+        loader = job.dataloader(Tokens(), BATCH, max_microbatch=5, weight=valid_tokens if by_tokens else None)
+        for step in job.steps(loader, until=1):
+            seen: list[int] = []
+            for indices, x, y in step.microbatches():
+                assert len(indices) <= 5
+                (loss_sum(model, x, y, by_tokens) / step.total_weight).backward()
+                seen += indices.tolist()
+            gradients = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+        return seen, gradients, step.total_weight
+
+    return rank_main
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
+@pytest.mark.parametrize("shares", SHARES, ids=json.dumps)
+def test_gradient_equals_that_of_one_process(
+    shares: tuple[int, ...] | None, by_tokens: bool, sharded: bool, tmp_path: Path
+) -> None:
+    results = run_ranks(one_step(shares, by_tokens, sharded, tmp_path), RANKS, runtime=tmp_path)
+    indices = [index for seen, _, _ in results for index in seen]
+    assert [len(seen) for seen, _, _ in results] == list(shares or (6, 6, 6, 6))
+    assert len(set(indices)) == BATCH
+    expected = reference(indices, by_tokens)
+    for _, gradients, _ in results:
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)

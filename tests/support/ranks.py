@@ -1,0 +1,100 @@
+"""Runs a function in forked ranks with a gloo process group's environment and a ring each; no launcher."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pacekeeper.launcher.warm import preimport
+from pacekeeper.ring import create_ring
+from pacekeeper.runtime import Runtime
+
+Result = TypeVar("Result")
+
+PATIENCE = 60.0
+_rounds = itertools.count(1)
+
+
+def run_ranks(
+    function: Callable[[int], Result],
+    ranks: int,
+    runtime: Path | None = None,
+    environment: dict[str, str] | None = None,
+    patience: float = PATIENCE,
+) -> list[Result]:
+    """What `function(rank)` returns in each of the ranks, which start together.
+
+    runtime: the folder that all of them share; None: no launcher is there, and nothing is recorded.
+    Raises AssertionError with the tracebacks of ranks that failed, or that did not end in time.
+    """
+    preimport()
+    variables = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "PACEKEEPER_ROUND": str(next(_rounds)),
+        **(environment or {}),
+    }
+    if runtime is not None:
+        variables["PACEKEEPER_RUNTIME"] = str(Runtime(runtime).make().root)
+    children = [_fork(function, rank, variables, runtime) for rank in range(ranks)]
+    deadline = time.monotonic() + patience
+    answers = [_read(answer, deadline) for _, answer in children]
+    for pid, _ in children:
+        os.kill(pid, signal.SIGKILL)  # ended or hanging: a child that waitpid has not seen keeps its id
+        os.waitpid(pid, 0)
+    failures = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
+    assert not failures, "\n".join(failures)
+    return [answer[1] for answer in answers]
+
+
+def _fork(
+    function: Callable[[int], Any], rank: int, variables: dict[str, str], runtime: Path | None
+) -> tuple[int, int]:
+    """Process id, and the end of a pipe from which its pickled (succeeded, result or traceback) comes."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid != 0:
+        os.close(write_end)
+        return pid, read_end
+    try:
+        os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+        if runtime is not None:
+            create_ring(Runtime(runtime).ring(rank), rank, int(variables["PACEKEEPER_ROUND"]))
+        import torch
+
+        torch.set_num_threads(1)
+        answer: tuple[bool, Any] = (True, function(rank))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    with os.fdopen(write_end, "wb") as pipe:
+        pickle.dump(answer, pipe)
+    os._exit(0)
+
+
+def _read(pipe: int, deadline: float) -> tuple[bool, Any]:
+    content = b""
+    with os.fdopen(pipe, "rb", buffering=0) as file:
+        while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            chunk = file.read(1 << 20)
+            if not chunk:
+                return pickle.loads(content) if content else (False, "ended without a word")
+            content += chunk
+    return False, "did not end in time"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
