@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cluster import cluster, namespace
+from tests.support.resources import resources
 
-__all__ = ["cluster", "namespace"]
+__all__ = ["cluster", "namespace", "resources"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,13 +6,12 @@ import copy
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.chart import CHART, RELEASE, SYSTEM, helm, helm_template
-from tests.support.cluster import Cluster, wait_for
+from tests.support.chart import CHART, SYSTEM, helm
+from tests.support.cluster import Cluster
 
 TRAINER = {
     "name": "trainer",
@@ -22,32 +21,7 @@ TRAINER = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def resources(cluster: Cluster) -> Iterator[None]:
-    """The chart's CRDs are there, and no operator answers to what these tests write."""
-    owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": SYSTEM}
-    definitions = [found for found in helm_template() if found["kind"] == "CustomResourceDefinition"]
-    for definition in definitions:
-        definition["metadata"]["annotations"] |= owner  # so that `helm install` takes over what it finds
-        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
-    names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
-    deployment = cluster.get("deployment", RELEASE, SYSTEM)
-    if deployment is None:
-        yield
-        return
-    _scale_operator(cluster, 0)
-    yield
-    _scale_operator(cluster, deployment["spec"]["replicas"])
-
-
-def _scale_operator(cluster: Cluster, replicas: int) -> None:
-    cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
-    wait_for(
-        lambda: cluster.get("deployment", RELEASE, SYSTEM)["status"].get("replicas", 0) == replicas or None,
-        timeout=60,
-        what=f"operator at {replicas} replicas",
-    )
+pytestmark = pytest.mark.usefixtures("resources")
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -426,7 +400,7 @@ def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
 
 def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
     arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
-    notes = helm("install", "another-name", str(CHART), "--dry-run=client", *arguments)
+    notes = helm("install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments)
     after = notes[notes.index("NOTES:") :]
     assert "WARNING: prometheus.url is not set" in after
     assert "rollout status deployment/another-name" in after

@@ -1,0 +1,39 @@
+"""The chart's custom resources on a real cluster, with no operator that answers to what a test writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.chart import RELEASE, SYSTEM, helm_template
+from tests.support.cluster import Cluster, wait_for
+
+
+@pytest.fixture(scope="module")
+def resources(cluster: Cluster) -> Iterator[None]:
+    """The chart's CRDs are there, and no operator answers to what these tests write."""
+    owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": SYSTEM}
+    definitions = [found for found in helm_template() if found["kind"] == "CustomResourceDefinition"]
+    for definition in definitions:
+        definition["metadata"]["annotations"] |= owner  # so that `helm install` takes over what it finds
+        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
+    names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+    deployment = cluster.get("deployment", RELEASE, SYSTEM)
+    if deployment is None:
+        yield
+        return
+    _scale_operator(cluster, 0)
+    yield
+    _scale_operator(cluster, deployment["spec"]["replicas"])
+
+
+def _scale_operator(cluster: Cluster, replicas: int) -> None:
+    cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
+    wait_for(
+        lambda: cluster.get("deployment", RELEASE, SYSTEM)["status"].get("replicas", 0) == replicas or None,
+        timeout=60,
+        what=f"operator at {replicas} replicas",
+    )
