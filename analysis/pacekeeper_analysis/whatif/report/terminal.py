@@ -29,11 +29,11 @@ def _lines(whatif: WhatIf, finding: Finding, width: int, colour: bool) -> Iterat
     bold = _Style(colour)
     step, ideal = float(whatif.step_s.mean()), whatif.ideal_step_s
     yield f"{bold(f'Slowdown {whatif.slowdown:.3f}')}: stragglers waste {whatif.waste:.1%} of the time."
-    yield f"A step takes {_seconds(step)}; without stragglers it would take {_seconds(ideal)}."
+    yield f"A step takes {_seconds(step)}; without stragglers, {_seconds(ideal)}."
     if whatif.launch_slowdown is not None:
         error = whatif.launch_slowdown - 1.0
         side = "below" if error >= 0 else "above"
-        yield f"The simulation is {abs(error):.1%} {side} the measured time of {len(whatif.steps)} steps."
+        yield f"Simulated: {abs(error):.1%} {side} the measured time of {len(whatif.steps)} steps."
     for warning in whatif.warnings:
         yield from _wrap(f"Warning: {warning}", width)
     yield ""
