@@ -3,7 +3,7 @@
 The images hold next to nothing. Each containerd adds read-only binds to every container (`runtime_spec`): the machine's
 /usr, the Python installation, the virtual environment and the checkout. A manifest needs not a word of it, and a change
 of a source file is in the next container without a build. The places inside are fixed, wherever the checkout lies:
-/opt/venv (the environment, first on the PATH) and /opt/pacekeeper (the checkout, the working directory).
+/opt/venv (the environment, on the PATH) and /opt/pacekeeper (the checkout, the working directory).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNPRIVILEGED = 65532
 _VENV = "/opt/venv"
 _CHECKOUT = "/opt/pacekeeper"
 _ENVIRONMENT = {
-    "PATH": f"{_VENV}/bin:/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "PATH": f"/opt/bin:{_VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "PYTHONPATH": ":".join(f"{_CHECKOUT}/{package}" for package in ("analysis", "operator", "trainer")),
     "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
