@@ -19,7 +19,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     round_ = min(fault.round for fault in failed)
     of_round = tuple(fault for fault in failed if fault.round == round_)
-    first = of_round[0]
+    first = next((fault for fault in of_round if not fault.lost_peer), of_round[0])
     if observation.now - first.noticed_at < SETTLE_SECONDS and observation.round <= round_ and not first.out_of_memory:
         return None
     return _judge(observation, policy, first, tuple(fault.name for fault in of_round))
@@ -54,7 +54,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[
     remedy = None if end is not None or chosen is None else Remedy(chosen.option.remedy)
     return Decision(
         cause=Cause.OUT_OF_MEMORY if memory else Cause.CRASH,
-        class_=Class.APPLICATION if fault.error or follows_rank else Class.UNKNOWN,
+        class_=Class.APPLICATION if fault.exit_code > 0 or follows_rank else Class.UNKNOWN,
         round=fault.round,
         message=f"rank {fault.rank} on {fault.worker} {_ending(fault)} after step {fault.step}",
         first_sign=fault.noticed_at,

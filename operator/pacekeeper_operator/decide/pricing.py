@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pacekeeper_analysis.price import Choice, Option, Price, choose
 
@@ -12,8 +13,11 @@ from ..observation import STANDSTILL, Observation, Policy
 
 
 def choose_at_standstill(options: Sequence[Option]) -> Choice:
-    """Of a job that does not train at all: every remedy that gets it going is due, the cheapest wins."""
-    return choose(options, STANDSTILL, 0.0)
+    """Of a job that does not train at all: every remedy that gets it going wins everything, the cheapest is taken."""
+    choice = choose(options, STANDSTILL, 0.0)
+    prices = tuple(replace(price, gain_seconds=math.inf) for price in choice.prices)
+    chosen = None if choice.chosen is None else prices[choice.prices.index(choice.chosen)]
+    return Choice(chosen, prices)
 
 
 def restart_option(observation: Observation, policy: Policy, *, helps: bool = True, refused: str = "") -> Option:

@@ -19,6 +19,7 @@ PULL_REASONS = frozenset(
         "CreateContainerConfigError",
         "CreateContainerError",
         "RunContainerError",
+        "CrashLoopBackOff",
     }
 )
 """Why a container waits that no patience of ours will start."""

@@ -40,7 +40,7 @@ def _decide(observation: Observation, view: WorkerView) -> Decision:
     return Decision(
         cause=Cause.WORKER_LOST,
         class_=Class.APPLICATION,
-        round=observation.round,
+        round=observation.round if observation.plan.members else 0,
         message=message,
         first_sign=observation.now,
         actions=actions,
