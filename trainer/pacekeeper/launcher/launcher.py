@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import cgroup, processes
+from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, next_beat
 from .network import interface_of
 from .plans import PlanFile
@@ -26,6 +27,7 @@ from .ranks import Ranks
 from .rounds import Command, Exit, Kill, Notify, Seen, Start, State, Terminate, decide, report
 from .settings import Settings
 from .warm import Warm
+from .watch import Watch
 from .wire import MeetingClient, MeetingHost
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ TICK = 0.02
 """Seconds between two looks at the plan file, the rings and the clock; all else wakes the launcher at once."""
 
 _BIND_PAUSE = 0.2
+_GPU_PERIOD = 1.0
 _LINGER = 5.0  # how long the host of a meeting lets the others learn that all have finished
 _STORE_TIMEOUT = timedelta(seconds=300)
 
@@ -69,6 +72,9 @@ class Launcher:
         self._host: MeetingHost | None = None
         self._hosting = ""  # address that the host serves
         self._store: TCPStore | None = None  # of the newest round that is hosted here
+        self._watch = self._new_watch()
+        self._gpus = open_gpus()
+        self._gpus_at = 0.0
         self._told_to_end = False
         self._exit: Exit | None = None
 
@@ -90,6 +96,7 @@ class Launcher:
             self._exit = Exit(1, str(error))
         finally:
             loop.remove_reader(self._warm.connection)
+            self._watch.stop()
             self._ranks.close()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
@@ -111,11 +118,27 @@ class Launcher:
         for command in commands:
             self._do(command)
         await self._meet(plan)
-        states = self._ranks.states().values()
-        now = time.monotonic()
-        self._heartbeat.write(next_beat(self._heartbeat.last, self._state, plan, states, time.time(), now), now)
+        self._observe(plan, time.monotonic())
         if commands:
             self._wake.set()
+
+    def _observe(self, plan: WorkerPlan | None, now: float) -> None:
+        """What is to be told: the heartbeat, stalls, GPU errors."""
+        states = self._ranks.states()
+        self._heartbeat.write(
+            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now), now
+        )
+        if self._state.running and self._state.ending_since is None:
+            neighbours = plan.neighbours if plan is not None else ()
+            pids = self._ranks.pids()
+            self._watch.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
+        if now >= self._gpus_at:
+            self._gpus_at = now + _GPU_PERIOD
+            for event in self._gpus.poll():
+                self.notify(gpu_fault(event, self._state, self._settings))
+
+    def _new_watch(self) -> Watch:
+        return Watch(self._settings, self._ranks.records, self.notify)
 
     def _see(self, plan: WorkerPlan | None) -> Seen:
         return Seen(
@@ -148,6 +171,7 @@ class Launcher:
             case Terminate():
                 self._ranks.signal(signal.SIGTERM)
             case Kill():
+                self._watch.stop()
                 self._ranks.signal(signal.SIGKILL)
             case Notify():
                 self.notify(command.fault)
@@ -205,6 +229,8 @@ class Launcher:
         )
         starts = rank_starts(command, self._script, self._settings, self._runtime)
         self._ranks.start(starts)
+        self._watch.stop()
+        self._watch = self._new_watch()
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""
@@ -213,6 +239,20 @@ class Launcher:
                 await self._host.wait_until_alone(self._settings.worker, patience=_LINGER)
             await self._host.close()
         self._client.leave()
+
+
+def gpu_fault(event: GpuEvent, state: State, settings: Settings) -> Fault:
+    """One fault an event: the same XID again is another one."""
+    return Fault(
+        name=f"{settings.worker}-{settings.incarnation}-r{state.round}-gpu-{time.time_ns():x}".lower(),
+        kind=FaultKind.GPU_ERROR,
+        worker=settings.worker,
+        round=state.round,
+        membership=max(state.membership, 0),
+        noticed_at=time.time(),
+        error=event.text,
+        xid=event.xid,
+    )
 
 
 def rank_starts(command: Start, script: Script, settings: Settings, runtime: Runtime) -> list[RankStart]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime
@@ -18,6 +19,7 @@ from . import cgroup, processes
 from .output import Stream
 from .rank import RankStart
 from .rounds import RankSeen
+from .stacks import StackFile
 from .warm import Exited, Forked, Warm
 
 _LOST_PEER = re.compile(
@@ -109,6 +111,15 @@ class Ranks:
         return {
             local: rank.pid for local, rank in enumerate(self._ranks) if rank.pid is not None and rank.exit_code is None
         }
+
+    def stack_files(self) -> dict[int, StackFile]:
+        return {local: StackFile(self.runtime.stack(local)) for local in range(len(self._ranks))}
+
+    def records(self, local_rank: int) -> NDArray[np.void]:
+        """What the ring of a watched rank holds (`records.RECORD`)."""
+        ring = self._ranks[local_rank].ring
+        assert ring is not None
+        return ring.records()
 
     def seen(self) -> list[RankSeen]:
         """The ranks as the state machine wants them."""

@@ -1,0 +1,90 @@
+"""Hangs: every launcher reports what its ranks do, and the verdict over all reports names the culprit, or nobody."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict, verdict
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import Fault, FaultKind
+from tests.support.launchers import Team, team
+
+PORT = 29413
+
+
+def two(one: Team) -> None:
+    """Worker a with ranks 0 and 1, worker b with rank 2."""
+    one.start("a")
+    one.start("b")
+    one.give(Plan(version=1, membership=1, members=one.members(a=[0, 1], b=[2]), store_port=PORT, restarts=5))
+
+
+def stalls(one: Team) -> list[Fault]:
+    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]
+
+
+def judge(one: Team) -> HangVerdict | None:
+    return verdict(stalls(one), world_size=3)
+
+
+def restart(one: Team) -> None:
+    """The operator's remedy: the same members in a new membership."""
+    members = one.plan.members
+    one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_stopped_rank_is_named_and_the_job_trains_again_within_six_seconds(tmp_path: Path, rank: int) -> None:
+    faults = [{"rank": rank, "round": 1, "step": 8, "kind": "stop"}]
+    with team(tmp_path, steps=20, faults=faults, step_seconds=0.1) as one:
+        two(one)
+        one.wait_for(lambda: "round 1 stop" in one.diary(rank), "the rank stands still")
+        began = time.monotonic()
+        found = one.wait_for(lambda: judge(one), "a verdict")
+        assert (found.kind, found.ranks) == (HangKind.STOPPED, (rank,)), found
+        restart(one)
+        one.wait_for(lambda: any(line.startswith("round 2 step") for line in one.diary(rank)), "round 2 trains")
+        assert time.monotonic() - began < 6, one.logs()
+        assert [worker.wait() for worker in one.workers.values()] == [0, 0]
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) -> None:
+    faults = [{"rank": 0, "round": 1, "step": 8, "kind": "skip"}]
+    with team(tmp_path, steps=20, faults=faults) as one:
+        two(one)
+        found = one.wait_for(lambda: judge(one), "a verdict")
+        assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (0,)), found
+        (state, *_) = [state for fault in stalls(one) for state in fault.ranks if state.rank == 0]
+        assert (state.phase, state.step, state.collective, state.process_state) == ("TRAIN", 7, "NONE", "S")
+        assert not state.moving
+        innermost = state.stack.splitlines()[-1]
+        assert "steps.py" in innermost
+        assert innermost.endswith("in fail"), state.stack
+        waiting = [state for fault in stalls(one) for state in fault.ranks if state.rank == 2][0]
+        assert (waiting.collective, waiting.sequence) == ("ALL_REDUCE", 7)
+        assert "all_reduce" in waiting.stack
+
+
+@pytest.mark.parametrize("phase", ["COMPILE", "EVALUATE", "CHECKPOINT", "DATA"])
+def test_a_long_phase_of_one_rank_accuses_nobody(tmp_path: Path, phase: str) -> None:
+    """Ten times the deadline: the peers stall and say so, and no verdict follows from it."""
+    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": phase, "seconds": 4.0}]
+    with team(tmp_path, steps=12, faults=faults, hang=0.4) as one:
+        two(one)
+        assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.logs()
+        assert one.workers["a"].faults(FaultKind.STALLED), "the peers have not reported their wait"
+        assert one.workers["b"].faults(FaultKind.STALLED) == []
+        assert judge(one) is None
+        assert one.diary(2)[-1] == "round 1 end"
+
+
+def test_a_stall_that_lasts_is_reported_again_under_another_name(tmp_path: Path) -> None:
+    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "stop"}]
+    with team(tmp_path, steps=12, faults=faults, hang=0.4) as one:
+        two(one)
+        one.wait_for(lambda: len(one.workers["a"].faults(FaultKind.STALLED)) >= 2, "a second report")
+        first, second, *_ = sorted(one.workers["a"].faults(FaultKind.STALLED), key=lambda fault: fault.noticed_at)
+        assert 2.5 < second.noticed_at - first.noticed_at < 6

@@ -1,0 +1,84 @@
+"""One look at a rank's process: its Python stack by faulthandler on a signal; its state and processor time by /proc."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .rank import STACK_SIGNAL
+
+_PATIENCE = 0.2
+"""Seconds that a stack may take to be written. A stopped process writes none."""
+_PAUSE = 0.01
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen. `ticks`: processor time of the main thread."""
+
+    process_state: str = ""  # letter of /proc/<pid>/stat; "": gone
+    ticks: int = 0
+    stack: str = ""  # of the main thread, innermost call last
+
+
+class StackFile:
+    """The file to which a rank writes its stacks: first a line that names its main thread, then dump after dump."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def stack_behind(self, offset: int) -> str:
+        """The main thread's stack in what was written behind `offset`; "" where it is not there (yet)."""
+        content = self._path.read_bytes()
+        head, _, _ = content.partition(b"\n")
+        return main_stack(content[offset:].decode(errors="replace"), head.decode().removeprefix("main thread "))
+
+
+def main_stack(dump: str, main_thread: str) -> str:
+    """The frames of one thread of a faulthandler dump, turned round: innermost call last."""
+    frames: list[str] = []
+    inside = False
+    for line in dump.splitlines():
+        if "hread 0x" in line:
+            inside = main_thread in line
+        elif inside and line.startswith("  "):
+            frames.append(line.strip())
+    return "\n".join(reversed(frames))
+
+
+async def look_at(pid: int, file: StackFile) -> Look:
+    """One look at the process; never longer than `_PATIENCE`."""
+    state, ticks = process_state(pid)
+    if state in {"", "T", "t", "Z", "X"}:
+        return Look(state, ticks)
+    offset = file.size()
+    try:
+        os.kill(pid, STACK_SIGNAL)
+    except ProcessLookupError:
+        return Look()
+    stack, size = "", -1
+    for _ in range(int(_PATIENCE / _PAUSE)):
+        await asyncio.sleep(_PAUSE)
+        before, size = size, file.size()
+        if size > offset and size == before:  # a dump is many small writes: it is whole when it has stopped to grow
+            stack = file.stack_behind(offset)
+            break
+    return Look(state, ticks, stack)
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """State letter, and processor time of the main thread in clock ticks; ("", 0) where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    fields = text.rpartition(")")[2].split()  # the name before may hold blanks and brackets
+    return fields[0], int(fields[11]) + int(fields[12])

@@ -1,0 +1,188 @@
+"""Notices that this worker's ranks make no progress, and says what each of them is doing.
+
+It accuses nobody: in a job that hangs, every worker stalls, and most of them only wait for the culprit. Which rank that
+is follows from all workers' reports together (`pacekeeper_analysis.diagnose.hang`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+
+from .rounds import State
+from .settings import Settings
+from .stacks import Look, StackFile, look_at
+
+ARMED_AFTER = 5
+"""Steps of the round before the training phase's deadline is taken from them."""
+SHORTEST, STEPS_LONG = 2.0, 10
+"""The training phase's deadline: so many seconds, or so many of the rank's steps where they are longer."""
+RECENT_STEPS = 32
+BETWEEN_LOOKS = 0.5
+"""Seconds between two looks at a rank that tell whether it moves."""
+REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
+"""Seconds until a stall that lasts is reported again; doubles up to the second."""
+_PROBE_TIMEOUT = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def deadline(phase: Phase, steps_in_round: int, step_seconds: float, settings: Settings) -> float:
+    """How long a rank may show no progress (seconds). `step_seconds`: the median of its recent steps."""
+    if phase is not Phase.TRAIN:
+        return settings.phase_deadline
+    if settings.hang is not None:
+        return settings.hang
+    if steps_in_round < ARMED_AFTER:
+        return settings.phase_deadline
+    return max(SHORTEST, STEPS_LONG * step_seconds)
+
+
+@dataclass
+class _Progress:
+    """What a rank's state was when it last changed, and when that was (seconds, monotonic)."""
+
+    state: bytes
+    since: float
+    step_seconds: float | None = None  # median of the recent steps; read from the ring only when it matters
+
+
+@dataclass
+class Watch:
+    """Watches the ranks of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
+
+    settings: Settings
+    records: Callable[[int], NDArray[np.void]]
+    notify: Callable[[Fault], None]
+    _progress: dict[int, _Progress] = field(default_factory=dict)
+    _inspection: asyncio.Task[None] | None = None
+    _reports: int = 0
+    _report_at: float = 0.0
+
+    def look(
+        self,
+        state: State,
+        ranks: Mapping[int, np.void],
+        pids: Mapping[int, int],
+        stacks: Mapping[int, StackFile],
+        neighbours: Iterable[str],
+        now: float,
+    ) -> None:
+        """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
+        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now)]
+        if not stalled:
+            self._reports = 0
+            self._report_at = 0.0
+        elif now >= self._report_at and (self._inspection is None or self._inspection.done()):
+            self._reports += 1
+            self._report_at = now + min(REPORT_AGAIN * 2 ** (self._reports - 1), LONGEST_PAUSE)
+            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
+            self._inspection = asyncio.create_task(inspection)
+
+    def stop(self) -> None:
+        """The round is over."""
+        if self._inspection is not None:
+            self._inspection.cancel()
+
+    def _is_stalled(self, local_rank: int, rank: np.void, now: float) -> bool:
+        content = rank.tobytes()
+        progress = self._progress.get(local_rank)
+        if progress is None or progress.state != content:
+            self._progress[local_rank] = _Progress(content, now)
+            return False
+        silent = now - progress.since
+        if silent < min(SHORTEST, self.settings.hang or SHORTEST):
+            return False
+        if progress.step_seconds is None:
+            progress.step_seconds = _median_step(self.records(local_rank))
+        phase, steps = Phase(int(rank["phase"])), int(rank["steps_in_round"])
+        return silent >= deadline(phase, steps, progress.step_seconds, self.settings)
+
+    async def _inspect(
+        self,
+        state: State,
+        ranks: dict[int, np.void],
+        pids: dict[int, int],
+        stacks: dict[int, StackFile],
+        neighbours: list[str],
+    ) -> None:
+        """Looks twice at every rank, and once whether the neighbours are there; reports the stall."""
+        probes = asyncio.gather(*(is_reachable(address, self.settings.neighbour_port) for address in neighbours))
+        first = await _look_at_all(pids, stacks)
+        await asyncio.sleep(BETWEEN_LOOKS)
+        second = await _look_at_all(pids, stacks)
+        reachable = await probes
+        now = time.monotonic()
+        states = tuple(
+            rank_state(rank, first.get(local, Look()), second.get(local, Look()), self._progress[local].since, now)
+            for local, rank in ranks.items()
+        )
+        fault = Fault(
+            name=f"{self.settings.worker}-{self.settings.incarnation}-r{state.round}-stalled-{self._reports}".lower(),
+            kind=FaultKind.STALLED,
+            worker=self.settings.worker,
+            round=state.round,
+            membership=state.membership,
+            noticed_at=time.time(),
+            step=min(rank.step for rank in states),
+            completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
+            ranks=states,
+            unreachable=tuple(address for address, there in zip(neighbours, reachable, strict=True) if not there),
+        )
+        self.notify(fault)
+
+
+def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float) -> RankState:
+    """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic."""
+    collective = Collective(int(rank["collective"]))
+    waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
+    return RankState(
+        rank=int(rank["rank"]),
+        phase=Phase(int(rank["phase"])).name,
+        phase_seconds=now - int(rank["phase_since_ns"]) * 1e-9,
+        step=int(rank["step"]),
+        collective=collective.name,
+        group=int(rank["group"]),
+        sequence=int(rank["sequence"]),
+        collectives_entered=int(rank["collectives_entered"]),
+        waiting_seconds=now - waiting_since,
+        process_state=second.process_state,
+        moving=first.stack != second.stack or first.ticks != second.ticks,
+        stack=second.stack,
+    )
+
+
+async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:
+    looks = await asyncio.gather(*(look_at(pid, stacks[local]) for local, pid in pids.items()))
+    return dict(zip(pids, looks, strict=True))
+
+
+async def is_reachable(address: str, port: int) -> bool:
+    """Whether the host answers at all: a refused connection is an answer, silence is none."""
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT):
+            _, writer = await asyncio.open_connection(address, port)
+    except ConnectionRefusedError:
+        return True
+    except (TimeoutError, OSError):
+        return False
+    with contextlib.suppress(ConnectionError):
+        writer.close()
+    return True
+
+
+def _median_step(records: NDArray[np.void]) -> float:
+    """Median duration of the last training steps, seconds; 0 where there is none."""
+    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)][-RECENT_STEPS:]
+    return median((steps["end_ns"] - steps["start_ns"]).tolist()) * 1e-9 if len(steps) else 0.0
