@@ -1,0 +1,401 @@
+"""Quarantines on real nodes: what a user sees by kubectl, and an operator that is killed after any of its writes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from kubernetes.aio import client, config
+
+from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, ObjectRef
+from pacekeeper_operator.cluster import QUARANTINES, Object
+from pacekeeper_operator.cluster import Cluster as Api
+from pacekeeper_operator.services.operator import PAUSE
+from pacekeeper_operator.services.quarantine import quarantine, reconcile, release_all, watch_over
+from pacekeeper_operator.settings import Settings
+from testcluster.images import OPERATOR_IMAGE
+from tests.support.cluster import Cluster, wait_for
+
+pytestmark = pytest.mark.usefixtures("resources")
+
+NODE, OTHER = "node-5", "node-6"
+STAND_IN = "stand-in"  # a node without a machine
+INCIDENT = ObjectRef("gpt-r3-gpu-error", "team-a")
+HOUR = 3600.0
+CONTROLLER_TAINT = "node.kubernetes.io/unschedulable"  # the node controller's own, at any cordon
+
+
+class Killed(BaseException):
+    """The operator is gone: nothing of it may catch this."""
+
+
+class MortalApi(Api):
+    """The API server of an operator that is killed right after its n-th write, or lives."""
+
+    def __init__(self, connection: client.ApiClient, kill_after: float = math.inf) -> None:
+        super().__init__(connection)
+        self.connection = connection
+        self.kill_after = kill_after
+        self.writes = 0
+
+    async def _call(self, method: str, path: str, *rest: Any, **named: Any) -> Object:
+        answer = await super()._call(method, path, *rest, **named)
+        if method == "GET" or "/events" in path:  # whoever dies after these has done nothing more than before
+            return answer
+        self.writes += 1
+        if self.writes >= self.kill_after:
+            raise Killed(f"after {method} {path}")
+        return answer
+
+
+@pytest.fixture
+async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
+    configuration = client.Configuration()
+    await config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=str(cluster.kubeconfig), client_configuration=configuration
+    )
+    async with client.ApiClient(configuration) as connection:
+        yield MortalApi(connection)
+
+
+@pytest.fixture
+def settings(namespace: str) -> Settings:
+    return Settings(namespace=namespace, image=OPERATOR_IMAGE)
+
+
+@pytest.fixture(autouse=True)
+def untouched_nodes(cluster: Cluster) -> Iterator[None]:
+    """Whatever a test does to its nodes is undone."""
+    yield
+    for name in (NODE, OTHER, STAND_IN):
+        if cluster.get("nodequarantine", name) is not None:
+            cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+            cluster.kubectl("delete", "nq", name, "--ignore-not-found")
+    cluster.kubectl("delete", "node", STAND_IN, "--ignore-not-found")
+    for name in (NODE, OTHER):
+        cluster.kubectl("patch", "node", name, "--type=merge", "-p", '{"spec":{"taints":null,"unschedulable":null}}')
+        cluster.kubectl("label", "node", name, "pacekeeper.dev/no-quarantine-")
+
+
+def uid(cluster: Cluster, node: str = NODE) -> str:
+    return str(cluster.get("node", node)["metadata"]["uid"])
+
+
+def taints(cluster: Cluster, node: str = NODE) -> set[str]:
+    return {taint["key"] for taint in cluster.get("node", node)["spec"].get("taints", ())} - {CONTROLLER_TAINT}
+
+
+def cordoned(cluster: Cluster, node: str = NODE) -> bool:
+    return bool(cluster.get("node", node)["spec"].get("unschedulable"))
+
+
+def is_held(cluster: Cluster, node: str = NODE) -> bool:
+    return TAINT_QUARANTINE in taints(cluster, node) and cordoned(cluster, node)
+
+
+def is_free(cluster: Cluster, node: str = NODE) -> bool:
+    """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
+    body = cluster.kubectl("get", "node", node, "--output=json", "--show-managed-fields")
+    managers = [entry["manager"] for entry in json.loads(body)["metadata"]["managedFields"]]
+    return FIELD_MANAGER_CORDON not in managers and not taints(cluster, node) and not cordoned(cluster, node)
+
+
+def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
+    """Reason → kinds of the objects that it was told about."""
+    found = json.loads(cluster.kubectl("get", "events.events.k8s.io", "--namespace=default", "--output=json"))["items"]
+    about = [event for event in found if event["regarding"]["name"] == node]
+    return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
+
+
+async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, approved: bool = True) -> str:
+    return await quarantine(api, node, uid(cluster, node), "XID 79", INCIDENT, settings, approved)
+
+
+async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
+    """Reconcile until there is nothing left to do now; `now` stands still."""
+    moment = time.time() if now is None else now
+    async with asyncio.timeout(60):
+        while await reconcile(api, node, settings, moment) <= 1:  # noqa: ASYNC110  # no event: other processes act
+            await asyncio.sleep(0.2)
+
+
+async def hold(api: Api, cluster: Cluster, settings: Settings, node: str = NODE) -> None:
+    assert await ask(api, cluster, settings, node) == f"{node} is quarantined"
+    await settle(api, settings, node)
+    assert is_held(cluster, node)
+
+
+def make_by_hand(cluster: Cluster, node: str = NODE, **spec: Any) -> None:
+    body = {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "NodeQuarantine",
+        "metadata": {"name": node},
+        "spec": {"reason": "noisy fan"} | spec,
+    }
+    cluster.apply(body)
+
+
+def make_stand_in(cluster: Cluster) -> str:
+    cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": STAND_IN}})
+    return uid(cluster, STAND_IN)
+
+
+class TestLife:
+    async def test_from_creation_to_a_passed_probe(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        found = cluster.get("nodequarantine", NODE)
+        assert found["spec"]["nodeUID"] == uid(cluster)
+        assert found["spec"]["incidentRef"] == {"namespace": "team-a", "name": "gpt-r3-gpu-error"}
+        assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
+        assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
+
+        await settle(api, settings, now=time.time() + HOUR + 1)
+
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE) is None
+        assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
+        wait_for(lambda: not cluster.list("pods", settings.namespace), 30, "the probe pod's end")
+
+    async def test_a_failed_probe_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
+        settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev")
+        await hold(api, cluster, settings)
+        expiry = time.time() + HOUR + 1
+        await reconcile(api, NODE, settings, expiry)
+
+        def waits() -> bool:
+            return any("ImagePull" in json.dumps(pod["status"]) for pod in cluster.list("pods", namespace))
+
+        wait_for(waits, 30, "a probe pod without an image")
+        await settle(api, settings, now=expiry + 61)
+
+        status = cluster.get("nodequarantine", NODE)["status"]
+        assert status["phase"] == "Active"
+        assert "did not end within 60 s" in status["message"]
+        assert "image" in status["probes"][0]["message"].lower()
+        assert is_held(cluster)
+        assert not cluster.list("pods", namespace)
+
+    async def test_deletion_releases(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        assert is_held(cluster)  # the finalizer guarantees that somebody takes the marks away first
+        await settle(api, settings)
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE) is None
+
+    async def test_waits_for_approval(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        assert "waits for approval" in await ask(api, cluster, settings, approved=False)
+        await settle(api, settings)
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
+        cluster.kubectl("patch", "nodequarantine", NODE, "--type=merge", "-p", '{"spec":{"approved":true}}')
+        await settle(api, settings)
+        assert is_held(cluster)
+
+    async def test_the_loop_follows_what_people_do(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        changed = asyncio.Event()
+        loop = asyncio.create_task(watch_over(api, settings, changed))
+
+        async def within_seconds(condition: Callable[[], bool]) -> None:
+            changed.set()
+            await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
+
+        make_by_hand(cluster, approved=True)
+        await within_seconds(lambda: is_held(cluster))
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
+        loop.cancel()
+
+
+class TestOthers:
+    """The node is not ours alone."""
+
+    async def test_a_cordon_from_before_stays(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        cluster.kubectl("cordon", NODE)
+        await hold(api, cluster, settings)
+        assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        await settle(api, settings)
+        assert cordoned(cluster)
+        assert not taints(cluster)
+
+    async def test_a_cordon_that_others_apply_meanwhile_stays(
+        self, api: Api, cluster: Cluster, settings: Settings
+    ) -> None:
+        await hold(api, cluster, settings)
+        cordon = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "spec": {"unschedulable": True}}
+        cluster.kubectl("apply", "--server-side", "--field-manager=maintenance", "-f", "-", stdin=json.dumps(cordon))
+        await settle(api, settings)
+        assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        await settle(api, settings)
+        assert cordoned(cluster)
+
+    async def test_marks_taken_away_come_back(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        cluster.kubectl("uncordon", NODE)
+        assert not cordoned(cluster)
+        await settle(api, settings)
+        assert is_held(cluster)
+        cluster.kubectl("taint", "node", NODE, f"{TAINT_QUARANTINE}-")
+        await settle(api, settings)
+        assert is_held(cluster)
+        assert "QuarantineRestored" in events(cluster)
+
+    async def test_taints_of_others_are_left_alone(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        cluster.kubectl("taint", "node", NODE, "before=1:NoSchedule")
+        await hold(api, cluster, settings)
+        cluster.kubectl("taint", "node", NODE, "meanwhile=1:NoSchedule")
+        assert taints(cluster) == {"before", TAINT_QUARANTINE, "meanwhile"}
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        await settle(api, settings)
+        assert taints(cluster) == {"before", "meanwhile"}
+
+    async def test_opting_out_releases(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        cluster.kubectl("label", "node", NODE, "pacekeeper.dev/no-quarantine=")
+        await settle(api, settings)
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE) is None
+        assert "no-quarantine forbids it" in await ask(api, cluster, settings)
+
+
+class TestNodesThatGo:
+    @pytest.mark.parametrize("deleted", [False, True])
+    async def test_gone(self, api: Api, cluster: Cluster, settings: Settings, deleted: bool) -> None:
+        make_stand_in(cluster)
+        await hold(api, cluster, settings, STAND_IN)
+        cluster.kubectl("delete", "node", STAND_IN)
+        if deleted:
+            cluster.kubectl("delete", "nodequarantine", STAND_IN, "--wait=false")
+        await settle(api, settings, STAND_IN)
+        assert cluster.get("nodequarantine", STAND_IN) is None
+        assert cluster.get("node", STAND_IN) is None  # applying to a node that is gone must not create it
+
+    async def test_another_of_the_same_name(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        old = make_stand_in(cluster)
+        await hold(api, cluster, settings, STAND_IN)
+        cluster.kubectl("delete", "node", STAND_IN)
+        assert make_stand_in(cluster) != old
+        assert "earlier quarantine" in await ask(api, cluster, settings, STAND_IN)
+        await settle(api, settings, STAND_IN)
+        assert cluster.get("nodequarantine", STAND_IN) is None
+        assert TAINT_QUARANTINE not in taints(cluster, STAND_IN)
+        assert not cordoned(cluster, STAND_IN)
+        refused = await quarantine(api, STAND_IN, old, "XID 79", INCIDENT, settings, approved=True)
+        assert "the node that was meant does not exist" in refused
+
+
+class TestLimits:
+    async def test_of_many_at_once_the_budget_lets_one_through(
+        self, api: Api, cluster: Cluster, settings: Settings
+    ) -> None:
+        words = await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
+        assert words == [
+            f"{NODE} is quarantined",
+            f"{OTHER} is not quarantined: the budget of 1 of 6 nodes is spent",
+        ]
+        assert await ask(api, cluster, settings) == f"{NODE} is quarantined"
+        assert cluster.get("nodequarantine", OTHER) is None
+
+    async def test_people_are_not_bound_by_the_budget(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        make_by_hand(cluster, OTHER, approved=True)
+        await settle(api, settings, OTHER)
+        assert is_held(cluster, OTHER)
+
+    async def test_the_pause_stops_new_ones_but_no_release(
+        self, api: Api, cluster: Cluster, settings: Settings
+    ) -> None:
+        await hold(api, cluster, settings)
+        cluster.kubectl("create", "configmap", PAUSE, "--namespace", settings.namespace)
+        assert "paused" in await ask(api, cluster, settings, OTHER)
+        assert cluster.get("nodequarantine", OTHER) is None
+        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        await settle(api, settings)
+        assert is_free(cluster)
+
+
+class TestReleaseAll:
+    async def test_without_an_operator(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        await hold(api, cluster, settings)
+        make_by_hand(cluster, OTHER, approved=True)
+        await settle(api, settings, OTHER)
+        cluster.kubectl("patch", "nq", OTHER, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+        cluster.kubectl("delete", "nq", OTHER)
+        assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
+
+        await release_all(api, 30)
+
+        assert is_free(cluster)
+        assert is_free(cluster, OTHER)
+        assert not cluster.list("nodequarantines")
+
+    async def test_says_what_is_left(self, api: Api, cluster: Cluster) -> None:
+        make_by_hand(cluster)
+        keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
+        cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)
+        with pytest.raises(TimeoutError, match=f"not released within 2 s: {NODE}"):
+            await release_all(api, 2)
+
+
+Stage = Callable[[Api, Settings], Awaitable[None]]
+
+
+async def release(api: Api, settings: Settings) -> None:
+    await api.delete(QUARANTINES, NODE)
+    await settle(api, settings)
+
+
+async def expire(api: Api, settings: Settings) -> None:
+    await settle(api, settings, now=time.time() + HOUR + 1)
+
+
+class TestKilled:
+    """After each write in turn; the next operator finishes what was begun."""
+
+    async def test_while_it_holds_the_node(self, api: MortalApi, cluster: Cluster, settings: Settings) -> None:
+        async def check() -> None:
+            status = cluster.get("nodequarantine", NODE)["status"]
+            assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
+            await release(api, settings)
+
+        def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
+            return hold(mortal, cluster, settings)
+
+        assert await kill_after_each_write(api, settings, stage, check) == 4
+
+    @pytest.mark.parametrize(("stage", "writes"), [(release, 4), (expire, 8)], ids=["deletion", "expiry"])
+    async def test_while_it_releases_the_node(
+        self, api: MortalApi, cluster: Cluster, settings: Settings, stage: Stage, writes: int
+    ) -> None:
+        async def check() -> None:
+            assert is_free(cluster)
+            assert cluster.get("nodequarantine", NODE) is None
+            await hold(api, cluster, settings)
+
+        await hold(api, cluster, settings)
+        assert await kill_after_each_write(api, settings, stage, check) == writes
+
+
+async def kill_after_each_write(
+    api: MortalApi, settings: Settings, stage: Stage, check: Callable[[], Awaitable[None]]
+) -> int:
+    """Runs `stage` again and again, each time killed one write later; how many writes it has. `check` starts anew."""
+    for kill_after in itertools.count(1):
+        mortal = MortalApi(api.connection, kill_after)
+        try:
+            await stage(mortal, settings)
+        except Killed:
+            await stage(api, settings)
+            await check()
+        else:
+            await check()
+            return mortal.writes
+    raise AssertionError("unreachable: count does not end")
