@@ -95,7 +95,7 @@ class _Watcher:
                 return
             number, start = next(sequence), clock()
             ring.enter_collective(collective, identity, number, start)
-            nbytes = sum(tensor.nbytes for tensor in call.input_tensors)
+            nbytes = sum(tensor.nbytes for tensor in call.input_tensors or call.output_tensors)
             entering[call.op_id] = (collective, number, start, nbytes)
             recorder.entered(collective, (identity, number), start)
 

@@ -257,7 +257,7 @@ class Job:
             self._exchange(step)
             with self.recorder.loading():
                 draw, batches = loader.next_step()
-            step = Step(self, self.step + 1, draw, batches)
+                step = Step(self, self.step + 1, draw, batches)
             self._share = state.share = draw.samples
             self._stepping = True
             yield step
@@ -377,8 +377,8 @@ class Job:
         return plan.shares
 
     def _snapshot_interval(self) -> int:
-        """Rank 0's word on how often to take snapshots; 0: never, or another rank decides."""
-        if self.rank > 0 or self.environment.runtime is None:
+        """Rank 0's word on how often to take snapshots; 0: never, or it is for rank 0 to say."""
+        if self.rank > 0 or self.environment.runtime is None or not self._objects:
             return 0
         if self._snapshot_every is not None:
             return self._snapshot_every

@@ -90,7 +90,10 @@ class Recorder:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Waiting for the loader: a phase with a deadline of its own, and part of the step."""
+        """Waiting for the loader: a phase with a deadline of its own, and part of the step. Nested ones count once."""
+        if self.phase is Phase.DATA:
+            yield
+            return
         before, start = self.phase, time.monotonic_ns()
         self.enter(Phase.DATA, start)
         try:

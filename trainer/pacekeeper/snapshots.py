@@ -171,7 +171,8 @@ class Slot:
         self._void()
         packed = pickle.dumps((self._layout, skeleton), protocol=pickle.HIGHEST_PROTOCOL)
         self._map[self._ranks_end : self._ranks_end + len(packed)] = packed
-        torch._foreach_copy_(self._tensors, list(tensors))
+        if tensors:
+            torch._foreach_copy_(self._tensors, list(tensors))
         self._pending = (step, round_, fingerprint, self._world_size, len(packed), self._offset)
 
     def publish(self, rank_states: torch.Tensor) -> int:

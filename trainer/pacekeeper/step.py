@@ -46,8 +46,7 @@ class Step:
     def microbatches(self) -> Iterator[Any]:
         """This rank's share of the batch. Gradients are added up, and reduced over the ranks with the last one."""
         while self._left:
-            with self._job.recorder.loading():
-                batch = next(self._batches)
+            batch = next(self._batches)
             self._left -= 1
             self._job.synchronise_gradients(self._left == 0)
             yield batch
@@ -87,8 +86,7 @@ class Step:
             self.weight = float(self.samples)
             self._total = float(self._job.loader.global_batch_size)
             return
-        with self._job.recorder.loading():
-            batches = list(self._batches)
+        batches = list(self._batches)
         self._batches = iter(batches)
         self.weight = float(sum(float(weigh(batch)) for batch in batches))
         total = torch.tensor([self.weight], dtype=torch.float64)

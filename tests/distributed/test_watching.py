@@ -1,0 +1,269 @@
+"""What the records say of real ranks: a slow rank shows as slow and its peers do not, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
+from tests.support.ranks import run_ranks
+
+RANKS = 4
+SLOW_RANK = 2
+SLEEP = 0.012
+"""Seconds a sample that the slow rank takes longer."""
+SHARE = 4
+STEPS = 8
+
+
+class Layer(nn.Module):
+    """A linear layer whose forward pass sleeps so long a sample; the backward pass does not."""
+
+    def __init__(self, sleep: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.sleep = sleep
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.sleep * len(x))
+        y: Tensor = self.linear(x)
+        return y
+
+
+def make_model(rank: int) -> nn.Module:
+    return nn.Sequential(*[Layer(SLEEP / 2 if rank == SLOW_RANK else 0.0) for _ in range(2)])
+
+
+def watched_script(sharded: bool) -> Callable[[int], None]:
+    """A script that knows nothing of Pacekeeper but one line."""
+
+    def rank_main(rank: int) -> None:
+        import pacekeeper.auto  # noqa: F401
+
+        dist.init_process_group("gloo")
+        if sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            model: Any = make_model(rank)
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+        else:
+            model = nn.parallel.DistributedDataParallel(make_model(rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.DataLoader(torch.randn(STEPS * SHARE, 64), batch_size=SHARE)  # type: ignore[arg-type]
+        for x in data:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return rank_main
+
+
+def steered_script(sharded: bool) -> Callable[[int], None]:
+    def rank_main(rank: int) -> None:
+        import pacekeeper as pk
+
+        job = pk.init(mesh={"shard": -1} if sharded else None)
+        model = job.fully_shard(make_model(rank)) if sharded else job.replicate(make_model(rank))
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = job.dataloader(
+            torch.randn(100, 64),  # type: ignore[arg-type]  # a tensor indexes like a data set
+            global_batch_size=RANKS * SHARE,
+            max_microbatch=SHARE,
+            weight=lambda batch: torch.tensor(len(batch)),
+        )
+        for step in job.steps(loader, until=STEPS):
+            for x in step.microbatches():
+                (model(x).square().sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return rank_main
+
+
+def records(runtime: Path, rank: int) -> NDArray[np.void]:
+    return RingReader(Runtime(runtime).ring(rank)).records()
+
+
+def milliseconds(found: NDArray[np.void], kind: Kind) -> float:
+    """Median over the steps behind the first one."""
+    chosen = found[(found["kind"] == kind) & (found["phase"] == Phase.TRAIN)]
+    assert len(chosen) == STEPS - 1
+    return median(((chosen["end_ns"] - chosen["start_ns"]) / 1e6).tolist())
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("script", [watched_script, steered_script])
+def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
+    script: Callable[[bool], Callable[[int], None]], sharded: bool, tmp_path: Path
+) -> None:
+    run_ranks(script(sharded), RANKS, runtime=tmp_path)
+    late = SLEEP * SHARE * 1000
+    for rank in range(RANKS):
+        found = records(tmp_path, rank)
+        assert milliseconds(found, Kind.STEP) >= late  # all are as slow as the slowest
+        if rank == SLOW_RANK:
+            assert milliseconds(found, Kind.COMPUTE) >= late
+        else:
+            assert milliseconds(found, Kind.COMPUTE) < 0.8 * late
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
+    """Lateness: the longest wait of a collective's group less one's own."""
+    run_ranks(watched_script(sharded), RANKS, runtime=tmp_path)
+    waits = {}
+    for rank in range(RANKS):
+        found = records(tmp_path, rank)
+        collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
+        for record in collectives[np.isin(collectives["collective"], list(SYMMETRIC))]:
+            key = (int(record["group"]), int(record["sequence"]), int(record["collective"]), int(record["bytes"]))
+            waits.setdefault(key, {})[rank] = float(record["end_ns"] - record["start_ns"])
+    assert all(len(by_rank) == RANKS for by_rank in waits.values())  # the same collectives on all ranks
+    assert {Collective(key[2]) for key in waits} == (
+        {Collective.ALL_GATHER, Collective.REDUCE_SCATTER} if sharded else {Collective.ALL_REDUCE}
+    )
+    lateness = [
+        sum(max(by_rank.values()) - by_rank[rank] for by_rank in waits.values()) for rank in range(RANKS)
+    ]
+    assert max(range(RANKS), key=lateness.__getitem__) == SLOW_RANK
+    assert sorted(lateness)[-2] < lateness[SLOW_RANK] / 2
+
+
+def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        import pacekeeper.auto  # noqa: F401
+
+        dist.init_process_group("gloo")
+        pair = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(10))
+        dist.broadcast(torch.ones(3), src=1)
+        if rank < 2:
+            dist.all_reduce(torch.ones(1), group=pair)
+            dist.barrier(group=pair)
+        dist.all_gather_object([None] * 3, "word")
+        dist.barrier()
+        if rank == 0:
+            dist.send(torch.ones(4), dst=2)
+        elif rank == 2:
+            dist.recv(torch.ones(4), src=0)
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        work.wait()
+        time.sleep(0.05)  # the last callback comes from gloo's thread
+
+    run_ranks(rank_main, 3, runtime=tmp_path)
+
+    def kinds(rank: int) -> list[tuple[Collective, int]]:
+        found = records(tmp_path, rank)
+        found = found[found["kind"] == Kind.COLLECTIVE]
+        found = found[np.argsort(found["start_ns"])]
+        return [(Collective(record["collective"]), int(record["bytes"])) for record in found]
+
+    first = [(Collective.ALL_REDUCE, 40), (Collective.BROADCAST, 12)]
+    in_pair = [(Collective.ALL_REDUCE, 4), (Collective.BARRIER, 0)]
+    last = [(Collective.BARRIER, 0), (Collective.ALL_REDUCE, 8)]
+    gathers = [entry for entry in kinds(2) if entry[0] is Collective.ALL_GATHER]
+    assert len(gathers) == 2  # sizes, then contents
+    assert kinds(0) == [*first, *in_pair, *gathers, last[0], (Collective.SEND, 16), last[1]]
+    assert kinds(1) == [*first, *in_pair, *gathers, *last]
+    assert kinds(2) == [*first, *gathers, last[0], (Collective.RECV, 16), last[1]]
+    groups = {rank: set(records(tmp_path, rank)["group"].tolist()) - {0} for rank in range(3)}
+    assert groups[0] == groups[1]
+    assert groups[2] < groups[0]
+    state = RingReader(Runtime(tmp_path).ring(0)).state()
+    assert state["collective"] == Collective.NONE
+    assert state["collectives_entered"] == len(kinds(0))
+
+
+def test_the_state_says_who_never_came(tmp_path: Path) -> None:
+    """What a hang is judged by: the peers are inside a collective that the culprit has not entered."""
+
+    def rank_main(rank: int) -> list[tuple[int, int]]:
+        import pacekeeper.auto  # noqa: F401
+
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1:
+            rings = [RingReader(Runtime(tmp_path).ring(other)) for other in range(3)]
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                if all(rings[other].state()["collective"] == Collective.ALL_REDUCE for other in (0, 2)):
+                    break
+                time.sleep(0.005)
+            seen = [(int(ring.state()["collective"]), int(ring.state()["collectives_entered"])) for ring in rings]
+        dist.all_reduce(torch.ones(1))
+        return seen if rank == 1 else []
+
+    _, seen, _ = run_ranks(rank_main, 3, runtime=tmp_path)
+    inside, outside = int(Collective.ALL_REDUCE), int(Collective.NONE)
+    assert [collective for collective, _ in seen] == [inside, outside, inside]
+    assert seen[1][1] < seen[0][1] == seen[2][1]
+
+
+def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path: Path) -> None:
+    class SlowData(torch.utils.data.Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Tensor:
+            time.sleep(0.01)
+            return torch.ones(4)
+
+    def rank_main(rank: int) -> int:
+        import gc
+
+        import pacekeeper as pk
+
+        job = pk.init()
+        model = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in job.steps(job.dataloader(SlowData(), 2, max_microbatch=2), until=4):
+            for x in step.microbatches():
+                (model(x).sum() / step.total_weight).backward()
+            if step.number == 1:
+                gc.collect()
+            optimizer.step()
+            if step.due("eval", every=2):
+                with job.phase("eval"):
+                    time.sleep(0.2)
+        return int(RingReader(Runtime(tmp_path).ring(rank)).state()["phase"])
+
+    assert run_ranks(rank_main, 1, runtime=tmp_path) == [Phase.FINISHED]
+    found = records(tmp_path, 0)
+    duration = (found["end_ns"] - found["start_ns"]) / 1e9
+    phases = found[found["kind"] == Kind.PHASE]
+    assert phases["phase"].tolist().count(Phase.EVALUATE) == 2
+    steps = duration[(found["kind"] == Kind.STEP) & (found["step"] > 1)]
+    assert len(steps) == 3
+    assert steps.max() < 0.2
+    data = duration[found["kind"] == Kind.DATA]
+    assert (data >= 0.02).sum() == 4
+    assert (found["kind"] == Kind.GARBAGE).sum() >= 1
+
+
+def test_without_a_launcher_nothing_is_watched() -> None:
+    def rank_main(_: int) -> bool:
+        from torch._C._distributed_c10d import Work
+
+        wait = Work.wait
+        import pacekeeper.auto  # noqa: F401
+
+        dist.init_process_group("gloo")
+        dist.barrier()
+        return Work.wait is wait
+
+    assert run_ranks(rank_main, 2) == [True, True]
