@@ -72,9 +72,9 @@ def page(report: Report) -> str:
 <title>Pacekeeper: a job that heals itself</title><style>{_STYLE}</style></head><body><main>
 <h1>A job that heals itself</h1>
 <p class="verdict {"good" if report.passed else "bad"}">{html.escape(verdict)}</p>
-<p>{report.steps} steps in {report.seconds:.0f} s{loss}</p>
-<div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected after</th>
-<th>Decided after</th><th>Recovered after</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
+<p>{report.steps} steps in {report.seconds:.0f} s{loss}. Times count from the moment in which the fault was made.</p>
+<div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected</th>
+<th>Decided</th><th>Recovered</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
 <tbody>{rows}</tbody></table></div>
 {charts}</main></body></html>
 """
@@ -84,8 +84,8 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: light-dark(#1b2130, #e8eaf0); --faint: light-dark(#667, #99a);
   --paper: light-dark(#fff, #14171f); --line: light-dark(#dde, #333a4a); --curve: light-dark(#1f5fd0, #7fb0ff);
   --mark: light-dark(#d0561f, #ff9a66); --good: light-dark(#11773c, #63d391); --bad: #d33; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 24px 16px 48px; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 16px 48px; }
 h1 { font-size: 1.6rem; margin: 0; }
 h2 { font-size: 1rem; margin: 28px 0 4px; }
 .verdict { font-weight: 600; margin: 4px 0; }
@@ -93,10 +93,10 @@ h2 { font-size: 1rem; margin: 28px 0 4px; }
 .bad { color: var(--bad); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; white-space: nowrap; }
-th, td { padding: 5px 10px; text-align: left; border-bottom: 1px solid var(--line); }
+th, td { padding: 5px 8px; text-align: left; border-bottom: 1px solid var(--line); }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; color: var(--faint); }
-svg { width: 100%; height: auto; display: block; }
+svg { width: 100%; min-width: 640px; height: auto; display: block; }
 .axis { fill: var(--faint); font-size: 11px; }
 .grid { stroke: var(--line); }
 .curve { stroke: var(--curve); fill: none; stroke-width: 1.5; }
@@ -164,4 +164,4 @@ def _chart(title: str, curve: Curve, report: Report) -> str:
         parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
     points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
     parts.append(f'<polyline class="curve" points="{points}"/>')
-    return f'<h2>{html.escape(title)}</h2><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+    return f'<h2>{html.escape(title)}</h2><div class="scroll"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg></div>'
