@@ -6,11 +6,15 @@ import copy
 import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.chart import CHART, SYSTEM, helm
+from pacekeeper_operator.api import Job
+from pacekeeper_operator.manifests import Installation, probe_pod, worker_pod
+from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster
 
 TRAINER = {
@@ -405,3 +409,34 @@ def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
     assert "WARNING: prometheus.url is not set" in after
     assert "rollout status deployment/another-name" in after
     assert "kubectl apply -f examples/quickstart.yaml" in after
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/*.yaml")), ids=lambda path: path.name)
+def test_examples_and_their_pods_are_accepted(cluster: Cluster, namespace: str, path: Path) -> None:
+    text = path.read_text()
+    made = json.loads(cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", str(path), "-o", "json"))
+    (body,) = [found for found in made["items"] if found["kind"] == "TrainingJob"]
+    job = Job.parse(body)
+    assert job.spec.checkpoint.volume_claim_name in {found["metadata"]["name"] for found in yaml.safe_load_all(text)}
+    installation = Installation("https://10.96.0.50:8443", "PEM")
+    for spare in (False, True):
+        pod = worker_pod(job, 0, 0, installation, spare=spare, avoid_nodes=["node-1", "node-2"])
+        cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
+
+
+def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, namespace: str) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    path = REPOSITORY / "examples/gpt.yaml"
+    (example,) = [found for found in yaml.safe_load_all(path.read_text()) if found["kind"] == "TrainingJob"]
+    example["metadata"] |= {"namespace": namespace, "uid": "u"}
+    node = {"metadata": {"name": "node-1", "uid": "u"}}
+    pods = [
+        worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
+        probe_pod("probe", namespace, node, node, "pacekeeper.dev/operator:dev", ["true"]),
+    ]
+    for pod in pods:
+        cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
+    pods[0]["spec"]["initContainers"][0]["securityContext"] = {}
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pods[0]))
+    assert "violates PodSecurity" in refused.value.stderr, "the namespace's policy is in force"
