@@ -164,4 +164,5 @@ def _chart(title: str, curve: Curve, report: Report) -> str:
         parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
     points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
     parts.append(f'<polyline class="curve" points="{points}"/>')
-    return f'<h2>{html.escape(title)}</h2><div class="scroll"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg></div>'
+    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+    return f'<h2>{html.escape(title)}</h2><div class="scroll">{picture}</div>'
