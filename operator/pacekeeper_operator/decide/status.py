@@ -30,7 +30,7 @@ class _Found:
 def report(observation: Observation, policy: Policy, before: JobStatus) -> JobStatus:
     """The status as it shall be; transition times are kept from `before` where nothing has changed."""
     state, job = observation.state, observation.job
-    phase = phase_of(observation)
+    phase = before.phase if before.phase is not None and _unheard(observation, policy) else phase_of(observation)
     members = observation.plan.members
     ready = sum(
         view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
@@ -71,6 +71,13 @@ _MAIN = {
     Phase.RECOVERING: Condition.RECOVERING,
     Phase.RUNNING: Condition.RUNNING,
 }
+
+
+def _unheard(observation: Observation, policy: Policy) -> bool:
+    """This operator has just begun, and not all members have found it: what they do now is not known."""
+    young = observation.operator_age < policy.grace_after_start
+    steady = not observation.state.finished_for_good and not observation.state.open_incidents
+    return young and steady and any(view.heartbeat is None for view in observation.members)
 
 
 def phase_of(observation: Observation) -> Phase:
