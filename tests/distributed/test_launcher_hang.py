@@ -63,7 +63,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) 
         innermost = state.stack.splitlines()[-1]
         assert "steps.py" in innermost
         assert innermost.endswith("in fail"), state.stack
-        waiting = [state for fault in stalls(one) for state in fault.ranks if state.rank == 2][0]
+        waiting = next(state for fault in stalls(one) for state in fault.ranks if state.rank == 2)
         assert (waiting.collective, waiting.sequence) == ("ALL_REDUCE", 7)
         assert "all_reduce" in waiting.stack
 

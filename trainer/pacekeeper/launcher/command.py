@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -14,40 +15,78 @@ from pacekeeper_analysis.errors import InputError
 
 from .heartbeat import HeartbeatFile
 from .launcher import Launcher, Script
+from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
 from .settings import Settings
-from .warm import preimport, start_warm
+from .warm import Warm, preimport, start_warm
+
+DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
+follows the operator's plan; with --local it needs no cluster and decides by itself."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    parser.add_argument("script", help="the training script, or a module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the launcher; its exit code is the worker's."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    arguments = parse(argv)
     script = Script(arguments.script, arguments.module, tuple(arguments.arguments))
     if not script.is_module and not os.path.isfile(script.name):
         raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
-    settings = Settings.from_environment(os.environ)
-    runtime = Runtime.from_environment().make()
-    return launch(script, settings, runtime)
+    if arguments.local is None:
+        settings = Settings.from_environment(os.environ)
+        return launch(script, settings, Runtime.from_environment().make())
+    return launch_locally(script, arguments.local, arguments.max_restarts)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pacekeeper run", description=DESCRIPTION)
+    parser.add_argument(
+        "--local", type=_at_least_one, metavar="N", help="run N ranks on this machine, without a cluster"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=10, metavar="K", help="with --local: rounds after the first (default 10)"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    parser.add_argument("script", help="the training script, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser.parse_args(argv)
 
 
 def launch(script: Script, settings: Settings, runtime: Runtime) -> int:
     """Imports torch, forks the warm process, and follows the plan until the end; the exit code."""
-    logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(levelname)s %(message)s")
+    heartbeat, warm = _prepare(settings, runtime)
+    return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat).run())
+
+
+def launch_locally(script: Script, ranks: int, restarts: int) -> int:
+    """The same on this machine, with a controller in place of operator and sidecar; the exit code."""
+    with local_runtime() as runtime:
+        settings = local_settings(dict(os.environ))
+        heartbeat, warm = _prepare(settings, runtime)
+
+        async def run() -> int:
+            launcher = Launcher(script, settings, runtime, warm, heartbeat)
+            controller = LocalController(runtime, ranks, restarts, give_up=launcher.give_up)
+            controlling = asyncio.create_task(controller.run())
+            code = await launcher.run()
+            controlling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await controlling
+            return code
+
+        return asyncio.run(run())
+
+
+def _prepare(settings: Settings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
+    logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
     adopt_orphans()
     preimport()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what is still in there would come out of every rank again
-    warm = start_warm()
-    return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat).run())
+    return heartbeat, start_warm()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pacekeeper run", description="Runs a training script's ranks.")
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+def _at_least_one(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give the number of ranks, at least 1")
+    return number

@@ -102,6 +102,11 @@ class Launcher:
         await self._part_from_peers(self._exit.code)
         return self._exit.code
 
+    def give_up(self, why: str) -> None:
+        """Ends the ranks and the launcher, as failed."""
+        self._exit = Exit(1, why)
+        self._wake.set()
+
     def _end(self) -> None:
         self._told_to_end = True
         self._wake.set()

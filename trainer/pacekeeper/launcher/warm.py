@@ -91,9 +91,9 @@ def start_warm() -> Warm:
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
     gc.collect()
-    gc.freeze()  # the collector then writes to no page that the forks share
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # the collector then writes to no page that the forks share
         ours.close()
         _serve(theirs)
     theirs.close()
