@@ -21,7 +21,9 @@ SHARES = (9, 6, 5, 4)
 
 
 @contextmanager
-def training(folder: Path, *, workers: str = "ab", shares: Sequence[int] | None = SHARES, **variables: Any) -> Iterator[Team]:
+def training(
+    folder: Path, *, workers: str = "ab", shares: Sequence[int] | None = SHARES, **variables: Any
+) -> Iterator[Team]:
     """Four ranks on two workers that train."""
     folder.mkdir()
     with team(folder, script=TRAIN_SCRIPT) as one:

@@ -51,9 +51,7 @@ def make_model() -> nn.Module:
 
 def loss_sum(model: nn.Module, x: Tensor, y: Tensor, by_tokens: bool) -> Tensor:
     """Over valid tokens; per sample, where samples count, the mean over the sequence."""
-    losses = nn.functional.cross_entropy(
-        model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    losses = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
     return losses if by_tokens else losses / y.shape[1]
 
 

@@ -136,11 +136,9 @@ def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
     assert {Collective(key[2]) for key in waits} == (
         {Collective.ALL_GATHER, Collective.REDUCE_SCATTER} if sharded else {Collective.ALL_REDUCE}
     )
-    lateness = [
-        sum(max(by_rank.values()) - by_rank[rank] for by_rank in waits.values()) for rank in range(RANKS)
-    ]
+    lateness = [sum(max(by_rank.values()) - by_rank[rank] for by_rank in waits.values()) for rank in range(RANKS)]
     assert max(range(RANKS), key=lateness.__getitem__) == SLOW_RANK
-    assert sorted(lateness)[-2] < lateness[SLOW_RANK] / 2
+    assert lateness[SLOW_RANK] > 0.8e9 * SLEEP * SHARE * (STEPS - 1)
 
 
 def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:

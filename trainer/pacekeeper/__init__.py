@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .job import Job, Schedule, init
+    from .job import Checkpoints, Job, Schedule, init
     from .step import Step
 
-__all__ = ["Job", "Schedule", "Step", "init"]
+__all__ = ["Checkpoints", "Job", "Schedule", "Step", "init"]
 
-_MODULES = {"Job": "job", "Schedule": "job", "Step": "step", "init": "job"}
+_MODULES = {"Checkpoints": "job", "Job": "job", "Schedule": "job", "Step": "step", "init": "job"}
 
 
 def __getattr__(name: str) -> Any:

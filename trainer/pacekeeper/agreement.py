@@ -8,6 +8,7 @@ ranks see different versions at different times. The sum does the rest, since th
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from pacekeeper_analysis.records import Collective
 from .collectives import group_identity, unwatch
 from .recorder import Recorder
 
+_log = logging.getLogger(__name__)
 _SHARES = 8
 """Where the shares begin in the vector that is summed."""
 
@@ -123,8 +125,6 @@ class PlanFile:
         self._seen: tuple[int, int] | None = None
         self._plan = WorkerPlan()
         self._membership: int | None = None
-        self.error = ""
-        """Why the newest plan was not taken; "": it was."""
 
     def read(self) -> WorkerPlan:
         """Reads the file again only when it was replaced: otherwise this costs one stat."""
@@ -145,10 +145,10 @@ class PlanFile:
         try:
             plan = WorkerPlan.from_json(json.loads(self._path.read_text()))
         except (InputError, ValueError) as error:
-            self.error = f"plan not taken, the last good one goes on: {error}"
+            _log.warning("plan not taken, the last good one goes on: %s", error)
             return
         if self._membership is None:
             self._membership = plan.membership
         if plan.membership != self._membership:  # the next round's: this one keeps its shares until it is ended
             plan = replace(plan, shares=self._plan.shares)
-        self._plan, self.error = plan, ""
+        self._plan = plan

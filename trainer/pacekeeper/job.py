@@ -6,6 +6,7 @@ snapshots, checkpoints and leaving, on one step of all ranks. Between two bounda
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ from .watching import recorder as watch
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
+_log = logging.getLogger(__name__)
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
 
@@ -165,7 +167,9 @@ class Job:
         units: the parts of the model that are gathered one at a time; its blocks, say.
         """
         if self._mesh_shape["sync"] > 1:
-            raise InputError('mesh: init(mesh={"shard": -1}) is needed to shard over all ranks; or use job.replicate(model)')
+            raise InputError(
+                'mesh: init(mesh={"shard": -1}) is needed to shard over all ranks; or use job.replicate(model)'
+            )
         return self._add(parallel.shard(model, self.mesh, units))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -372,7 +376,7 @@ class Job:
             except InputError as error:
                 if plan.version != self._refused:
                     self._refused = plan.version
-                    print(f"pacekeeper: plan {plan.version} not taken, the last good shares go on: {error}", file=sys.stderr)
+                    _log.warning("plan %d not taken, the last good shares go on: %s", plan.version, error)
                 return self.loader.shares
         return plan.shares
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +37,7 @@ from .snapshots import NOTHING, Slot, Snapshots, Version, choose, receive_or_sen
 from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, fingerprint, restore_rank_state
 
 _RANK_STATE = "rank_state"
+_log = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -86,7 +87,7 @@ class Keeper:
                 self._snapshot_costs.append(time.perf_counter() - start)
             except OSError as error:
                 self._keeps_snapshots = False
-                _say(f"no more snapshots on rank {self._rank}: {error}; give the runtime volume more memory")
+                _log.warning("no more snapshots on rank %d: %s; give the runtime volume more memory", self._rank, error)
         mine = torch.frombuffer(bytearray(capture_rank_state(samples)), dtype=torch.uint8)
         everybody = torch.empty(self._world_size * RANK_STATE_BYTES, dtype=torch.uint8)
         work = dist.all_gather_into_tensor(everybody, mine, group=self._agreement.group, async_op=True)
@@ -131,7 +132,7 @@ class Keeper:
             self._writing = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            _say(f"rank {self._rank}: checkpoint not published: {failure}")
+            _log.warning("rank %d: checkpoint not published: %s", self._rank, failure)
         return failure is None
 
     def _write(
@@ -179,14 +180,16 @@ class Keeper:
             dist.broadcast_object_list(manifests, src=0, group=group)
         newest = -1
         for manifest in manifests[0]:
-            if self._all_agree(self._folder is not None and self._folder.intact(manifest, self._rank, self._world_size)):
+            if self._all_agree(
+                self._folder is not None and self._folder.intact(manifest, self._rank, self._world_size)
+            ):
                 newest = manifest.step
                 self._check_model(manifest)
                 if manifest.step > version.step:
                     return manifest.step, self._load_checkpoint(manifest), newest
                 break
             if self._rank == 0:
-                _say(f"the checkpoint of step {manifest.step} is torn; looking for an older one")
+                _log.warning("the checkpoint of step %d is torn; looking for an older one", manifest.step)
         if version == NOTHING:
             return None
         return version.step, self._load_snapshot(version, source), newest
@@ -250,9 +253,7 @@ class Keeper:
 
     def _state(self) -> dict[str, Any]:
         """As the objects give it: quick, and for the same ranks only."""
-        return {
-            name: item.state_dict() for name, item in {**self._models, **self._optimizers, **self._others}.items()
-        }
+        return {name: item.state_dict() for name, item in {**self._models, **self._optimizers, **self._others}.items()}
 
     def _checkpoint_state(self, rank_state: bytes, rank_of_state: int | None = None) -> dict[str, Any]:
         """By parameter names, as torch.distributed.checkpoint wants it: for any number of ranks."""
@@ -298,7 +299,3 @@ class Keeper:
         votes = torch.tensor([int(mine)])
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._agreement.group)
         return bool(votes.item())
-
-
-def _say(message: str) -> None:
-    print(f"pacekeeper: {message}", file=sys.stderr, flush=True)

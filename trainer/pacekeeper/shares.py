@@ -19,7 +19,9 @@ def check_shares(shares: Sequence[int], global_batch: int, ranks: int, least: in
     if len(shares) != ranks:
         raise InputError(f"shares: {len(shares)} shares for {ranks} ranks; give one a rank")
     if sum(shares) != global_batch:
-        raise InputError(f"shares: {list(shares)} sum to {sum(shares)}; they must sum to the global batch, {global_batch}")
+        raise InputError(
+            f"shares: {list(shares)} sum to {sum(shares)}; they must sum to the global batch, {global_batch}"
+        )
     if min(shares) < least:
         raise InputError(f"shares: {list(shares)} must all be at least {least}")
 

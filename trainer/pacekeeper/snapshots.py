@@ -160,13 +160,9 @@ class Slot:
         temporary.replace(path)
 
     def fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
-        return (
-            len(skeleton) <= (self._skeleton_room - 4096) and [(t.dtype, t.shape) for t in tensors] == self._layout
-        )
+        return len(skeleton) <= (self._skeleton_room - 4096) and [(t.dtype, t.shape) for t in tensors] == self._layout
 
-    def fill(
-        self, step: int, round_: int, fingerprint: int, tensors: Sequence[torch.Tensor], skeleton: bytes
-    ) -> None:
+    def fill(self, step: int, round_: int, fingerprint: int, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """Copies everything but the rank states."""
         self._void()
         packed = pickle.dumps((self._layout, skeleton), protocol=pickle.HIGHEST_PROTOCOL)

@@ -99,7 +99,9 @@ def test_ranks_share_the_checking_and_any_of_them_finds_the_damage(tmp_path: Pat
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"spec\.checkpoint\.path: .*file/checkpoints is not writable .*mount a volume"):
+    with pytest.raises(
+        InputError, match=r"spec\.checkpoint\.path: .*file/checkpoints is not writable .*mount a volume"
+    ):
         CheckpointFolder(tmp_path / "file/checkpoints", 1)
 
 

@@ -1,0 +1,376 @@
+"""A job that is steered: shares change on one step, requests are answered, it leaves when told, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import pacekeeper as pk
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Role, Stop, WorkerPlan
+from tests.support.ranks import run_ranks
+
+RANKS = 4
+BATCH = 16
+PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER)
+
+
+def make_job(**arguments: Any) -> tuple[pk.Job, nn.Module, torch.optim.Optimizer]:
+    job = pk.init(**arguments)
+    model = job.replicate(nn.Linear(4, 1))
+    return job, model, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def make_loader(job: pk.Job, size: int = 64, **options: Any) -> Any:
+    return job.dataloader(Features(size), BATCH, max_microbatch=3, **options)
+
+
+class Features(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.full((4,), float(index))
+
+
+def train(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """One step; returns the samples that it used."""
+    used = []
+    for indices, x in step.microbatches():
+        loss = model(x).sum()
+        step.add_loss(loss)
+        (loss / step.total_weight).backward()
+        used += indices.tolist()
+    optimizer.step()
+    optimizer.zero_grad()
+    return used
+
+
+def state(runtime: Path, rank: int) -> NDArray[np.void]:
+    return RingReader(Runtime(runtime).ring(rank)).state()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_path: Path) -> None:
+    shares = {3: (7, 4, 3, 2), 6: (1, 1, 1, 13), 9: None}
+
+    def rank_main(rank: int) -> tuple[list[int], list[int]]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+        job, model, optimizer = make_job()
+        sizes, used = [], []
+        for step in job.steps(make_loader(job, num_workers=workers), until=16):
+            mine = train(step, model, optimizer)
+            sizes.append(len(mine))
+            used += mine
+            if rank == 0 and step.number in shares:
+                plan = replace(PLAN, version=1 + step.number, shares=shares[step.number])
+                write_json(Runtime(tmp_path).plan, plan.to_json())
+        return sizes, used
+
+    results = run_ranks(rank_main, RANKS, runtime=tmp_path)
+    by_step = list(zip(*(sizes for sizes, _ in results), strict=True))
+    assert all(sum(sizes) == BATCH for sizes in by_step)
+    even = (BATCH // RANKS,) * RANKS
+    # Read when step 4 begins, agreed during it: in force from step 5 on, or behind what is prefetched.
+    lookahead = 2 * workers
+    changes = [even, shares[3], shares[6], even]
+    expected = [changes[sum(step > at + 1 + lookahead for at in shares)] for step in range(1, 17)]
+    assert by_step == expected
+    everything = Counter(index for _, used in results for index in used)
+    assert everything == Counter({index: 4 for index in range(64)})  # 16 steps of 16: four epochs
+    assert [int(state(tmp_path, rank)["samples"]) for rank in range(RANKS)] == [sum(sizes) for sizes, _ in results]
+    assert {int(state(tmp_path, rank)["plan_version"]) for rank in range(RANKS)} == {10}
+    assert {int(state(tmp_path, rank)["global_batch"]) for rank in range(RANKS)} == {BATCH}
+
+
+@pytest.mark.parametrize("bad", [(5, 5, 5, 5), (4, 4, 8), (16, 0, 0, 0), "not a plan"])
+def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
+    bad: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = replace(PLAN, version=2, shares=(7, 4, 3, 2))
+
+    def rank_main(rank: int) -> list[int]:
+        logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, good.to_json())
+        job, model, optimizer = make_job()
+        sizes = []
+        for step in job.steps(make_loader(job), until=8):
+            sizes.append(len(train(step, model, optimizer)))
+            if rank == 0 and step.number == 2:
+                path = Runtime(tmp_path).plan
+                if isinstance(bad, str):
+                    path.write_text(bad)
+                else:
+                    write_json(path, replace(PLAN, version=3, shares=bad).to_json())
+        return sizes
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[7] * 8, [4] * 8, [3] * 8, [2] * 8]
+    assert "the last good" in capfd.readouterr().err
+
+
+def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> list[int]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
+        job, model, optimizer = make_job()
+        sizes = []
+        for step in job.steps(make_loader(job), until=6):
+            sizes.append(len(train(step, model, optimizer)))
+            if rank == 0 and step.number == 2:
+                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json())
+        return sizes
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[7] * 6, [4] * 6, [3] * 6, [2] * 6]
+
+
+def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[int, int]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+        job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path / "volume", every=1000))
+        loader = make_loader(job)
+        job.register(model=model, optimizer=optimizer, loader=loader)
+        job.restore()
+        for step in job.steps(loader):
+            train(step, model, optimizer)
+            if rank == 0 and step.number == 3:
+                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
+            # All ranks see it alike only where they agree; the ring of rank 0 is what the launcher looks at.
+            answered = torch.tensor(int(state(tmp_path, 0)["checkpoint_request"]))
+            torch.distributed.all_reduce(answered, torch.distributed.ReduceOp.MIN)
+            if answered.item() == 1:
+                break
+            assert step.number < 2000
+            time.sleep(0.01)
+        mine = state(tmp_path, rank)
+        return int(mine["checkpoint_request"]), int(mine["checkpoint_step"])
+
+    results = run_ranks(rank_main, 2, runtime=tmp_path)
+    assert results[0] == (1, 4)  # written in step 3, read when step 4 begins, agreed when it is over
+    assert (tmp_path / "volume/step-00000004/manifest.json").exists()
+
+
+def test_sigterm_to_one_rank_checkpoints_and_all_leave_with_143(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[Any, int]:
+        job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path / "volume", every=1000))
+        loader = make_loader(job)
+        job.register(model=model, optimizer=optimizer, loader=loader)
+        try:
+            for step in job.steps(loader):
+                train(step, model, optimizer)
+                if rank == 1 and step.number == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                assert step.number < 10
+        except SystemExit as exit_:
+            return exit_.code, job.step
+        return None, job.step
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(143, 4)] * RANKS
+    assert (tmp_path / "volume/step-00000004/manifest.json").exists()
+
+
+def save_then(change: Callable[[Path], None], tmp_path: Path, make: Callable[[], nn.Module]) -> list[Any]:
+    """Trains to step 6 with a checkpoint every two; changes the volume; what another round's restore gives with
+    `make()`'s model: the step, or the error."""
+    volume = tmp_path / "volume"
+
+    def run(until: int, make: Callable[[], nn.Module]) -> Callable[[int], Any]:
+        def rank_main(_: int) -> Any:
+            job = pk.init(checkpoints=pk.Checkpoints(volume, every=2))
+            model = job.replicate(make())
+            before = [parameter.clone() for parameter in model.parameters()]
+            optimizer = job.optimizer(torch.optim.AdamW(model.parameters()))
+            loader = make_loader(job)
+            job.register(model=model, optimizer=optimizer, loader=loader)
+            try:
+                restored = job.restore()
+            except InputError as error:
+                unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                return str(error) if unchanged else "changed in spite of the error"
+            for step in job.steps(loader, until=until):
+                train(step, model, optimizer)
+            return restored, job.samples, loader.cursor
+
+        return rank_main
+
+    run_ranks(run(6, lambda: nn.Linear(4, 1)), 2)
+    change(volume)
+    return run_ranks(run(0, make), 2)
+
+
+def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
+    results = save_then(lambda _: None, tmp_path, lambda: nn.Linear(4, 1))
+    assert results == [(6, 6 * BATCH, 6 * BATCH)] * 2
+
+
+def test_a_torn_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    def tear(volume: Path) -> None:
+        victim = max((volume / "step-00000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+
+    assert save_then(tear, tmp_path, lambda: nn.Linear(4, 1)) == [(4, 4 * BATCH, 4 * BATCH)] * 2
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    results = save_then(lambda _: None, tmp_path, lambda: nn.Linear(4, 2))
+    for error in results:
+        assert "is of another model: bias is (2,) float32, in the checkpoint (1,) float32; weight is (2, 4)" in error
+        assert "spec.checkpoint.path" in error
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_init(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def rank_main(_: int) -> str:
+        with pytest.raises(InputError) as caught:
+            pk.init(checkpoints=pk.Checkpoints(tmp_path / "file/volume"))
+        return str(caught.value)
+
+    (error,) = run_ranks(rank_main, 1)
+    assert error.startswith("spec.checkpoint.path: ")
+    assert "mount a volume" in error
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
+    """Rank 1's worker is lost with its memory. A replica comes from a peer; a shard is gone, so the volume's is next."""
+
+    def run(until: int, folders: list[str]) -> Callable[[int], Any]:
+        def rank_main(rank: int) -> Any:
+            os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(Runtime(tmp_path / folders[rank]).make().root))
+            job = pk.init(
+                mesh={"shard": -1} if sharded else None,
+                checkpoints=pk.Checkpoints(tmp_path / "volume", every=4),
+                snapshot_every=1,
+            )
+            torch.manual_seed(rank)
+            model = job.fully_shard(nn.Linear(4, 2)) if sharded else job.replicate(nn.Linear(4, 2))
+            optimizer = job.optimizer(torch.optim.AdamW(model.parameters()))
+            loader = make_loader(job)
+            job.register(model=model, optimizer=optimizer, loader=loader)
+            restored = job.restore()
+            random = torch.rand(1).item()
+            for step in job.steps(loader, until=until):
+                train(step, model, optimizer)
+                if until == 100 and step.number == 7:
+                    break  # as a crash would have it: without a last checkpoint
+            return restored, random
+
+        return rank_main
+
+    first = run_ranks(run(100, ["a", "b"]), 2)
+    assert [restored for restored, _ in first] == [0, 0]
+    second = run_ranks(run(0, ["a", "b"]), 2)
+    third = run_ranks(run(0, ["a", "spare"]), 2)
+    # The snapshot of step 6 was still under way.
+    assert [restored for restored, _ in second] == [5, 5]
+    assert [restored for restored, _ in third] == ([4, 4] if sharded else [5, 5])
+    if not sharded:
+        assert third == second  # its random state came with the replica
+        assert second[0][1] != second[1][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": {"sync": 3}}, "does not fit 2 ranks"),
+        ({"mesh": {"data": 2}}, "'data'] unknown"),
+        ({"mesh": {"sync": -1, "shard": -1}}, "only one dimension can be -1"),
+        ({"mesh": {"shard": 0}}, "does not fit 2 ranks"),
+        ({"snapshot_every": -1}, "snapshot_every=-1"),
+    ],
+)
+def test_bad_arguments_of_init_are_named(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("PACEKEEPER_RUNTIME", raising=False)
+    with pytest.raises(InputError) as caught:
+        pk.init(**arguments)
+    assert message in str(caught.value)
+
+
+def test_mixing_replicas_and_shards_is_said_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="comes with the Local-SGD modes"):
+        pk.init(mesh={"sync": -1, "shard": 2})
+
+
+def test_leaving_microbatches_out_is_an_error(tmp_path: Path) -> None:
+    def rank_main(_: int) -> str:
+        job, _, _ = make_job()
+        with pytest.raises(RuntimeError) as caught:
+            for step in job.steps(make_loader(job), until=2):
+                next(step.microbatches())
+        return str(caught.value)
+
+    (error,) = run_ranks(rank_main, 1)
+    assert "step 1: 5 of 6 microbatches were not used" in error
+
+
+def test_the_jobs_loss_is_the_mean_over_the_global_batch(tmp_path: Path) -> None:
+    def rank_main(_: int) -> list[float]:
+        torch.manual_seed(0)
+        job = pk.init()
+        model = job.replicate(nn.Linear(4, 1))
+        losses = []
+        for step in job.steps(make_loader(job, shuffle=False), until=4):
+            for _, x in step.microbatches():
+                step.add_loss(x[:, 0].sum())
+                (model(x).sum() / step.total_weight).backward()
+            losses.append(job.loss)
+        return [*losses, job.loss]
+
+    for losses in run_ranks(rank_main, RANKS):
+        means = [sum(range(first, first + BATCH)) / BATCH for first in (0, 16, 32, 48)]
+        assert losses[2:] == [means[0], means[1], means[2]]
+
+
+def test_the_diary_of_a_plain_script(tmp_path: Path) -> None:
+    """Without a launcher: one rank, nothing recorded, everything else works."""
+
+    def rank_main(_: int) -> tuple[int, list[str]]:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path, every=2))
+        loader = make_loader(job)
+        job.register(model=model, optimizer=optimizer, loader=loader)
+        for step in job.steps(loader, until=3):
+            train(step, model, optimizer)
+        return job.step, sorted(path.name for path in tmp_path.iterdir())
+
+    assert run_ranks(rank_main, 1) == [(3, ["owner.json", "step-00000002", "step-00000003"])]
+
+
+def test_the_package_is_imported_without_torch() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import pacekeeper, pacekeeper.ring, pacekeeper.runtime, sys, json; print(json.dumps('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) is False
