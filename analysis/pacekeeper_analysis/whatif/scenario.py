@@ -61,17 +61,23 @@ class Where:
         return self.replicas is None and self.workers is None and self.steps is None
 
     def replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
-        """Which of `count` replicas are meant for operations of this stage."""
-        chosen = np.ones(count, dtype=bool)
-        if self.replicas is not None:
-            chosen &= np.isin(np.arange(count), list(self.replicas))
+        """Which of `count` replicas are meant for operations of this stage. Raises ValueError where one does not exist."""
+        if self.replicas is None and self.workers is None:
+            return np.ones(count, dtype=bool)
+        named = set(range(count)) if self.replicas is None else set(self.replicas)
         if self.workers is not None:
-            chosen &= np.isin(np.arange(count), [replica for replica, at in self.workers if at == stage])
+            named &= {replica for replica, at in self.workers if at == stage}
+        if named and not 0 <= min(named) <= max(named) < count:
+            raise ValueError(f"replicas {sorted(named)} of a job with {count}; they are numbered from 0")
+        chosen = np.zeros(count, dtype=bool)
+        chosen[list(named)] = True
         return chosen
 
     def steps_of(self, numbers: tuple[int, ...]) -> NDArray[np.bool_]:
         """Which of the steps with these numbers are meant."""
-        return np.array([self.steps is None or number in self.steps for number in numbers])
+        if self.steps is None:
+            return np.ones(len(numbers), dtype=bool)
+        return np.array([number in self.steps for number in numbers])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""How often the root cause of a slowdown is named rightly, on synthetic jobs whose fault is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+
+from pacekeeper_analysis.whatif import analyse, window_from_trace
+from pacekeeper_analysis.whatif.causes import Cause, diagnose
+from pacekeeper_analysis.whatif.faults import cases
+
+JOBS = 600
+
+
+def main() -> None:
+    """Prints the confusion matrix; the last line of the output is the summary as JSON."""
+    start = time.monotonic()
+    confusion: Counter[tuple[Cause, Cause]] = Counter()
+    for number, case in enumerate(cases(JOBS, seed=42), start=1):
+        confusion[case.cause, diagnose(analyse(window_from_trace(case.trace()))).cause] += 1
+        if number % 100 == 0:
+            print(f"{number} of {JOBS} jobs, {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(table(confusion))
+    right = sum(count for (cause, found), count in confusion.items() if cause is found)
+    blamed = sum(
+        count for (cause, found), count in confusion.items() if cause is Cause.NONE and found is not Cause.NONE
+    )
+    print(
+        json.dumps(
+            {
+                "bench": "causes",
+                "jobs": JOBS,
+                "top_1": right / JOBS,
+                "healthy_jobs_blamed": blamed,
+                "confusion": {cause: {found: confusion[cause, found] for found in Cause} for cause in Cause},
+                "seconds": time.monotonic() - start,
+            }
+        )
+    )
+
+
+def table(confusion: Counter[tuple[Cause, Cause]]) -> str:
+    """The confusion matrix: a row for each true cause, a column for each cause found."""
+    width = max(len(cause) for cause in Cause)
+    lines = [" " * width + "  found: " + "  ".join(Cause)]
+    for cause in Cause:
+        cells = "  ".join(f"{confusion[cause, found]:>{len(found)}}" for found in Cause)
+        lines.append(f"{cause:<{width}}         {cells}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""How fast the what-if analysis is, against simulating one scenario after the other.
+
+Published traces (where they are at hand) and synthetic jobs of 1,024 and 10,240 workers, 20 steps of 8
+microbatches. Each case runs in a process of its own, so that its peak memory is its own. "Operations a second"
+counts operation x scenario as simulated; S_dp of 1,280 ranks is simulated with two columns a rank, and only these
+are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pacekeeper_analysis.whatif import (
+    ALL_IDEAL,
+    AS_RECORDED,
+    IDEAL,
+    RECORDED,
+    Scenario,
+    Where,
+    Window,
+    window_from_trace,
+)
+from pacekeeper_analysis.whatif.figures import MERGED_TYPES, WhatIf, analyse
+from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
+from pacekeeper_analysis.whatif.simulate import Array, simulate
+from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of, usual_seconds
+from pacekeeper_analysis.whatif.trace import Trace
+
+PROJECT = Path(__file__).parents[1]
+TRACES = Path(os.environ.get("PACEKEEPER_TRACES", PROJECT.parent / "shared" / "traces"))
+SYNTHETIC = {"1024 workers": Shape(dp=128, pp=8, steps=20), "10240 workers": Shape(dp=1280, pp=8, steps=20)}
+REPEATS = 5
+
+Result = TypeVar("Result")
+
+
+def main() -> None:
+    """Runs every case; the last line of the output is the summary as JSON."""
+    published = sorted(path.stem.removeprefix("trace-") for path in TRACES.glob("trace-*.parquet"))
+    cases = {name: measure_elsewhere(name) for name in (*published, *SYNTHETIC)}
+    for name in published:
+        cases[name]["process_s"] = whole_process(name)
+        print(f"{name}: {cases[name]['process_s']:.2f} s as a whole process", file=sys.stderr)
+    reference = cases["AR"] if "AR" in cases else cases["1024 workers"]
+    print(
+        json.dumps(
+            {
+                "bench": "whatif",
+                "cases": cases,
+                "all_scenarios_at_once_s": reference["simulate_s"],
+                "one_after_the_other_s": reference["one_by_one_s"],
+                "ratio": reference["one_by_one_s"] / reference["simulate_s"],
+            }
+        )
+    )
+
+
+def measure_elsewhere(name: str) -> dict[str, Any]:
+    """Measures one case in a process of its own."""
+    print(f"{name} …", file=sys.stderr)
+    command = [sys.executable, str(Path(__file__)), name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"{name}: {measured['operations']:,} operations, all figures in {measured['total_s']:.3f} s, "
+        f"{measured['operations_a_second'] / 1e6:.0f} million operations x scenarios a second, "
+        f"{measured['peak_gb']:.2f} GB; one scenario after the other {measured['one_by_one_s']:.3f} s",
+        file=sys.stderr,
+    )
+    return measured
+
+
+def measure(name: str) -> dict[str, Any]:
+    """All figures of one case: reading, taking apart, simulating; then the same scenarios one after the other."""
+    read_s = 0.0
+    if name in SYNTHETIC:
+        trace = synthetic_trace(SYNTHETIC[name])
+    else:
+        read_s, trace = fastest(lambda: published_trace(name))
+    window_s, window = fastest(lambda: window_from_trace(trace))
+    simulate_s, whatif = fastest(lambda: analyse(window), repeats=10)
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    one_by_one_s, one_by_one = fastest(lambda: simulate_one_by_one(window), repeats=2)
+    assert np.allclose(one_by_one, same_scenarios(whatif))
+    simulated = operations_simulated(window)
+    return {
+        "operations": int(window.seconds.size),
+        "read_s": read_s,
+        "window_s": window_s,
+        "simulate_s": simulate_s,
+        "total_s": read_s + window_s + simulate_s,
+        "operations_x_scenarios": simulated,
+        "operations_a_second": simulated / simulate_s,
+        "peak_gb": peak_gb,
+        "one_by_one_s": one_by_one_s,
+    }
+
+
+def published_trace(name: str) -> Trace:
+    return read_parquet(TRACES / f"trace-{name}.parquet", read_metadata(TRACES / f"meta-{name}.yaml"))
+
+
+def synthetic_trace(shape: Shape) -> Trace:
+    """A job with a slow data-parallel rank and 5 % noise."""
+    operations = operations_of(shape)
+    seconds = usual_seconds(operations, shape, noise=0.05, rng=np.random.default_rng(0))
+    seconds[:, 3] *= 1.5
+    return make_trace(shape, operations, seconds)
+
+
+def scenarios(window: Window) -> list[Scenario]:
+    """The scenarios of the figures, apart from one a data-parallel rank, which `analyse` does not simulate one by
+    one."""
+    types = sorted({operation.type for operation in window.operations})
+    stages = sorted({operation.stage for operation in window.operations})
+    return [
+        AS_RECORDED,
+        AS_RECORDED.but(Where(stages=stages[-1:]), takes=IDEAL),
+        *(ALL_IDEAL.but(Where(types=[name]), takes=RECORDED) for name in types),
+        *(ALL_IDEAL.but(Where(stages=[stage]), takes=RECORDED) for stage in stages),
+    ]
+
+
+def simulate_one_by_one(window: Window) -> Array:
+    """The baseline, as the published analyzer works: a table of durations for one scenario, a simulation, the next
+    one.
+
+    Seconds of each step as recorded, and with the last stage ideal [scenario, step], for comparison.
+    """
+    first, nodes = [], range(window.graph.size)
+    for number, scenario in enumerate(scenarios(window)):
+        rows = (np.broadcast_to(scenario.seconds(window, node), window.seconds[node].shape) for node in nodes)
+        durations = np.stack(list(rows))
+        seconds = simulate(window.graph, durations[:, None])
+        if number < 2:
+            first.append(seconds[0].max(axis=0))
+    return np.array(first)
+
+
+def same_scenarios(whatif: WhatIf) -> Array:
+    assert whatif.decomposition is not None
+    return np.array([whatif.step_s, whatif.decomposition.last_stage.without_s])
+
+
+def operations_simulated(window: Window) -> int:
+    """Operations x scenarios that `analyse` simulates: whole scenarios, and two columns for each data-parallel rank."""
+    types = {MERGED_TYPES.get(operation.type, operation.type) for operation in window.operations}
+    stages = {operation.stage for operation in window.operations}
+    recorded, last_stage, worst_workers, each_replica = 1, 1, 2, 2
+    return int(window.seconds.size * (recorded + last_stage + len(types) + len(stages) + worst_workers + each_replica))
+
+
+def whole_process(name: str) -> float:
+    """Seconds of the command from the start of its interpreter to its end, byte-compiled as an installation is."""
+    command = [sys.executable, "-m", "pacekeeper_analysis.whatif.command", str(TRACES / f"trace-{name}.parquet")]
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = cache
+        run = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL, timeout=60, env=environment)
+        run()
+        seconds, _ = fastest(run)
+    return seconds
+
+
+def fastest(work: Callable[[], Result], repeats: int = REPEATS) -> tuple[float, Result]:
+    """Seconds of the fastest of some repeats, and its result."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = work()
+        best = min(best, time.perf_counter() - start)
+    return best, result
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+    else:
+        main()
