@@ -98,10 +98,15 @@ class Team:
         address = f"127.0.0.{1 + ord(name) - ord('a')}"
         runtime = Runtime(self.folder / name).make()
         worker = Worker(name, address, runtime, self.folder / f"{name}.log")
-        worker.log.touch()
-        worker.pid = os.fork()
-        if worker.pid == 0:
-            self._become_launcher(worker)
+        settings = Settings(
+            worker=name,
+            address=address,
+            incarnation=f"{time.time_ns():x}",
+            **self.settings,  # type: ignore[arg-type]  # the tests set numbers only
+        )
+        environment = {**self.environment, "FOLDER": str(self.folder), "PACEKEEPER_RUNTIME": str(runtime.root)}
+        script = Script(str(self.script), False, ())
+        worker.pid = fork(lambda: launch(script, settings, runtime), worker.log, environment)
         self.workers[name] = worker
         return worker
 
@@ -147,29 +152,32 @@ class Team:
                 worker.kill()
                 worker.wait()
 
-    def _become_launcher(self, worker: Worker) -> NoReturn:
-        """In the forked child: a launcher that has imported torch already, because this process has."""
-        code = 1
-        try:
-            os.setsid()
-            log = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-            logging.getLogger().handlers.clear()
-            os.environ.update(self.environment, FOLDER=str(self.folder), PACEKEEPER_RUNTIME=str(worker.runtime.root))
-            settings = Settings(
-                worker=worker.name,
-                address=worker.address,
-                incarnation=f"{time.time_ns():x}",
-                **self.settings,  # type: ignore[arg-type]  # the tests set numbers only
-            )
-            code = launch(Script(str(self.script), False, ()), settings, worker.runtime)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+
+def fork(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> int:
+    """Runs `run`, which gives the exit code, in a child that has imported torch because this process has; its id."""
+    log.touch()
+    pid = os.fork()
+    if pid == 0:
+        _become(run, log, environment)
+    return pid
+
+
+def _become(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        logging.getLogger().handlers.clear()
+        os.environ.update(environment)
+        code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 @contextmanager

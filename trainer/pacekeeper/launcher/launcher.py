@@ -29,6 +29,7 @@ from .settings import Settings
 from .warm import Warm
 from .watch import Watch
 from .wire import MeetingClient, MeetingHost
+from .words import describe
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
@@ -185,7 +186,7 @@ class Launcher:
 
     def notify(self, fault: Fault) -> None:
         """Hands a fault to the sidecar, and says it in the log."""
-        log.warning("%s, round %d, rank %d, exit code %d: %s", *_summary(fault))
+        log.warning("%s", describe(fault))
         write_json(self._runtime.fault(fault.name), fault.to_json())
 
     async def _meet(self, plan: WorkerPlan | None) -> None:
@@ -310,10 +311,6 @@ def _threads(ranks: int) -> int:
     if ranks > 1 or limit < 2:
         return 1
     return 0 if math.isinf(limit) else int(limit)
-
-
-def _summary(fault: Fault) -> tuple[object, ...]:
-    return fault.kind, fault.round, fault.rank, fault.exit_code, fault.error.strip().rpartition("\n")[2]
 
 
 def _split(store: str) -> tuple[str, int]:

@@ -54,21 +54,20 @@ class Outcome:
 
 def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat: Heartbeat) -> Outcome:
     """`faults`: all so far, `new` of them since the last call. A hang costs one of the plan's restarts."""
-    words = tuple(_tell(fault) for fault in new if fault.kind is not FaultKind.STALLED)
     if beat.state is LauncherState.FAILED:
-        return Outcome(plan, words, give_up=_last_words(faults))
+        return Outcome(plan, give_up=_last_words(faults))
     stalls = [fault for fault in new if fault.kind is FaultKind.STALLED and fault.round == beat.round]
     found = hang.verdict(stalls, plan.world_size) if stalls else None
     if found is None:
-        return Outcome(plan, words)
-    words += (f"hang ({found.kind}): {'; '.join(found.evidence)}",)
+        return Outcome(plan)
+    words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
     left = plan.restarts - beat.restarts - 1
     if left < 0:
-        return Outcome(plan, words, give_up=f"round {beat.round} hangs, and no restart is left")
+        return Outcome(plan, (words,), give_up=f"round {beat.round} hangs, and no restart is left")
     restarted = replace(
         plan, version=plan.version + 1, membership=plan.membership + 1, round=beat.round + 1, restarts=left
     )
-    return Outcome(restarted, (*words, f"ends round {beat.round} and starts round {restarted.round}"))
+    return Outcome(restarted, (words, f"ends round {beat.round} and starts round {restarted.round}"))
 
 
 def judge_paces(plan: Plan, windows: Sequence[RankWindow]) -> Outcome:
@@ -151,14 +150,6 @@ def local_runtime() -> Iterator[Runtime]:
         yield Runtime(folder).make()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tell(fault: Fault) -> str:
-    if fault.kind is not FaultKind.RANK_FAILED:
-        return f"{fault.kind} in round {fault.round}: {fault.error}".rstrip(": ")
-    how = f"was killed by signal {-fault.exit_code}" if fault.exit_code < 0 else f"ended with code {fault.exit_code}"
-    memory = " (out of memory)" if fault.out_of_memory else ""
-    return f"rank {fault.rank} {how}{memory} in round {fault.round} after step {fault.step}"
 
 
 def _last_words(faults: Sequence[Fault]) -> str:

@@ -71,7 +71,8 @@ def _run_script(start: RankStart) -> int:
     except SystemExit as exit_:
         return _exit_code(exit_.code)
     except BaseException as error:
-        sys.excepthook(type(error), error, _script_part(error.__traceback__))
+        error.__traceback__ = _script_part(error.__traceback__)  # torch's own hook takes it from here
+        sys.excepthook(type(error), error, error.__traceback__)
         # As Python itself does: a KeyboardInterrupt that nobody has caught ends by the signal's code.
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -21,6 +21,7 @@ PERIOD = 1.0
 """Seconds between two reports that say the same."""
 SILENCE = 4.0
 _CONNECT_TIMEOUT = 2.0
+_CLOSE_TIMEOUT = 1.0
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 1.0
 _LONGEST_LINE = 1 << 16
 
@@ -43,6 +44,7 @@ class MeetingHost:
         self._open_store = open_store
         self._halls: dict[int, _Hall] = {}
         self._server: asyncio.Server | None = None
+        self._guests: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._left = asyncio.Event()  # somebody has
         self._heard: dict[str, float] = {}  # monotonic time of each worker's last report
 
@@ -53,10 +55,11 @@ class MeetingHost:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-            for hall in self._halls.values():
-                for writer in hall.writers.values():
-                    writer.close()
             self._server = None
+            for writer in self._guests.values():
+                writer.close()
+            if self._guests:
+                await asyncio.wait(self._guests, timeout=_CLOSE_TIMEOUT)
 
     def heard_others_at(self, worker: str) -> float:
         """When somebody other than `worker` was last heard; −inf: never."""
@@ -76,6 +79,9 @@ class MeetingHost:
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seat: tuple[int, str] | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._guests[task] = writer
         try:
             while line := await _line(reader):
                 report = Report.from_json(json.loads(line))
@@ -86,6 +92,7 @@ class MeetingHost:
         except (TimeoutError, ConnectionError, ValueError, KeyError, TypeError) as error:
             log.debug("a launcher's connection ended: %r", error)
         finally:
+            del self._guests[task]
             self._leave(seat, writer)
             writer.close()
 

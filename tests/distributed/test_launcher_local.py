@@ -1,0 +1,102 @@
+"""`pacekeeper run --local N`: the same on one machine, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pacekeeper.launcher.command import launch_locally
+from pacekeeper.launcher.launcher import Script
+from pacekeeper.launcher.warm import preimport
+from tests.support.launchers import STEPS_SCRIPT, eventually, fork
+
+
+@contextmanager
+def local_run(
+    folder: Path,
+    faults: Sequence[Mapping[str, object]] = (),
+    restarts: int = 5,
+    steps: int = 20,
+    step_seconds: float = 0.01,
+) -> Iterator[int]:
+    """The process id of a run with two ranks; its output is in `folder`/log."""
+    preimport()
+    environment = {
+        "FOLDER": str(folder),
+        "STEPS": str(steps),
+        "STEP_SECONDS": str(step_seconds),
+        "FAULTS": json.dumps(list(faults)),
+    }
+    script = Script(str(STEPS_SCRIPT), False, ())
+    pid = fork(lambda: launch_locally(script, ranks=2, restarts=restarts), folder / "log", environment)
+    try:
+        yield pid
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def exit_code(pid: int, folder: Path) -> int:
+    def ended() -> tuple[int, int] | None:
+        found = os.waitpid(pid, os.WNOHANG)
+        return found if found[0] else None
+
+    try:
+        _, status = eventually(ended, "the run ends") or (0, 0)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
+    return os.waitstatus_to_exitcode(status)
+
+
+def diary(folder: Path, rank: int) -> list[str]:
+    return [line.split(maxsplit=2)[2] for line in (folder / f"diary-{rank}").read_text().splitlines()]
+
+
+def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None:
+    with local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
+        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
+    assert diary(tmp_path, 1)[-1] == "round 2 end"
+    assert "rank 1 was killed by SIGKILL in round 1 after step 3" in (tmp_path / "log").read_text()
+
+
+def test_a_hanging_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    faults = [{"rank": 1, "round": 1, "step": 8, "kind": "stop"}]
+    with local_run(tmp_path, faults, step_seconds=0.05) as pid:
+        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "hang (Stopped): rank 1" in log
+    assert "ends round 1 and starts round 2" in log
+    assert diary(tmp_path, 0)[-1] == "round 2 end"
+
+
+def test_a_script_that_always_fails_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
+    faults = [{"rank": 0, "round": number, "step": 1, "kind": "raise"} for number in (1, 2, 3)]
+    with local_run(tmp_path, faults) as pid:
+        assert exit_code(pid, tmp_path) == 1
+    assert [line for line in diary(tmp_path, 0) if "start" in line] == ["round 1 start", "round 2 start"]
+    *_, last = (tmp_path / "log").read_text().strip().splitlines()
+    assert "RuntimeError: scripted failure" in last
+
+
+def test_hangs_use_up_the_restarts(tmp_path: Path) -> None:
+    faults = [{"rank": 1, "round": number, "step": 6 * number, "kind": "stop"} for number in (1, 2)]
+    with local_run(tmp_path, faults, restarts=1) as pid:
+        assert exit_code(pid, tmp_path) == 1
+    assert "no restart is left" in (tmp_path / "log").read_text()
+
+
+def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("pacekeeper-*"))
+    with local_run(tmp_path, steps=10_000) as pid:
+        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        os.kill(pid, signal.SIGTERM)
+        assert exit_code(pid, tmp_path) == 143
+    assert diary(tmp_path, 1)[-1] == "round 1 leave"
+    assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
