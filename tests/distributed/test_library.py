@@ -283,14 +283,14 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
 
     first = run_ranks(run(100, ["a", "b"]), 2)
     assert [restored for restored, _ in first] == [0, 0]
-    second = run_ranks(run(0, ["a", "b"]), 2)
-    third = run_ranks(run(0, ["a", "spare"]), 2)
+    with_spare = run_ranks(run(0, ["a", "spare"]), 2)
+    with_both = run_ranks(run(0, ["a", "b"]), 2)
     # The snapshot of step 6 was still under way.
-    assert [restored for restored, _ in second] == [5, 5]
-    assert [restored for restored, _ in third] == ([4, 4] if sharded else [5, 5])
+    assert [restored for restored, _ in with_both] == [5, 5]
+    assert [restored for restored, _ in with_spare] == ([4, 4] if sharded else [5, 5])
     if not sharded:
-        assert third == second  # its random state came with the replica
-        assert second[0][1] != second[1][1]
+        assert with_spare == with_both  # its random state came with the replica
+        assert with_both[0][1] != with_both[1][1]
 
 
 @pytest.mark.parametrize(
