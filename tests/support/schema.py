@@ -9,7 +9,6 @@ import yaml
 
 from tests.support.chart import REPOSITORY
 
-
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
