@@ -61,7 +61,10 @@ class Where:
         return self.replicas is None and self.workers is None and self.steps is None
 
     def replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
-        """Which of `count` replicas are meant for operations of this stage. Raises ValueError where one does not exist."""
+        """Which of `count` replicas are meant for operations of this stage.
+
+        Raises ValueError where one does not exist.
+        """
         if self.replicas is None and self.workers is None:
             return np.ones(count, dtype=bool)
         named = set(range(count)) if self.replicas is None else set(self.replicas)

@@ -14,6 +14,7 @@ out, and its smallest share over all ranks, which is nobody's lateness, becomes 
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import json
 import re
@@ -106,33 +107,86 @@ def read_rank(path: Path) -> RankTrace:
     if "rank" not in about or "world_size" not in about:
         raise TraceError(f"{path} does not say its rank; profile after torch.distributed.init_process_group")
     events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
-    if any(event.get("cat") == "kernel" for event in events):
-        raise TraceError(
-            f"{path} holds GPU kernels; this reader understands traces of CPU jobs, give parquet or records"
-        )
-    steps: dict[int, tuple[float, float]] = {}
-    spans: dict[str, list[tuple[float, float]]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
-    for event in events:
-        name, begin = str(event.get("name", "")), float(event["ts"]) * 1e-6
-        span = (begin, begin + float(event.get("dur", 0.0)) * 1e-6)
-        if match := STEP.fullmatch(name):
-            steps[int(match[1])] = span
-        elif COLLECTIVE.match(name):
-            spans["collectives"].append(span)
-        elif name.startswith(OPTIMIZER_STEP):
-            spans["optimizer"].append(span)
-        elif event.get("cat") == "cpu_op" and not name.startswith("c10d::"):
-            spans["operations"].append(span)
-            if name.startswith(BACKWARD_OPERATION):
-                spans["backward"].append(span)
+    steps, spans = _by_processor(events)
     for name, missing in (("step", steps), ("backward pass", spans["backward"]), ("optimizer", spans["optimizer"])):
         if not missing:
-            raise TraceError(
-                f"{path} shows no {name}; call profiler.step() after each optimizer step, on a CPU activity"
-            )
+            raise TraceError(f"{path} shows no {name}; profile CPU activities, profiler.step() after each step")
+    if any(event.get("cat") == "kernel" for event in events):
+        steps, spans = _by_gpu(events, steps, spans)
     tables = {name: np.array(sorted(found)).reshape(-1, 2) for name, found in spans.items()}
     tables["collectives"] = tables["collectives"][np.argsort(tables["collectives"][:, 1], kind="stable")]
     return RankTrace(int(about["rank"]), int(about["world_size"]), steps, **tables)
+
+
+Span = tuple[float, float]
+Event = dict[str, Any]
+
+
+def _by_processor(events: Sequence[Event]) -> tuple[dict[int, Span], dict[str, list[Span]]]:
+    """Steps and spans as the processor saw them."""
+    steps: dict[int, Span] = {}
+    spans: dict[str, list[Span]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
+    for event in events:
+        name, category = str(event.get("name", "")), event.get("cat")
+        if category not in ("cpu_op", "user_annotation"):
+            continue
+        if match := STEP.fullmatch(name):
+            steps[int(match[1])] = _span(event)
+        elif COLLECTIVE.match(name):
+            spans["collectives"].append(_span(event))
+        elif name.startswith(OPTIMIZER_STEP):
+            spans["optimizer"].append(_span(event))
+        elif category == "cpu_op" and not name.startswith("c10d::"):
+            spans["operations"].append(_span(event))
+            if name.startswith(BACKWARD_OPERATION):
+                spans["backward"].append(_span(event))
+    return steps, spans
+
+
+def _by_gpu(
+    events: Sequence[Event], steps: dict[int, Span], spans: dict[str, list[Span]]
+) -> tuple[dict[int, Span], dict[str, list[Span]]]:
+    """The same as the GPU saw them: a kernel belongs to the step and the pass in which the processor launched it."""
+    launched = {
+        event["args"]["correlation"]: float(event["ts"]) * 1e-6
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    backward, optimizer = _merged(spans["backward"]), _merged(spans["optimizer"])
+    on_gpu: dict[str, list[Span]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
+    last: dict[int, float] = {}
+    first = float("inf")
+    for event in events:
+        launch = launched.get(event.get("args", {}).get("correlation"))
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset") or launch is None:
+            continue
+        step = next((number for number, (begin, end) in steps.items() if begin <= launch < end), None)
+        if step is None:
+            continue
+        span = _span(event)
+        first, last[step] = min(first, span[0]), max(last.get(step, 0.0), span[1])
+        if "nccl" in str(event.get("name", "")).lower():
+            on_gpu["collectives"].append(span)
+            continue
+        on_gpu["operations"].append(span)
+        for name, passes in (("backward", backward), ("optimizer", optimizer)):
+            if _contains(passes, launch):
+                on_gpu[name].append(span)
+    # A step lasts from the end of the one before to its own last kernel, so that a GPU that waits for its loader
+    # counts.
+    begins = [first, *(last[step] for step in sorted(last))]
+    return {step: (begin, last[step]) for begin, step in zip(begins, sorted(last), strict=False)}, on_gpu
+
+
+def _span(event: Event) -> Span:
+    begin = float(event["ts"]) * 1e-6
+    return begin, begin + float(event.get("dur", 0.0)) * 1e-6
+
+
+def _contains(merged: list[Span], instant: float) -> bool:
+    """Whether one of the sorted spans contains an instant."""
+    at = bisect.bisect_right(merged, (instant, float("inf"))) - 1
+    return at >= 0 and merged[at][0] <= instant <= merged[at][1]
 
 
 def align_clocks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
@@ -154,7 +208,7 @@ def _step_rows(ranks: Sequence[RankTrace], step: int) -> list[tuple[int, int, st
     waits = []
     for trace in ranks:
         begin, end = trace.steps[step]
-        backward, optimizer = _within(trace.backward, begin, end), _within(trace.optimizer, begin, end)
+        backward, optimizer = (_of_step(spans, begin, end) for spans in (trace.backward, trace.optimizer))
         if not len(backward) or not len(optimizer):
             raise TraceError(
                 f"step {step}, rank {trace.rank} has no backward pass or no optimizer; leave that step out"
@@ -178,6 +232,12 @@ def _exposed(trace: RankTrace, begin: float, end: float) -> float:
     return _length(collectives) - (
         _length(collectives) + _length(operations) - _length(_merged([*collectives, *operations]))
     )
+
+
+def _of_step(spans: Spans, begin: float, end: float) -> Spans:
+    """The spans whose middle lies between two instants: neighbouring steps touch each other."""
+    middle = spans.mean(axis=1)
+    return spans[(begin <= middle) & (middle < end)]
 
 
 def _within(spans: Spans, begin: float, end: float) -> Spans:
