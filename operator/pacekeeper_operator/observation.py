@@ -167,7 +167,7 @@ class Observation:
         return self.draft.state
 
     def with_draft(self, draft: Draft) -> Observation:
-        """The same world under a changed plan: workers know their new records, settled faults are gone."""
+        """The same world under a changed plan: workers know their new records, what has been dealt with is gone."""
         views = {view.name: view for view in self.workers}
         return replace(
             self,
@@ -177,6 +177,7 @@ class Observation:
                 for record in draft.state.workers
             ),
             faults=tuple(fault for fault in self.faults if fault.name not in draft.state.settled),
+            evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
         )
 
     def worker(self, name: str) -> WorkerView | None:

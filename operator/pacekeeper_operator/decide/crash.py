@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
@@ -19,7 +21,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     round_ = min(fault.round for fault in failed)
     of_round = tuple(fault for fault in failed if fault.round == round_)
-    first = next((fault for fault in of_round if not fault.lost_peer), of_round[0])
+    first = min(of_round, key=lambda fault: (_lost_a_peer(fault), fault.noticed_at))
     if observation.now - first.noticed_at < SETTLE_SECONDS and observation.round <= round_ and not first.out_of_memory:
         return None
     return _judge(observation, policy, first, tuple(fault.name for fault in of_round))
@@ -88,6 +90,14 @@ def _hopeless(observation: Observation, policy: Policy, fault: Fault) -> FailJob
             f"the last: rank {fault.rank} {_ending(fault)}:\n{fault.error}",
         )
     return None
+
+
+def _lost_a_peer(fault: Fault) -> bool:
+    """Its rank failed because another one was gone: a consequence, not the cause."""
+    return fault.exit_code > 0 and _LOST_PEER.search(fault.error) is not None
+
+
+_LOST_PEER = re.compile(r"Connection (closed|reset|refused)|Broken pipe|connection.*peer", re.IGNORECASE)
 
 
 def error_line(error: str) -> str:

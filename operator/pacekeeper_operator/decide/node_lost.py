@@ -8,7 +8,7 @@ from ..api import Cause, Class, Remedy
 from ..decision import Action, Decision, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
 from . import quarantine
-from .pricing import choose_at_standstill, replace_option, written
+from .pricing import choose_at_standstill, replace_lost_option, written
 
 SILENT_SECONDS = 10.0
 """Without peers who could say so (they may be lost too), so long a silence stands for their word."""
@@ -39,7 +39,7 @@ def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Deci
     node_lost = view.node_reachable is False
     stalls = observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED)
     words = f"node {node} is lost" if node_lost else "nobody reaches it, although its node answers"
-    choice = choose_at_standstill((replace_option(observation, policy),))
+    choice = choose_at_standstill((replace_lost_option(observation, policy),))
     actions: tuple[Action, ...] = ()
     if not policy.refusal(Remedy.REPLACE_WORKER):
         actions = (ReplaceWorker(view.name, words, dead=True, force=node_lost, disruption=True),)

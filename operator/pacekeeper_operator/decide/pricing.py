@@ -32,7 +32,7 @@ def restart_option(observation: Observation, policy: Policy, *, helps: bool = Tr
 
 def replace_option(observation: Observation, policy: Policy, *, refused: str = "") -> Option:
     """A spare takes the ranks over; the warm-up of the spare's memory and caches comes on top of a restart."""
-    no_spare = "" if any(view.warm for view in observation.spares) else "no spare is warm"
+    no_spare = "" if _spare_is_warm(observation) else "no spare is warm"
     return Option(
         Remedy.REPLACE_WORKER,
         observation.restart_cost + SPARE_SECONDS,
@@ -41,8 +41,22 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
     )
 
 
+def replace_lost_option(observation: Observation, policy: Policy) -> Option:
+    """The same for a worker that is gone: without a spare its ranks wait for the worker that is made in its place."""
+    wait = SPARE_SECONDS if _spare_is_warm(observation) else NEW_WORKER_SECONDS
+    return Option(
+        Remedy.REPLACE_WORKER, observation.restart_cost + wait, 1.0, policy.refusal(Remedy.REPLACE_WORKER)
+    )
+
+
+def _spare_is_warm(observation: Observation) -> bool:
+    return any(view.warm for view in observation.spares)
+
+
 SPARE_SECONDS = 1.0
 """What a round with a spare takes longer than one with the same workers: its first steps are cold."""
+NEW_WORKER_SECONDS = 30.0
+"""A guess at what a new pod takes until it is warm: placing, images, imports."""
 
 
 def written(prices: Sequence[Price], chosen: Price | None) -> tuple[RemedyPrice, ...]:

@@ -18,10 +18,10 @@ from ..api import Cause, Class, Remedy
 from ..decision import Action, Decision, Rebalance, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion
-from .pricing import replace_option, written
+from .pricing import SPARE_SECONDS, replace_option, written
 
-MENDED = 1.15
-"""A job within 15 % of its peers' pace is mended: the spare is worth more as an insurance."""
+BROKEN = 2.5
+"""A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
 ASK_AGAIN_SECONDS = 5.0
 """Between two requests for evidence: windows move on, and the loss that a dear remedy waits for grows."""
 PRIOR_SECONDS = 600.0
@@ -126,12 +126,10 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
     balance, refused = _balance(found)
     after = balance.seconds_after / found.seconds_replaced if balance else found.slowdown
     rebalance = Option(Remedy.REBALANCE, 0.0, max(1.0, after), policy.refusal(Remedy.REBALANCE) or refused)
-    mended = rebalance if not rebalance.refused and after <= MENDED else None
-    move = replace_option(
-        observation,
-        policy,
-        refused=f"shares mend it to {after:.2f} ×" if mended is not None else "",
-    )
+    slow = found.verdict.rank_slowdown[culprit]
+    mended = not rebalance.refused and (slow < BROKEN or after < observation.job.spec.detection.straggler_slowdown)
+    move = replace_option(observation, policy, refused=f"shares mend it to {after:.2f} ×" if mended else "")
+    move = replace(move, cost_seconds=observation.restart_seconds + SPARE_SECONDS)  # it waits for a checkpoint
     elapsed = observation.now - observation.state.suspicion.since
     lost = elapsed * price.loss_rate(found.slowdown)
     remaining = price.expected_remaining(elapsed, observation.surroundings.past_seconds, PRIOR_SECONDS)
@@ -141,11 +139,10 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
     chosen = choice.chosen.option
     action: Action
     if chosen is rebalance and balance is not None:
-        action = Rebalance(balance.shares, mended is not None)
+        action = Rebalance(balance.shares, mended)
     else:
         action = ReplaceWorker(worker, f"rank {culprit} is too slow for shares to mend", dead=False, disruption=True)
     view = observation.worker(worker)
-    slow = found.verdict.rank_slowdown[culprit]
     return Decision(
         cause=Cause.STRAGGLER,
         class_=Class.PERFORMANCE,

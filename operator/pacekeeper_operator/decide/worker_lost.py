@@ -7,7 +7,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, PodView, Policy, WorkerView
-from .pricing import choose_at_standstill, replace_option, written
+from .pricing import choose_at_standstill, replace_lost_option, written
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -42,7 +42,7 @@ def _replace(
 ) -> Decision:
     words, class_, trains = how
     disruption = class_ is Class.DISRUPTION
-    option = replace_option(observation, policy)
+    option = replace_lost_option(observation, policy)
     # Without a spare the ranks wait for the worker that is made in its place: there is no other remedy.
     choice = choose_at_standstill((option,))
     allowed = not policy.refusal(Remedy.REPLACE_WORKER)

@@ -6,8 +6,9 @@ import asyncio
 
 from ..api import METRICS_PORT
 
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS = 0.6
 TRIES = 2
+"""The second try is the retransmission that a lost packet deserves."""
 KUBELET_PORT = 10250
 
 

@@ -15,7 +15,7 @@ from ..decision import Decision
 from ..observation import Observation, Policy
 from ..state import Draft, Incident, State
 
-MAX_DECISIONS = 1000
+MAX_DECISIONS = 100
 """A pass ends, whatever the checks say."""
 MAX_EVIDENCE = 4000
 """Characters of one piece of evidence: bookkeeping and Incidents must stay small."""
