@@ -46,8 +46,7 @@ class DenseRows:
         rows = rows[in_graph[kind_of[rows]]]
         node_of = first[kind_of[rows]] + trace.seq_id[rows]
         astray = (trace.seq_id[rows] < 0) | (trace.seq_id[rows] >= usual[kind_of[rows]])
-        for row in rows[astray]:
-            reasons.setdefault(int(step_of[row]), f"{trace.where(row)}: seq_id is out of order")
+        _note(reasons, trace, step_of, rows[astray], "seq_id is out of order")
         rows, node_of = rows[~astray], node_of[~astray]
         size = int(usual.sum())
         seen = np.zeros((len(numbers), meta.dp_size, size), dtype=bool)
@@ -126,8 +125,7 @@ def _damaged_rows(trace: Trace, step_of: NDArray[np.intp], reasons: dict[int, st
     bad = np.zeros(len(trace), dtype=bool)
     for mask, reason in checks:
         bad |= mask
-        for row in np.flatnonzero(mask):
-            reasons.setdefault(int(step_of[row]), f"{trace.where(row)}: {reason}")
+        _note(reasons, trace, step_of, np.flatnonzero(mask), reason)
     _check_starts(trace, step_of, bad, reasons)
     return bad
 
@@ -137,11 +135,17 @@ def _check_starts(trace: Trace, step_of: NDArray[np.intp], bad: Mask, reasons: d
     earliest = np.full(int(step_of.max()) + 1, np.inf)
     np.minimum.at(earliest, step_of[~bad], trace.start_ts[~bad].astype(np.float64))
     late = ~bad & (trace.start_ts - earliest[step_of] > LONGEST_S)
-    for row in np.flatnonzero(late):
-        reasons.setdefault(
-            int(step_of[row]), f"{trace.where(row)}: starts more than a day after the step's first operation"
-        )
+    _note(reasons, trace, step_of, np.flatnonzero(late), "starts more than a day after the step's first operation")
     bad |= late
+
+
+def _note(
+    reasons: dict[int, str], trace: Trace, step_of: NDArray[np.intp], rows: NDArray[np.intp], reason: str
+) -> None:
+    """Notes why the steps of these rows are left out, by the first such row of each."""
+    steps, first = np.unique(step_of[rows], return_index=True)
+    for step, row in zip(steps, rows[first], strict=True):
+        reasons.setdefault(int(step), f"{trace.where(row)}: {reason}")
 
 
 def _count_reason(counts: NDArray[np.int64], usual: NDArray[np.int64]) -> str:

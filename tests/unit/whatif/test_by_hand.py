@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from pacekeeper_analysis.whatif import Metadata, Trace, WhatIf, analyse, trace_from_columns, window_from_trace
+from pacekeeper_analysis.whatif import (
+    Metadata,
+    Operation,
+    Trace,
+    WhatIf,
+    analyse,
+    trace_from_columns,
+    window_from_trace,
+)
 from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of
-from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, REDUCE_SCATTER, SEPARATE_ALL_REDUCE
+from pacekeeper_analysis.whatif.trace import (
+    BACKWARD,
+    BACKWARD_RECV,
+    BACKWARD_SEND,
+    FORWARD,
+    FORWARD_RECV,
+    FORWARD_SEND,
+    REDUCE_SCATTER,
+    SEPARATE_ALL_REDUCE,
+)
 
 # Two stages, two data-parallel ranks, one microbatch; transfers take no time. All computations take 1 s forward and
 # 2 s backward, but 3 s and 6 s on stage 1 of rank 1. Reduce-scatter and optimizer take 0.5 s each.   rank 0: F0
@@ -149,3 +169,57 @@ def test_gradients_are_reduced_with_one_data_parallel_rank_and_sequence_parallel
     # too.
     assert analyse(window_from_trace(sequence_parallel)).step_s == pytest.approx([9.0])
     assert analyse(window_from_trace(single)).step_s == pytest.approx([7.0])
+
+
+@pytest.mark.parametrize("first_and_last_missing", [False, True])
+def test_transfers_that_were_recorded_without_a_neighbour_change_nothing(first_and_last_missing: bool) -> None:
+    """Some profilers record a transfer for every computation, also at the ends of the model (or all but the
+    outermost)."""
+    shape = Shape(dp=2, pp=2, vpp=2, microbatches=4, steps=2)
+    plain = operations_of(shape)
+    everywhere = [*recorded_everywhere(plain, shape, first_and_last_missing)]
+    assert len(everywhere) == len(plain) + 4 * (4 - first_and_last_missing)
+    expected, found = (
+        analyse(window_from_trace(make_trace(shape, operations, durations(operations, shape)))).step_s
+        for operations in (plain, everywhere)
+    )
+    assert found == pytest.approx(expected)
+
+
+def recorded_everywhere(operations: list[Operation], shape: Shape, outermost_missing: bool) -> Iterator[Operation]:
+    """The operations with a transfer before and after every computation."""
+    counts: Counter[tuple[str, int]] = Counter()
+    computes: Counter[tuple[str, int]] = Counter()
+    total = shape.microbatches * shape.vpp
+
+    def numbered(name: str, stage: int, like: Operation) -> Operation:
+        counts[name, stage] += 1
+        return replace(like, type=name, index=counts[name, stage] - 1)
+
+    for operation in operations:
+        if operation.type in (FORWARD_RECV, FORWARD_SEND, BACKWARD_RECV, BACKWARD_SEND):
+            continue
+        if operation.type not in (FORWARD, BACKWARD):
+            yield operation
+            continue
+        place = operation.chunk * shape.pp + operation.stage
+        at_start, at_end = place == 0, place == shape.pp * shape.vpp - 1
+        receive, send = (FORWARD_RECV, FORWARD_SEND) if operation.type == FORWARD else (BACKWARD_RECV, BACKWARD_SEND)
+        receives_nothing, sends_nothing = (at_start, at_end) if operation.type == FORWARD else (at_end, at_start)
+        computes[operation.type, operation.stage] += 1
+        number = computes[operation.type, operation.stage]
+        if not (outermost_missing and receives_nothing and number == 1):
+            yield numbered(receive, operation.stage, operation)
+        yield operation
+        if not (outermost_missing and sends_nothing and number == total):
+            yield numbered(send, operation.stage, operation)
+
+
+def durations(operations: list[Operation], shape: Shape) -> NDArray[np.float64]:
+    """Computations of 1 to 3 s, different on each rank and step; transfers that take no time."""
+    seconds = np.zeros((len(operations), shape.dp, shape.steps))
+    for node, operation in enumerate(operations):
+        if operation.type in (FORWARD, BACKWARD):
+            key = (operation.type == FORWARD, operation.stage, operation.index)
+            seconds[node] = np.random.default_rng(hash(key) % 1000).uniform(1, 3, (shape.dp, shape.steps))
+    return seconds

@@ -65,19 +65,24 @@ def diagnose(whatif: WhatIf) -> Finding:
     findings = sorted(find_all(whatif), key=lambda finding: -finding.explains)
     likely = [finding for finding in findings if _is_worth_it(finding, whatif)]
     if not likely:
-        best = max((finding.explains for finding in findings), default=0.0)
-        small = whatif.slowdown < NOTHING_TO_DECOMPOSE
-        evidence = (
-            f"the slowdown is {whatif.slowdown:.3f}, too small to have a cause"
-            if small
-            else f"no single cause explains the slowdown of {whatif.slowdown:.3f} (the best one {max(best, 0.0):.0%})"
-        )
-        confidence = 1.0 if small else float(np.clip(1.0 - best, 0.0, 1.0))
-        return Finding(Cause.NONE, 0.0, float(whatif.step_s.mean()), evidence, "Nothing to do.", confidence)
+        return _no_cause(whatif, max((finding.explains for finding in findings), default=0.0))
     first = likely[0]
     second = next((finding.explains for finding in findings if finding is not first), 0.0)
     lead = 1.0 - max(second, 0.0) / first.explains
     return replace(first, confidence=float(np.clip(min(first.explains, 1.0) * (0.5 + 0.5 * lead), 0.0, 1.0)))
+
+
+def _no_cause(whatif: WhatIf, best: float) -> Finding:
+    """best: what the best cause explains."""
+    step_s = float(whatif.step_s.mean())
+    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+        evidence = f"the slowdown is {whatif.slowdown:.3f}, too small to have a cause"
+        return Finding(Cause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
+    best = float(np.clip(best, 0.0, 1.0))
+    evidence = f"no single cause explains the slowdown of {whatif.slowdown:.3f}; the best one explains {best:.0%} of it"
+    return Finding(
+        Cause.NONE, 0.0, step_s, evidence, "Record a longer window; look at the slowest workers.", 1.0 - best
+    )
 
 
 def find_all(whatif: WhatIf) -> list[Finding]:

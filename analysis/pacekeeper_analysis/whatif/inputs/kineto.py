@@ -237,13 +237,13 @@ def _exposed(trace: RankTrace, begin: float, end: float) -> float:
 def _of_step(spans: Spans, begin: float, end: float) -> Spans:
     """The spans whose middle lies between two instants: neighbouring steps touch each other."""
     middle = spans.mean(axis=1)
-    return spans[(begin <= middle) & (middle < end)]
+    return np.asarray(spans[(begin <= middle) & (middle < end)])
 
 
 def _within(spans: Spans, begin: float, end: float) -> Spans:
     """The parts of the spans between two instants."""
     inside = spans[(spans[:, 1] > begin) & (spans[:, 0] < end)]
-    return np.clip(inside, begin, end)
+    return np.asarray(np.clip(inside, begin, end))
 
 
 def _merged(spans: Spans | list[Any]) -> list[tuple[float, float]]:
