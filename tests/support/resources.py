@@ -21,6 +21,10 @@ def resources(cluster: Cluster) -> Iterator[None]:
         cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
     names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+    for definition in definitions:  # kubectl waits while the API server still prepares to store them
+        cluster.kubectl(
+            "get", f"{definition['spec']['names']['plural']}.{definition['spec']['group']}", "--all-namespaces"
+        )
     deployment = cluster.get("deployment", RELEASE, SYSTEM)
     if deployment is None:
         yield

@@ -154,7 +154,7 @@ class StartProbe:
 
 @dataclass(frozen=True)
 class EndProbe:
-    """Its result is written down: delete the pod, without waiting for a kubelet that may be gone."""
+    """It is not needed any more: delete the pod, without waiting for a kubelet that may be gone."""
 
     pod: str
 
@@ -181,12 +181,9 @@ Action = Guard | Hold | Release | Report | StartProbe | EndProbe | Delete | Ungu
 
 def decide(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, probe_timeout: float, now: float) -> Action:
     """The next step. `pod`: of the last probe, if it exists. `probe_timeout` in seconds, `now` since the epoch."""
-    if quarantine.deleted:
-        if node is not None and node.marked:
-            return Release(_why(quarantine, node) or "its NodeQuarantine was deleted")
-        return Unguard() if quarantine.guarded else Wait(RESYNC_SECONDS)
-    if why := _why(quarantine, node):
-        return _end(quarantine, node, why)
+    why = _why(quarantine, node)
+    if quarantine.deleted or why:
+        return _end(quarantine, node, pod, why or "its NodeQuarantine was deleted")
     assert node is not None  # _why has dealt with a node that is gone
     if not quarantine.guarded:
         return Guard()
@@ -222,9 +219,13 @@ def _why(quarantine: Quarantine, node: Node | None) -> str:
     return "a probe pod on the node has passed" if probe is not None and probe.passed else ""
 
 
-def _end(quarantine: Quarantine, node: Node | None, why: str) -> Action:
+def _end(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, why: str) -> Action:
     if node is not None and node.marked:
         return Release(why)
+    if pod is not None and quarantine.last_probe is not None:
+        return EndProbe(quarantine.last_probe.pod)
+    if quarantine.deleted:
+        return Unguard() if quarantine.guarded else Wait(RESYNC_SECONDS)
     if quarantine.status.phase is not QuarantinePhase.RELEASED:
         released = replace(quarantine.status, phase=QuarantinePhase.RELEASED, message=why)
         return Report(released, event="QuarantineEnded")

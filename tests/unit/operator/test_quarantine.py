@@ -124,6 +124,11 @@ class TestRelease:
         assert next_step(deleted, FREE) == Unguard()
         assert next_step(deleted, None) == Unguard()
 
+    def test_deletion_ends_a_probe_that_runs(self) -> None:
+        deleted = replace(with_status(probes=probed(None)), deleted=True)
+        assert isinstance(next_step(deleted, HELD, ProbePod("Running")), Release)
+        assert next_step(deleted, FREE, ProbePod("Running")) == EndProbe("p0")
+
     def test_a_new_node_is_not_touched_by_the_quarantine_of_the_old_one(self) -> None:
         assert next_step(replace(with_status(), deleted=True), Node("uid-2", cordoned_by_others=True)) == Unguard()
 
@@ -131,6 +136,7 @@ class TestRelease:
         passed = with_status(probes=probed(True))
         assert isinstance(next_step(passed, HELD), Release)
         assert isinstance(next_step(passed, replace(HELD, cordoned=False)), Release)
+        assert next_step(passed, FREE, ProbePod("Succeeded")) == EndProbe("p0")
         ended = report(passed, FREE)
         assert ended.status.phase is QuarantinePhase.RELEASED
         assert next_step(replace(passed, status=ended.status), FREE) == Delete()
