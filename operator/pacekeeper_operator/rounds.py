@@ -15,7 +15,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
     same = [member.worker for member in members] == [member.worker for member in plan.members]
     return draft.with_plan(
         membership=max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1,
-        round=max([observation.round if plan.members else plan.round - 1, *(beat.round for beat in heartbeats)]) + 1,
+        round=max([draft.state.round_seen, *(beat.round for beat in heartbeats)]) + 1,
         members=members,
         shares=plan.shares if same else None,
         evidence_request="",

@@ -112,6 +112,7 @@ class State:
     placing_since: float = 0.0  # beginning of the present attempt to place all workers; 0: none under way
     attempts: int = 0  # at placing all workers that have failed since the job last trained
     retry_at: float = 0.0
+    round_seen: int = 0  # highest round of the job that the operator has heard of
     vacant_since: float = 0.0  # since when a rank has no worker; 0: none
     incidents: tuple[Incident, ...] = ()  # open ones, and those whose outcome is not written into the cluster yet
     closed: tuple[str, ...] = ()  # names of incidents that are over

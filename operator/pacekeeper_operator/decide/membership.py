@@ -61,7 +61,7 @@ def _change(observation: Observation) -> Draft:
     observation = observation.with_draft(draft)
     if not seats or [view.name for view in seats] == [member.worker for member in observation.plan.members]:
         return draft
-    forced = any(view.record.dead or not view.alive for view in observation.members)
+    forced = any(view.record.dead or view.pod is None or view.pod.ended for view in observation.members)
     if len(observation.members) == len(observation.plan.members) and not forced:
         waiting = _await_checkpoint(observation)
         if waiting is not None:
@@ -82,10 +82,18 @@ def _wait_or_shrink(observation: Observation, seats: Sequence[WorkerView]) -> Dr
     enough = len(seats) >= max(1, job.spec.fewest_replicas)
     if not enough or observation.now - state.vacant_since < SHRINK_SECONDS:
         return observation.draft
-    coming = any(view.usable and not (view.pod and view.pod.unschedulable) for view in observation.spares)
+    coming = any(_comes(view) for view in observation.workers if view not in observation.members)
     if coming and observation.now - state.vacant_since < job.spec.scheduling_timeout:
         return observation.draft
     return rounds.begin(observation, _seat(job, seats))
+
+
+def _comes(view: WorkerView) -> bool:
+    """Not yet here, but nothing speaks against it."""
+    made = view.pod is not None or bool(view.record.uid)
+    return not view.record.leaving and (
+        not made or (view.alive and view.pod is not None and not view.pod.unschedulable)
+    )
 
 
 def _await_checkpoint(observation: Observation) -> Draft | None:

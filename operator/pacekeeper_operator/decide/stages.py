@@ -63,6 +63,8 @@ def _begin(observation: Observation) -> Draft:
     draft, state = observation.draft, observation.state
     if not state.start_time and not observation.job.spec.suspend:
         draft = draft.with_state(start_time=observation.now)
+    if observation.plan.members and observation.round > state.round_seen:
+        draft = draft.with_state(round_seen=observation.round)
     if not state.training_since and observation.training_since is not None:
         draft = draft.with_state(training_since=observation.training_since, failed_starts=0)
     return draft

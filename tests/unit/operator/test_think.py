@@ -1,0 +1,496 @@
+"""Whole passes over a job, from one state of the world to the next: what is decided, written and done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
+from pacekeeper_operator.api import Cause, Class, Mode, Outcome, Remedy, RunPolicySpec
+from pacekeeper_operator.observation import GpuValue, Metrics, Observation, Policy
+from pacekeeper_operator.services.think import Thought, think
+from pacekeeper_operator.state import Draft, Past
+from tests.support.worlds import (
+    NOW,
+    change_members,
+    change_worker,
+    crash,
+    fresh,
+    job,
+    policy,
+    stall,
+    stalls,
+    training,
+    with_pods,
+)
+
+
+def seats(draft: Draft) -> list[str]:
+    return [member.worker for member in draft.plan.members]
+
+
+def again(thought: Thought, world: Observation, **changes: object) -> Observation:
+    """The world after a pass was written."""
+    return replace(world.with_draft(thought.draft), **changes)  # type: ignore[arg-type]
+
+
+class TestBeginning:
+    def test_names_are_reserved_before_pods_are_made(self) -> None:
+        thought = think(fresh(replicas=2, spares=1), policy())
+        assert [worker.name for worker in thought.draft.state.workers] == ["j-w0-0", "j-w1-0", "j-w2-0"]
+        assert thought.staffing.create == thought.draft.state.workers
+
+    def test_a_pass_that_is_repeated_after_the_write_reserves_nothing_more(self) -> None:
+        world = fresh()
+        thought = think(world, policy())
+        repeated = think(again(thought, world), policy())
+        assert repeated.draft == thought.draft
+        assert repeated.staffing.create == thought.staffing.create  # the pods are still not there
+
+    def test_no_membership_until_all_seats_are_warm(self) -> None:
+        world = with_pods(again(think(fresh(), policy()), fresh()), state=LauncherState.WARM)
+        starting = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.STARTING})
+        starting = change_worker(starting, "j-w2-0", heartbeat={"state": LauncherState.STARTING})
+        assert think(starting, policy()).draft.plan.members == ()
+        plan = think(world, policy()).draft.plan
+        assert seats(Draft(plan, world.state)) == ["j-w0-0", "j-w1-0"]
+        assert (plan.membership, plan.round, plan.restarts) == (1, 1, 10)
+
+    def test_not_all_placed_in_time_means_all_pods_go_and_come_back_later(self) -> None:
+        world = fresh(job=job(2, 0, scheduling_timeout=60.0))
+        world = with_pods(again(think(world, policy()), world), placed=False)
+        early = think(replace(world, now=NOW + 59), policy())
+        assert not early.staffing.delete
+        late = think(replace(world, now=NOW + 61), policy())
+        assert {view.name for view in late.staffing.delete} == {"j-w0-0", "j-w1-0"}
+        assert late.draft.state.attempts == 1
+        gone = replace(again(late, world), workers=(), now=NOW + 62)
+        gone = gone.with_draft(gone.draft)
+        waiting = think(gone, policy())
+        assert not waiting.staffing.create
+        back = think(replace(again(waiting, gone), now=waiting.draft.state.retry_at + 1), policy())
+        assert [worker.name for worker in back.staffing.create] == ["j-w0-1", "j-w1-1"]
+
+    def test_a_job_waits_for_an_older_one_after_its_first_failure(self) -> None:
+        world = fresh()
+        behind = replace(world, surroundings=replace(world.surroundings, older_job_waits="ns/older"))
+        assert not think(behind, policy()).staffing.create
+
+    def test_a_trainer_that_ends_before_it_is_ready_is_tried_once_more_and_then_fails_the_job(self) -> None:
+        world = with_pods(again(think(fresh(1, 0), policy()), fresh(1, 0)))
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 127, "exit_message": "no such command"})
+        first = think(world, policy())
+        assert not first.draft.state.failed_reason
+        assert first.draft.state.worker("j-w0-1") is not None
+        world = with_pods(again(first, world))
+        second = think(
+            change_worker(world, "j-w0-1", pod={"exit_code": 127, "exit_message": "no such command"}), policy()
+        )
+        assert second.draft.state.failed_reason == "ScriptFailed"
+        assert "no such command" in second.draft.state.failed_message
+
+    def test_an_image_that_cannot_be_pulled_fails_the_job_after_the_scheduling_timeout(self) -> None:
+        start = fresh(1, 0, job=job(1, 0, scheduling_timeout=60.0))
+        world = with_pods(again(think(start, policy()), start))
+        world = change_worker(
+            world, "j-w0-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "no such host"}
+        )
+        assert not think(replace(world, now=NOW + 30), policy()).draft.state.failed_reason
+        late = think(replace(world, now=NOW + 61), policy()).draft.state
+        assert (late.failed_reason, "no such host" in late.failed_message) == ("ImagePullFailed", True)
+
+
+class TestCrash:
+    def test_the_launchers_have_restarted_and_the_operator_counts(self) -> None:
+        world = replace(training(), faults=(crash("j-w1-0", 1),))
+        world = change_members(world, round=2, first_step_at=0.0)
+        thought = think(world, policy())
+        state = thought.draft.state
+        assert thought.draft.plan.members == world.plan.members
+        assert thought.draft.plan.membership == 1
+        assert [incident.cause for incident in state.incidents] == [Cause.CRASH]
+        assert len(state.restarts) == 1
+        # The launchers have used one of ten: the plan still allows nine more in this membership.
+        assert thought.draft.plan.restarts == 10
+        assert "j-w1-0-rank-1-round-1" in state.settled
+
+    def test_recovery_is_the_first_step_of_the_next_round_on_every_member(self) -> None:
+        world = change_members(replace(training(), faults=(crash("j-w1-0", 1),)), round=2, first_step_at=0.0)
+        world = again(think(world, policy()), world, now=NOW + 1)
+        partly = change_worker(world, "j-w0-0", heartbeat={"first_step_at": NOW + 0.7, "restored_step": 496})
+        assert think(partly, policy()).draft.state.open_incidents
+        done = change_members(world, first_step_at=NOW + 0.8, restored_step=496, step=497)
+        (incident,) = think(done, policy()).draft.state.incidents
+        assert incident.outcome is Outcome.RECOVERED
+        assert incident.recovered == NOW + 0.8
+        assert incident.steps_lost == 4
+
+    def test_a_late_report_of_the_same_round_opens_no_second_incident(self) -> None:
+        world = change_members(replace(training(), faults=(crash("j-w1-0", 1),)), round=2, first_step_at=0.0)
+        world = again(think(world, policy()), world, faults=(crash("j-w2-0", 2),))
+        thought = think(world, policy())
+        assert len(thought.draft.state.incidents) == 1
+        assert len(thought.draft.state.restarts) == 1
+        assert "j-w2-0-rank-2-round-1" in thought.draft.state.settled
+
+    def test_who_lost_a_peer_is_not_to_blame(self) -> None:
+        consequence = crash(
+            "j-w0-0", 0, exit_code=1, error="RuntimeError: Connection closed by peer", noticed_at=NOW - 1
+        )
+        world = replace(training(), faults=(consequence, crash("j-w1-0", 1)))
+        (incident,) = think(change_members(world, round=2), policy()).draft.state.incidents
+        assert incident.rank == 1
+
+    def test_two_rounds_without_a_step_and_with_the_same_error_fail_the_job(self) -> None:
+        error = "Traceback …\nValueError: no such file"
+        faults = (
+            crash("j-w0-0", 0, 1, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 9),
+            crash("j-w0-0", 0, 2, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 5),
+        )
+        draft = think(change_members(replace(training(), faults=faults), round=2), policy()).draft
+        assert draft.state.failed_reason == "ScriptFailed"
+        assert "ValueError: no such file" in draft.state.failed_message
+        assert draft.plan.stop is Stop.FINISH
+
+    @pytest.mark.parametrize("second", [{"completed_step": True}, {"error": "KeyError: 'x'"}])
+    def test_another_error_or_a_completed_step_in_between_does_not(self, second: dict[str, object]) -> None:
+        first = {"completed_step": False, "exit_code": 1, "error": "ValueError: y", "noticed_at": NOW - 9}
+        faults = (crash("j-w0-0", 0, 1, **first), crash("j-w0-0", 0, 2, **{**first, **second}))
+        draft = think(change_members(replace(training(), faults=faults), round=3), policy()).draft
+        assert not draft.state.failed_reason
+
+    def test_the_budget_ends_in_failure_that_says_so(self) -> None:
+        world = replace(training(), faults=(crash("j-w1-0", 1),))
+        world = change_members(world, round=2)
+        world = world.with_draft(world.draft.with_state(restarts=(NOW - 10, NOW - 5)))
+        state = think(world, policy(max_restarts=2)).draft.state
+        assert state.failed_reason == "RestartBudgetSpent"
+        assert "maxRestarts" in state.failed_message
+
+    def test_restarts_outside_of_the_window_do_not_count(self) -> None:
+        world = change_members(replace(training(), faults=(crash("j-w1-0", 1),)), round=2)
+        world = world.with_draft(world.draft.with_state(restarts=(NOW - 4000, NOW - 3700)))
+        assert not think(world, policy(max_restarts=2)).draft.state.failed_reason
+
+    def test_out_of_memory_moves_the_rank_once_and_then_blames_the_script(self) -> None:
+        world = replace(training(), faults=(crash("j-w1-0", 1, out_of_memory=True),))
+        thought = think(world, policy())
+        assert seats(thought.draft)[1] == "j-w4-0"
+        past = Past(Cause.OUT_OF_MEMORY, NOW - 60, 3.0, rank=1, worker="j-w9-0")
+        known = world.with_draft(world.draft.with_state(past=(past,)))
+        thought = think(known, policy())
+        assert seats(thought.draft)[1] == "j-w1-0"
+        assert thought.draft.state.incidents[0].class_ is Class.APPLICATION
+
+
+class TestHang:
+    def test_the_culprit_is_named_and_the_same_members_begin_anew(self) -> None:
+        world = training()
+        thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+        (incident,) = thought.draft.state.incidents
+        assert (incident.cause, incident.rank, incident.worker, incident.node) == (Cause.HANG, 2, "j-w2-0", "node-2")
+        assert incident.first_sign == pytest.approx(NOW - 3.1)
+        assert thought.draft.plan.membership == 2
+        assert thought.draft.plan.round == 2
+        assert seats(thought.draft) == seats(world.draft)
+
+    def test_no_verdict_while_a_worker_has_not_complained(self) -> None:
+        world = training()
+        thought = think(replace(world, faults=stalls(world, culprit=2)[:-1]), policy())
+        assert thought.draft.plan.membership == 1
+        assert not thought.decisions
+
+    def test_the_same_again_moves_the_rank(self) -> None:
+        world = training()
+        past = Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w2-0", node="node-2")
+        world = world.with_draft(world.draft.with_state(past=(past,)))
+        thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+        assert seats(thought.draft)[2] == "j-w4-0"
+        assert thought.draft.state.incidents[0].remedy is Remedy.REPLACE_WORKER
+
+    def test_what_follows_the_rank_is_the_scripts(self) -> None:
+        world = training()
+        past = Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w7-0", node="node-7")
+        world = world.with_draft(world.draft.with_state(past=(past,)))
+        thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+        assert seats(thought.draft) == seats(world.draft)
+        assert thought.draft.state.incidents[0].class_ is Class.APPLICATION
+
+    def test_what_stays_with_the_node_is_the_nodes(self) -> None:
+        world = training()
+        past = Past(Cause.HANG, NOW - 100, 5.0, rank=3, worker="j-w8-0", node="node-2")
+        world = world.with_draft(world.draft.with_state(past=(past,)))
+        thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+        assert seats(thought.draft)[2] == "j-w4-0"
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-2"]
+
+    def test_one_jobs_repeated_hang_of_one_rank_never_touches_a_node(self) -> None:
+        world = training()
+        past = tuple(Past(Cause.HANG, NOW - n, 5.0, rank=2, worker="j-w2-0", node="node-2") for n in range(5))
+        world = world.with_draft(world.draft.with_state(past=past))
+        assert not think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.quarantines
+
+
+class TestWorkerLost:
+    def test_a_spare_takes_over_at_once_and_a_new_one_is_made(self) -> None:
+        world = training()
+        thought = think(change_worker(world, "j-w1-0", gone=True), policy())
+        assert seats(thought.draft) == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
+        assert (thought.draft.plan.membership, thought.draft.plan.round) == (2, 2)
+        assert [worker.name for worker in thought.staffing.create] == ["j-w1-1"]
+        assert not thought.draft.state.restarts  # a disruption burns no budget
+
+    def test_one_that_is_told_to_end_first_gets_its_checkpoint(self) -> None:
+        world = change_worker(training(), "j-w1-0", pod={"deleting": True, "delete_by": NOW + 30})
+        thought = think(world, policy())
+        assert thought.draft.plan.checkpoint_request == 1
+        assert seats(thought.draft)[1] == "j-w1-0"
+        answered = change_members(again(thought, world), checkpoint_request=1)
+        assert seats(think(answered, policy()).draft)[1] == "j-w4-0"
+
+    def test_one_that_ends_while_others_checkpoint_is_replaced_at_once(self) -> None:
+        world = change_worker(training(), "j-w1-0", pod={"deleting": True, "delete_by": NOW + 30})
+        world = change_worker(again(think(world, policy()), world), "j-w1-0", gone=True)
+        assert seats(think(world, policy()).draft)[1] == "j-w4-0"
+
+    def test_without_a_spare_the_seat_waits_and_the_incident_stays_open(self) -> None:
+        world = change_worker(training(spares=0), "j-w1-0", gone=True)
+        thought = think(world, policy())
+        assert seats(thought.draft)[1] == "j-w1-0"
+        assert [worker.name for worker in thought.staffing.create] == ["j-w1-1"]
+        later = with_pods(again(thought, world), state=LauncherState.RUNNING)
+        later = change_worker(later, "j-w1-0", gone=True)
+        later = change_worker(later, "j-w1-1", heartbeat={"state": LauncherState.WARM})
+        assert seats(think(later, policy()).draft)[1] == "j-w1-1"
+
+    def test_a_job_that_may_shrink_goes_on_with_fewer(self) -> None:
+        world = training(spares=0, job=job(4, 0, min_replicas=2))
+        world = change_worker(world, "j-w1-0", gone=True)
+        world = again(think(world, policy()), world)
+        pending = replace(world, now=NOW + 11)
+        draft = think(pending, policy()).draft
+        assert len(draft.plan.members) == 4  # its successor may still come
+        world = with_pods(world, state=LauncherState.RUNNING)
+        world = change_worker(world, "j-w1-0", gone=True)
+        world = change_worker(
+            world,
+            "j-w1-1",
+            pod={"node": "", "address": "", "unschedulable": "0/6 nodes"},
+            heartbeat={"state": LauncherState.STARTING},
+        )
+        draft = think(replace(world, now=NOW + 11), policy()).draft
+        assert seats(draft) == ["j-w0-0", "j-w2-0", "j-w3-0"]
+        assert [member.ranks for member in draft.plan.members] == [(0,), (1,), (2,)]
+
+    def test_its_peers_crashes_are_no_incidents_of_their_own(self) -> None:
+        world = replace(training(), faults=(crash("j-w0-0", 0), crash("j-w2-0", 2)))
+        thought = think(change_worker(world, "j-w1-0", gone=True), policy())
+        assert [incident.cause for incident in thought.draft.state.incidents] == [Cause.WORKER_LOST]
+        assert not thought.draft.state.restarts
+
+    def test_a_trainer_that_ends_with_an_error_counts(self) -> None:
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 1, "exit_reason": "Error"})
+        assert len(think(world, policy()).draft.state.restarts) == 1
+
+    def test_a_worker_whose_trainer_ended_well_is_not_lost(self) -> None:
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0})
+        thought = think(world, policy())
+        assert thought.draft.state.finished == ("j-w1-0",)
+        assert not thought.decisions
+
+    def test_a_lost_spare_is_made_anew_without_ado(self) -> None:
+        thought = think(change_worker(training(), "j-w4-0", gone=True), policy())
+        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert thought.draft.plan.membership == 1
+
+
+class TestNodeLost:
+    def lost(self, world: Observation | None = None, node_reachable: bool = False) -> Observation:
+        world = world or training()
+        world = replace(
+            world,
+            faults=(
+                stall("j-w0-0", 0, unreachable=("10.0.0.1",)),
+                stall("j-w2-0", 2, unreachable=("10.0.0.1",)),
+            ),
+        )
+        for view in world.workers:
+            world = change_worker(world, view.name, reachable=True, node_reachable=True)
+        return change_worker(world, "j-w1-0", reachable=False, node_reachable=node_reachable, silent_seconds=4.0)
+
+    def test_a_spare_takes_over_the_pod_is_struck_off_and_the_node_quarantined(self) -> None:
+        world = self.lost()
+        thought = think(world, policy())
+        assert seats(thought.draft)[1] == "j-w4-0"
+        (view,) = thought.staffing.delete
+        assert (view.name, view.record.force) == ("j-w1-0", True)
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-1"]
+        assert thought.draft.state.incidents[0].cause is Cause.NODE_LOST
+
+    def test_a_node_that_answers_is_not_touched(self) -> None:
+        thought = think(self.lost(node_reachable=True), policy())
+        assert seats(thought.draft)[1] == "j-w4-0"
+        assert not thought.draft.state.quarantines
+        assert thought.draft.state.incidents[0].cause is Cause.WORKER_LOST
+
+    def test_an_operator_that_reaches_nobody_blames_nobody(self) -> None:
+        world = self.lost()
+        for view in world.members:
+            world = change_worker(world, view.name, reachable=False, node_reachable=False)
+        assert not think(world, policy()).decisions
+
+    def test_silence_alone_means_nothing_to_a_young_operator(self) -> None:
+        world = change_worker(replace(training(), operator_age=5.0), "j-w1-0", reachable=False, silent_seconds=60.0)
+        assert not think(world, policy()).decisions
+        assert think(replace(world, operator_age=60.0), policy()).decisions
+
+    def test_many_nodes_at_once_trip_the_breaker(self) -> None:
+        world = self.lost(training(replicas=6, spares=3))
+        for name in ("j-w3-0", "j-w4-0"):
+            world = change_worker(world, name, reachable=False, node_reachable=False)
+        thought = think(world, policy(breaker_nodes=3))
+        assert not thought.draft.state.quarantines
+        assert any("breaker has tripped" in text for i in thought.draft.state.incidents for text in i.evidence)
+        assert seats(thought.draft)[1] not in {"j-w1-0"}  # the job is healed all the same
+
+
+class TestGpuError:
+    def with_value(self, world: Observation, metric: str, value: float, node: str = "node-1") -> Observation:
+        return replace(world, metrics=replace(world.metrics, gpu=(GpuValue(node, "0", metric, value),)))
+
+    def test_a_fatal_xid_means_checkpoint_spare_and_quarantine(self) -> None:
+        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0)
+        thought = think(world, policy())
+        assert thought.draft.plan.checkpoint_request == 1
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-1"]
+        answered = change_members(again(thought, world), checkpoint_request=1)
+        assert seats(think(answered, policy()).draft)[1] == "j-w4-0"
+
+    @pytest.mark.parametrize("xid", [13, 31, 43, 45, 68])
+    def test_an_xid_of_the_application_touches_nothing(self, xid: int) -> None:
+        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", float(xid)), policy())
+        assert not thought.draft.state.quarantines
+        assert thought.draft.plan.membership == 1
+        assert thought.draft.state.incidents[0].class_ is Class.APPLICATION
+
+    def test_a_gauge_that_never_resets_fires_once(self) -> None:
+        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 45.0)
+        thought = think(world, policy())
+        assert len(thought.decisions) == 1
+        assert not think(again(thought, world), policy()).decisions
+
+    def test_what_a_node_showed_before_the_job_came_is_no_news(self) -> None:
+        world = training()
+        world = world.with_draft(world.draft.with_state(gpu_nodes=()))
+        assert not think(self.with_value(world, "DCGM_FI_DEV_XID_ERRORS", 79.0), policy()).decisions
+
+    def test_an_uncorrectable_memory_error_is_fatal(self) -> None:
+        thought = think(self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0), policy())
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-1"]
+
+    def test_a_node_without_a_worker_of_the_job_is_not_its_business(self) -> None:
+        assert not think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, "node-9"), policy()).decisions
+
+    def test_the_launchers_own_word_is_enough(self) -> None:
+        fault = Fault("g", FaultKind.GPU_ERROR, "j-w1-0", 1, NOW, membership=1, xid=79)
+        thought = think(replace(training(), faults=(fault,)), policy())
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-1"]
+        assert "g" in thought.draft.state.settled
+
+
+class TestRecommend:
+    @pytest.fixture
+    def watching(self) -> Policy:
+        return policy(mode=Mode.RECOMMEND)
+
+    def test_all_but_acting(self, watching: Policy) -> None:
+        world = training()
+        thought = think(replace(world, faults=stalls(world, culprit=2)), watching)
+        assert thought.draft.plan.membership == 1
+        (incident,) = thought.draft.state.incidents
+        assert (incident.outcome, incident.remedy, incident.applied) == (Outcome.RECOMMENDED, "RestartRanks", None)
+
+    def test_a_lost_worker_is_recommended_upon_once(self, watching: Policy) -> None:
+        world = change_worker(training(), "j-w1-0", gone=True)
+        thought = think(world, watching)
+        repeated = think(again(thought, world), watching)
+        assert len(thought.decisions) == 1
+        assert not repeated.decisions
+        assert seats(repeated.draft)[1] == "j-w1-0"
+
+    def test_what_was_recommended_is_done_once_it_may_be(self, watching: Policy) -> None:
+        world = change_worker(training(), "j-w1-0", gone=True)
+        thought = think(again(think(world, watching), world), policy())
+        assert seats(thought.draft)[1] == "j-w4-0"
+        assert thought.draft.state.open_incidents[0].mode is Mode.ACT
+
+    def test_launchers_may_restart_nothing_by_themselves(self, watching: Policy) -> None:
+        assert think(training(), watching).draft.plan.restarts == 0
+
+    def test_a_pause_does_the_same_and_says_why(self) -> None:
+        world = change_worker(training(), "j-w1-0", gone=True)
+        thought = think(world, policy(paused="remedies are paused: maintenance"))
+        assert seats(thought.draft)[1] == "j-w1-0"
+        assert "maintenance" in thought.draft.state.incidents[0].evidence[-1]
+
+
+class TestStages:
+    def test_complete_when_all_trainers_ended_well(self) -> None:
+        world = training(replicas=2, spares=1)
+        for name in ("j-w0-0", "j-w1-0"):
+            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+        thought = think(world, policy())
+        assert thought.draft.state.completed_at == NOW
+        assert thought.draft.plan.stop is Stop.FINISH
+
+    def test_suspend_tells_the_ranks_and_then_lets_the_pods_go(self) -> None:
+        world = training(2, 0, job=job(2, 0, suspend=True))
+        thought = think(world, policy())
+        assert thought.draft.plan.stop is Stop.SUSPEND
+        assert not thought.staffing.delete
+        left = again(thought, world)
+        for name in ("j-w0-0", "j-w1-0"):
+            left = change_worker(left, name, pod={"exit_code": 0, "phase": "Succeeded"})
+        assert len(think(left, policy()).staffing.delete) == 2
+        assert not think(left, policy()).draft.state.completed_at
+
+    def test_resume_begins_with_new_workers_and_a_later_round(self) -> None:
+        world = training(2, 0, job=job(2, 0, suspend=True))
+        stopped = again(think(world, policy()), world)
+        for name in ("j-w0-0", "j-w1-0"):
+            stopped = change_worker(stopped, name, gone=True)
+        stopped = again(think(stopped, policy()), stopped)
+        resumed = replace(stopped, job=job(2, 0))
+        thought = think(resumed, policy())
+        assert thought.draft.plan.stop is Stop.NO
+        assert [worker.name for worker in thought.staffing.create] == ["j-w0-1", "j-w1-1"]
+        warm = with_pods(again(thought, resumed), state=LauncherState.WARM)
+        plan = think(warm, policy()).draft.plan
+        assert (plan.membership, plan.round) == (2, 2)
+
+    def test_the_deadline_fails_the_job(self) -> None:
+        limited = job(2, 0, run_policy=RunPolicySpec(active_deadline_seconds=300))
+        state = think(training(2, 0, job=limited), policy()).draft.state
+        assert state.failed_reason == "DeadlineExceeded"
+
+    def test_growing_waits_for_a_checkpoint(self) -> None:
+        world = training(2, 2, job=job(3, 1))
+        thought = think(world, policy())
+        assert len(thought.draft.plan.members) == 2
+        assert thought.draft.plan.checkpoint_request == 1
+        grown = think(change_members(again(thought, world), checkpoint_request=1), policy())
+        assert seats(grown.draft) == ["j-w0-0", "j-w1-0", "j-w2-0"]
+
+    def test_shrinking_keeps_the_first_seats(self) -> None:
+        world = training(3, 0, job=job(2, 0))
+        thought = think(world, policy())
+        shrunk = think(change_members(again(thought, world), checkpoint_request=1), policy())
+        assert seats(shrunk.draft) == ["j-w0-0", "j-w1-0"]
+        assert {view.name for view in shrunk.staffing.delete} == {"j-w2-0"}
+
+    def test_a_failing_prometheus_changes_nothing(self) -> None:
+        world = replace(training(), metrics=Metrics(unavailable="away"))
+        thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+        assert thought.draft.plan.membership == 2
