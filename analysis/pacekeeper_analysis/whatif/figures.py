@@ -17,8 +17,8 @@ from pacekeeper_analysis.whatif.window import Skipped, Window
 NOTHING_TO_DECOMPOSE = 1.03
 """Below this slowdown there is nothing to attribute to types, ranks or stages."""
 
-WORST_WORKERS = 0.03
-"""Share of the workers that M_W idealises."""
+WORST_PERCENT = 3
+"""Percentage of the workers that M_W idealises."""
 
 TRUSTED_ERROR = 0.05
 """Beyond this error of the simulation its figures are doubtful (arXiv 2505.05713, section 3.4)."""
@@ -208,5 +208,5 @@ def _worst(by_worker: Array, worker_rank: Mapping[tuple[int, int], int] | None) 
     replicas, stages = by_worker.shape
     workers = [(replica, stage) for stage in range(stages) for replica in range(replicas)]
     rank = worker_rank or {worker: number for number, worker in enumerate(workers)}
-    count = math.ceil(WORST_WORKERS * len(workers) - 1e-9)
+    count = math.ceil(WORST_PERCENT * len(workers) / 100)
     return sorted(workers, key=lambda worker: (-by_worker[worker], rank[worker]))[:count]

@@ -139,9 +139,9 @@ class _Pipeline:
                 "it needs as many of each, and at least one"
             )
         self._graph.chain(self._computes(stage))
-        for gather in self._of[ALL_GATHER, stage]:
-            chunk = self._chunk(forwards, self._operations[gather].chunk)
-            self._graph.wait(chunk[0], on=gather)
+        last_of_chunk = {self._operations[gather].chunk: gather for gather in self._of[ALL_GATHER, stage]}
+        for chunk, gather in last_of_chunk.items():
+            self._graph.wait(self._chunk(forwards, chunk)[0], on=gather)
 
     def data_parallel(self, stage: int) -> None:
         """All-gathers and reduce-scatters share a stream; overlapped, gradients leave after their chunk's last
@@ -149,9 +149,10 @@ class _Pipeline:
         gathers, scatters = self._of[ALL_GATHER, stage], self._of[REDUCE_SCATTER, stage]
         self._graph.chain(self._by_start([*gathers, *scatters]))
         if self._overlapped():
-            for scatter in scatters:
-                chunk = self._chunk(self._of[BACKWARD, stage], self._operations[scatter].chunk)
-                self._graph.wait(scatter, on=max(chunk, key=lambda node: float(self._ends[node])))
+            first_of_chunk = {self._operations[scatter].chunk: scatter for scatter in reversed(scatters)}
+            for chunk, scatter in first_of_chunk.items():
+                backwards = self._chunk(self._of[BACKWARD, stage], chunk)
+                self._graph.wait(scatter, on=max(backwards, key=lambda node: float(self._ends[node])))
 
     def tail(self, stage: int) -> None:
         """What follows the last computation, in a fixed order."""
@@ -229,6 +230,8 @@ class _Pipeline:
         else:
             limit = min(self._ends[node] for node in computes) - CLOCK_TOLERANCE_S
             launched = [node for node in transfers if self._ends[node] >= limit]
+        if not launched and not needing:
+            return []
         if len(launched) == len(computes):
             return list(zip(launched, computes, strict=True))
         if launched and len(launched) == len(computes) - 1:

@@ -145,7 +145,7 @@ def test_perfetto_timelines(slow: tuple[WhatIf, Finding], tmp_path: Path) -> Non
         tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for track in tracks.values():
         track.sort()
-        assert all(end <= begin + 1.0 for (_, end), (begin, _) in pairwise(track))
+        assert all(end <= begin + 0.002 for (_, end), (begin, _) in pairwise(track))
     ideal = [event for event in spans if processes[event["pid"]] == "dp 0 ideal" and event["args"]["step"] == 0]
     assert max(event["ts"] + event["dur"] for event in ideal) == pytest.approx(whatif.ideal_step_s * 1e6, abs=1.0)
 

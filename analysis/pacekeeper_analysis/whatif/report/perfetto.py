@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, AS_RECORDED
+from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, AS_RECORDED, Scenario
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.window import Window
 
@@ -42,42 +42,48 @@ def steps_that_fit(window: Window, slowdown_per_step: Array) -> list[int]:
 def events(window: Window, steps: list[int]) -> Iterator[Event]:
     """Trace events of the steps (indices): processes are data-parallel ranks, threads are streams of a stage."""
     streams = _streams(window)
+    ideal = _simulated(window, ALL_IDEAL, window.steps[0])
     for replica in range(window.replicas):
-        for kind, timeline in enumerate(("actual", "ideal")):
-            pid = 2 * replica + kind + 1
-            yield {
-                "ph": "M",
-                "name": "process_name",
-                "pid": pid,
-                "tid": 0,
-                "args": {"name": f"dp {replica} {timeline}"},
-            }
-            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-            for (stage, stream), tid in streams.items():
+        for kind in ("actual", "ideal"):
+            pid = _process(replica, kind)
+            yield _label("process_name", pid, 0, name=f"dp {replica} {kind}")
+            yield _label("process_sort_index", pid, 0, sort_index=pid)
+            for tid, (stage, stream) in enumerate(streams, start=1):
                 yield _label("thread_name", pid, tid, name=f"stage {stage} {stream}")
                 yield _label("thread_sort_index", pid, tid, sort_index=tid)
     origin = 0.0
-    ideal = window.timeline(ALL_IDEAL, window.steps[0])
     for at in steps:
-        starts, ends = _actual(window, at)
-        for node, operation in enumerate(window.operations):
-            tid = streams[operation.stage, _stream(operation.type)]
-            args = {"step": window.steps[at], "index": operation.index, "microbatch": operation.microbatch}
-            ready, end = (float(time.max()) for time in ideal[node])
-            for replica in range(window.replicas):
-                actual = (float(starts[node, replica]), float(ends[node, replica]))
-                for kind, (begin, finish) in enumerate((actual, (ready, end))):
-                    yield {
-                        "ph": "X",
-                        "name": operation.type,
-                        "cat": f"stage {operation.stage}",
-                        "pid": 2 * replica + kind + 1,
-                        "tid": tid,
-                        "ts": round((origin + begin) * 1e6, 3),
-                        "dur": round(max(finish - begin, 0.0) * 1e6, 3),
-                        "args": args,
-                    }
-        origin += float(ends.max()) * 1.02
+        actual = _actual(window, at)
+        for replica in range(window.replicas):
+            for kind, (starts, ends) in (("actual", actual), ("ideal", ideal)):
+                for tid, nodes in enumerate(streams.values(), start=1):
+                    track = (_process(replica, kind), tid)
+                    yield from _track(window, at, nodes, starts[nodes, replica], ends[nodes, replica], origin, track)
+        origin += 1.02 * float(max(actual[1].max(), ideal[1].max()))
+
+
+def _track(
+    window: Window, at: int, nodes: list[int], starts: Array, ends: Array, origin: float, track: tuple[int, int]
+) -> Iterator[Event]:
+    """The operations of one stream in one step, one after the other: viewers take overlaps for calls inside calls."""
+    free = 0.0
+    for index in np.argsort(starts, kind="stable"):
+        operation, begin = window.operations[nodes[index]], max(float(starts[index]), free)
+        free = max(float(ends[index]), begin)
+        yield {
+            "ph": "X",
+            "name": operation.type,
+            "cat": f"stage {operation.stage}",
+            "pid": track[0],
+            "tid": track[1],
+            "ts": round((origin + begin) * 1e6, 3),
+            "dur": round((free - begin) * 1e6, 3),
+            "args": {"step": window.steps[at], "index": operation.index, "microbatch": operation.microbatch},
+        }
+
+
+def _process(replica: int, kind: str) -> int:
+    return 2 * replica + (1 if kind == "actual" else 2)
 
 
 def _label(kind: str, pid: int, tid: int, **args: str | int) -> Event:
@@ -87,23 +93,29 @@ def _label(kind: str, pid: int, tid: int, **args: str | int) -> Event:
 
 def _actual(window: Window, at: int) -> tuple[Array, Array]:
     """Start and end of each operation in a step [operation, replica]: as measured, else as simulated."""
+    if window.recorded_at is None:
+        return _simulated(window, AS_RECORDED, window.steps[at])
     shape = (len(window.operations), window.replicas)
-    if window.recorded_at is not None:
-        starts, ends = (times[..., at].reshape(shape) for times in window.recorded_at)
-        return starts - starts.min(), ends - starts.min()
-    timeline = window.timeline(AS_RECORDED, window.steps[at])
-    mesh = (1, *window.mesh, 1)
+    starts, ends = (times[..., at].reshape(shape) for times in window.recorded_at)
+    return starts - starts.min(), ends - starts.min()
+
+
+def _simulated(window: Window, scenario: Scenario, step: int) -> tuple[Array, Array]:
+    """Start and end of each operation in a scenario [operation, replica]."""
+    timeline, shape = window.timeline(scenario, step), (1, *window.mesh, 1)
+    nodes = range(len(window.operations))
     starts, ends = (
-        np.array([np.broadcast_to(timeline[node][which], mesh).ravel() for node in range(shape[0])]) for which in (0, 1)
+        np.array([np.broadcast_to(timeline[node][which], shape).ravel() for node in nodes]) for which in (0, 1)
     )
     return starts, ends
 
 
-def _streams(window: Window) -> dict[tuple[int, str], int]:
-    """A thread for each stage and stream: operations of one stream never overlap."""
-    found = {(operation.stage, _stream(operation.type)) for operation in window.operations}
-    order = sorted(found, key=lambda item: (item[0], item[1] != "compute", item[1]))
-    return {stream: tid for tid, stream in enumerate(order, start=1)}
+def _streams(window: Window) -> dict[tuple[int, str], list[int]]:
+    """The operations of each (stage, stream), in the order in which the streams are shown."""
+    streams: dict[tuple[int, str], list[int]] = {}
+    for node, operation in enumerate(window.operations):
+        streams.setdefault((operation.stage, _stream(operation.type)), []).append(node)
+    return dict(sorted(streams.items(), key=lambda item: (item[0][0], item[0][1] != "compute", item[0][1])))
 
 
 def _stream(type_: str) -> str:

@@ -1,0 +1,74 @@
+"""The page in a real browser: it runs without an error, and zooming, clicking and keys do what they should."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.whatif import analyse, window_from_trace
+from pacekeeper_analysis.whatif.causes import Cause, diagnose
+from pacekeeper_analysis.whatif.faults import Case
+from pacekeeper_analysis.whatif.report.page import page
+from pacekeeper_analysis.whatif.synthetic import Shape
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+
+RECORD_ERRORS = "<script>onerror = message => { document.documentElement.dataset.failed = message; };</script>"
+USE_THE_PAGE = """<script>
+const map = document.getElementById("map"), seen = [];
+const note = () => seen.push(byId("worker-title").textContent + "; " + byId("range").textContent);
+const pointer = (type, x, y) => { const box = map.getBoundingClientRect();
+  map.dispatchEvent(new PointerEvent(type, {clientX: box.left + x, clientY: box.top + y, pointerId: 1})); };
+map.setPointerCapture = () => {};
+note();
+byId("in").click(); note();
+byId("reset").click();
+pointer("pointerdown", 47, 5); pointer("pointerup", 47, 5); note();
+map.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+map.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown"})); note();
+byId("worst").rows[0].click(); note();
+document.documentElement.dataset.seen = seen.join("|");
+</script>"""
+
+
+def rendered(content: str, folder: Path) -> str:
+    """The page's document after its scripts have run."""
+    (folder / "page.html").write_text(content.replace("<head>", "<head>" + RECORD_ERRORS), encoding="utf-8")
+    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    options += (
+        " --disable-component-update --disable-sync --window-size=1200,1000 --virtual-time-budget=3000 --dump-dom"
+    )
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *options.split(), f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'page.html'}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert "data-failed" not in done.stdout, re.findall(r'data-failed="[^"]*"', done.stdout)
+    return done.stdout
+
+
+def test_the_heat_map_leads_to_the_worker(tmp_path: Path) -> None:
+    case = Case(Cause.SLOW_WORKER, Shape(dp=64, pp=4, microbatches=4, steps=4), strength=1.0, noise=0.01, seed=1)
+    whatif = analyse(window_from_trace(case.trace()))
+    finding = diagnose(whatif)
+    worst = "Worker: dp rank {}, stage {}".format(*finding.workers[0])
+    document = rendered(page(whatif, finding, "job").replace("</body>", USE_THE_PAGE + "</body>"), tmp_path)
+    (found,) = re.findall(r'data-seen="([^"]*)"', document)
+    start, zoomed, clicked, moved, from_table = html.unescape(found).split("|")
+    assert start == f"{worst}; "
+    assert re.fullmatch(rf"{worst}; ranks \d+ to \d+", zoomed)
+    assert clicked == "Worker: dp rank 0, stage 0; "
+    assert moved == "Worker: dp rank 1, stage 1; "
+    assert from_table == f"{worst}; "
+
+
+def test_a_healthy_job_has_a_page_without_a_map(tmp_path: Path) -> None:
+    case = Case(Cause.NONE, Shape(dp=2, pp=2, microbatches=2, steps=1), strength=0.0, noise=0.0, seed=1)
+    whatif = analyse(window_from_trace(case.trace()))
+    document = rendered(page(whatif, diagnose(whatif), "job"), tmp_path)
+    assert re.search(r'id="map-card"[^>]*hidden', document)
+    assert "No straggler" in document
