@@ -5,7 +5,7 @@ Scenarios are values: each change returns a new one.
 
     AS_RECORDED.but(Where(replicas=[12]), takes=PEERS)              rank 12 at its peers' pace
     ALL_IDEAL.but(Where(types=["backward-compute"]), takes=RECORDED)   only backward as it was
-    AS_RECORDED.but(Where(types=["gc"]), takes=Seconds(0.0))        without garbage collection
+    AS_RECORDED.but(Where(types=["forward-compute"]), takes=UNINTERRUPTED)   without pauses for garbage collection
     AS_RECORDED.apart(Where(types=["grads-reduce-scatter"]))        replicas do not wait for each other
 """
 
@@ -115,6 +115,12 @@ def _peers(asked: Asked) -> Array:
     return np.asarray(np.median(asked.recorded[~asked.chosen], axis=0, keepdims=True))
 
 
+def _uninterrupted(asked: Asked) -> Array:
+    usual = np.median(asked.so_far, axis=1, keepdims=True)
+    spread = 1.4826 * np.median(np.abs(asked.so_far - usual), axis=1, keepdims=True)
+    return np.where(asked.so_far - usual > np.maximum(6.0 * spread, 0.15 * usual), usual, asked.so_far)
+
+
 RECORDED: Pace = _recorded
 """As long as it took, without waiting for others."""
 
@@ -123,6 +129,10 @@ IDEAL: Pace = _ideal
 
 PEERS: Pace = _peers
 """As long as the same operation took in the same step on the replicas that are not chosen (their median)."""
+
+UNINTERRUPTED: Pace = _uninterrupted
+"""As long as before, but where a step took far longer than that replica usually does (a pause for garbage
+collection: six standard deviations, 15 % at least), its usual time."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.whatif import WhatIf, analyse, window_from_trace
+from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
 
 RATIO = 2e-6
@@ -90,6 +91,17 @@ def test_blame(published: Path, analysed: dict[str, WhatIf]) -> None:
             assert blame.alone_s.mean() == pytest.approx(result["tadd"], abs=SECONDS)
             assert recorded == pytest.approx(result["tori"], abs=SECONDS)
             assert ideal == pytest.approx(result["tideal"], abs=SECONDS)
+
+
+def test_causes(analysed: dict[str, WhatIf]) -> None:
+    """AR: one worker was slowed down on purpose. ST: the last stage has more to do."""
+    if "AR" in analysed:
+        finding = diagnose(analysed["AR"])
+        assert (finding.cause, finding.workers) == (Cause.SLOW_WORKER, ((0, 0),))
+    if "ST" in analysed:
+        finding = diagnose(analysed["ST"])
+        assert finding.cause is Cause.STAGE_IMBALANCE
+        assert {stage for _, stage in finding.workers} == {3}
 
 
 def by_number(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:

@@ -12,12 +12,14 @@ from pacekeeper_analysis.whatif import (
     IDEAL,
     PEERS,
     RECORDED,
+    UNINTERRUPTED,
     Scaled,
     Seconds,
     Where,
     Window,
     window_from_trace,
 )
+from pacekeeper_analysis.whatif import data_parallel as dp
 from pacekeeper_analysis.whatif import window as window_module
 from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder
 from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
@@ -156,6 +158,26 @@ def test_a_circle_is_named() -> None:
     graph.wait(egg, on=hen)
     with pytest.raises(ValueError, match=r"in a circle: .*egg"):
         graph.build()
+
+
+def test_uninterrupted_takes_out_pauses_only() -> None:
+    """One pause of 0.4 s in a step of rank 1; rank 0, which is always slower, stays as it is."""
+    program: list[dp.Instruction] = [dp.Run(dp.FORWARD)]
+    seconds = np.tile([[1.05], [1.0]], (1, 1, 9))
+    seconds[0, 1, 4] += 0.4
+    window = dp.window(program, seconds)
+    recorded, uninterrupted = window.finish(
+        [AS_RECORDED, AS_RECORDED.but(Where(types=[dp.FORWARD]), takes=UNINTERRUPTED)]
+    )
+    assert recorded[1, 4] == pytest.approx(1.4)
+    assert uninterrupted[0] == pytest.approx(1.05)
+    assert uninterrupted[1] == pytest.approx(1.0)
+
+
+def test_a_replica_that_does_not_exist() -> None:
+    window = dp.window([dp.Run()], np.ones((1, 2, 3)))
+    with pytest.raises(ValueError, match=r"replicas \[5\] of a job with 2"):
+        window.step_seconds([AS_RECORDED.but(Where(replicas=[5]), takes=Seconds(1.0))])
 
 
 def test_no_peers_left() -> None:
