@@ -1,17 +1,15 @@
-"""What the demo reads and does on the cluster, through kubectl, helm and Prometheus as a user would."""
+"""What the demo reads and does on the cluster, through kubectl and Prometheus as a user would."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 from testcluster import programs
@@ -26,10 +24,6 @@ class DemoError(Exception):
 
 def kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
     return _run([str(programs.kubectl()), *arguments], stdin, timeout)
-
-
-def helm(*arguments: str, timeout: float = 180) -> str:
-    return _run([str(Path(sys.prefix, "bin", "helm")), *arguments], None, timeout)
 
 
 def get(kind: str, name: str = "", namespace: str = "") -> Any:

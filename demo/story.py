@@ -13,11 +13,9 @@ from demo.faults import Fault, all_faults
 from demo.job import Job
 from demo.report import Outcome, Report, write
 from demo.view import View
-from testcluster import cluster
+from testcluster import cluster, release
 from testcluster.settings import REPOSITORY
 
-RELEASE = "pacekeeper"
-SYSTEM = "pacekeeper-system"
 STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
 STEADY_SECONDS = 60.0
 COMPLETE_SECONDS = 180.0
@@ -55,12 +53,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
 
 def install(view: View) -> None:
     view.say("helm install pacekeeper")
-    chart = REPOSITORY / "charts/pacekeeper"
-    values = chart / "ci/dev-values.yaml"
-    kube.helm(
-        "upgrade", "--install", RELEASE, str(chart), "--namespace", SYSTEM, "--create-namespace",
-        "--values", str(values), "--wait", "--timeout", "120s", timeout=150,
-    )  # fmt: skip
+    release.install()
     kube.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
     kube.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=60s", timeout=70)
 

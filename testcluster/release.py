@@ -1,0 +1,44 @@
+"""Pacekeeper in the test cluster, as users install it: by Helm, from the checkout's chart."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+from testcluster.settings import KUBECONFIG, REPOSITORY
+from testcluster.shell import run
+
+RELEASE = "pacekeeper"
+SYSTEM = "pacekeeper-system"
+CHART = REPOSITORY / "charts/pacekeeper"
+VALUES = CHART / "ci/dev-values.yaml"
+SECONDS = 120
+"""So long Helm waits for an operator that is ready, or for one that is gone."""
+
+
+def install() -> None:
+    """Install or upgrade; returns when an operator that runs the checkout's present sources is ready."""
+    _helm(
+        "upgrade", "--install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace",
+        "--values", str(VALUES), "--set-string", rf"podAnnotations.pacekeeper\.dev/sources={_digest()}",
+        "--wait", f"--timeout={SECONDS}s",
+    )  # fmt: skip
+
+
+def uninstall() -> None:
+    """As `helm uninstall` does it: resource definitions and jobs stay."""
+    _helm("uninstall", RELEASE, "--namespace", SYSTEM, "--ignore-not-found", "--wait", f"--timeout={SECONDS}s")
+
+
+def _digest() -> str:
+    """Of the operator's sources: containers see the checkout itself, but a running operator keeps what it has read."""
+    found = hashlib.sha256()
+    for package in ("operator/pacekeeper_operator", "analysis/pacekeeper_analysis"):
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            found.update(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _helm(*arguments: str) -> None:
+    run(Path(sys.prefix, "bin/helm"), *arguments, f"--kubeconfig={KUBECONFIG}", timeout=SECONDS + 30)
