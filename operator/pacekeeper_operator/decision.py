@@ -77,6 +77,7 @@ class Decision:
     settles: tuple[str, ...] = ()  # names of the faults that it deals with
     gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
     occurrence: int = 1  # tells incidents of one round and cause apart
+    continues: str = ""  # name of the open incident to which this is a further remedy
     live: bool = False  # changes no round
     last_step: int = -1
     slowdown_before: float | None = None

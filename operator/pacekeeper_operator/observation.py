@@ -104,6 +104,7 @@ class Metrics:
     """What Prometheus says of a job; None: nothing (yet)."""
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
+    behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
     pace: float | None = None  # slowest rank's own work a sample over the ranks' median
     step_seconds: float | None = None
     slowest_rank: int | None = None

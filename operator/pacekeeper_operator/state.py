@@ -60,7 +60,6 @@ class Incident:
     steps_lost: int | None = None
     slowdown_before: float | None = None
     slowdown_after: float | None = None
-    step_seconds_before: float | None = None
     predicted_gain: float | None = None
     measured_gain: float | None = None
     outcome: Outcome | None = None

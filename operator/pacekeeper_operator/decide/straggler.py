@@ -134,7 +134,8 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
     lost = elapsed * price.loss_rate(found.slowdown)
     remaining = price.expected_remaining(elapsed, observation.surroundings.past_seconds, PRIOR_SECONDS)
     choice = price.choose((rebalance, move), found.slowdown, lost, remaining)
-    if choice.chosen is None or worker is None:
+    view = None if worker is None else observation.worker(worker)
+    if choice.chosen is None or worker is None or view is None or view.record.leaving:
         return None
     chosen = choice.chosen.option
     action: Action
@@ -142,7 +143,6 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
         action = Rebalance(balance.shares, mended)
     else:
         action = ReplaceWorker(worker, f"rank {culprit} is too slow for shares to mend", dead=False, disruption=True)
-    view = observation.worker(worker)
     return Decision(
         cause=Cause.STRAGGLER,
         class_=Class.PERFORMANCE,
@@ -158,8 +158,9 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
         ),
         rank=culprit,
         worker=worker,
-        node=view.record.node if view is not None else None,
+        node=view.record.node or None,
         occurrence=1 + _earlier(observation),
+        continues=_open_incident(observation, culprit),
         live=chosen is rebalance,
         last_step=observation.step,
         slowdown_before=found.slowdown,
@@ -176,6 +177,12 @@ def _balance(found: Finding) -> tuple[Balance | None, str]:
         return shares.balance(found.window.cost_per_sample, current), ""
     except InputError as error:
         return None, str(error)
+
+
+def _open_incident(observation: Observation, rank: int) -> str:
+    """Name of the incident of this straggler that is still open: shares have not mended it."""
+    names = (i.name for i in observation.state.open_incidents if i.cause is Cause.STRAGGLER and i.rank == rank)
+    return next(names, "")
 
 
 def _earlier(observation: Observation) -> int:

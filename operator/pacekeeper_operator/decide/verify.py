@@ -14,6 +14,8 @@ MEASURE_SECONDS = 120.0
 """A live remedy that has not shown in the step time by then has not helped."""
 SETTLED_WINDOWS = 1.5
 """So many windows after a live change its figures are its own."""
+HELPED = 0.98
+"""A slowdown that has fallen by less is noise."""
 HORIZON_SECONDS = 600.0
 """Over which gains are reckoned where nothing is known of the fault's duration."""
 
@@ -62,25 +64,18 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if observation.round > incident.round:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
     window = SETTLED_WINDOWS * observation.job.spec.detection.window_steps
-    before, after = incident.step_seconds_before, observation.metrics.step_seconds
-    if before and after and observation.step >= incident.last_step + window:
-        slowdown = max(1.0, (incident.slowdown_before or 1.0) * after / before)
+    before, after = incident.slowdown_before or 1.0, observation.metrics.behind
+    if after is not None and observation.step >= incident.last_step + window:
+        after = max(1.0, after)
         limit = observation.job.spec.detection.straggler_slowdown
-        won = price.loss_rate(incident.slowdown_before or 1.0) - price.loss_rate(slowdown)
-        outcome = (
-            Outcome.NOT_HELPED
-            if after > 0.98 * before
-            else Outcome.RECOVERED
-            if slowdown < limit
-            else Outcome.MITIGATED
-        )
+        outcome = Outcome.RECOVERED if after < limit else Outcome.MITIGATED
         return replace(
             incident,
             recovered=observation.now,
             steps_lost=0,
-            slowdown_after=slowdown,
-            measured_gain=won * HORIZON_SECONDS,
-            outcome=outcome,
+            slowdown_after=after,
+            measured_gain=(price.loss_rate(before) - price.loss_rate(after)) * HORIZON_SECONDS,
+            outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
         )
     if observation.now - incident.decided > MEASURE_SECONDS and not observation.metrics.unavailable:
         return replace(incident, outcome=Outcome.NOT_HELPED)

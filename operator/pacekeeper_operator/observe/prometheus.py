@@ -24,11 +24,13 @@ BY_JOB = "by (namespace, trainingjob)"
 
 COMPUTE = "pacekeeper_rank_compute_seconds"
 PER_SAMPLE = "pacekeeper_rank_compute_seconds_per_sample"
+SHARE = "pacekeeper_rank_share"
 STEP = "pacekeeper_rank_step_seconds"
 SLOWER_THAN_AT_FIRST = "(pacekeeper_rank_step_seconds / pacekeeper_rank_first_steps_seconds)"
 QUERIES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
+    "behind": f"max {BY_JOB} ({COMPUTE}) / (quantile {BY_JOB} (0.5, {PER_SAMPLE}) * avg {BY_JOB} ({SHARE}))",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "slowest_rank": f"topk {BY_JOB} (1, {PER_SAMPLE})",
     "uniform": f"min {BY_JOB} ({SLOWER_THAN_AT_FIRST})",
@@ -52,6 +54,7 @@ class Sample:
         key = (namespace, job)
         return Metrics(
             slowdown=self.figures.get("slowdown", {}).get(key),
+            behind=self.figures.get("behind", {}).get(key),
             pace=self.figures.get("pace", {}).get(key),
             step_seconds=self.figures.get("step_seconds", {}).get(key),
             slowest_rank=self.slowest.get(key),

@@ -72,7 +72,7 @@ def _decide(observation: Observation, policy: Policy) -> tuple[Observation, tupl
     for check in CHECKS:
         while len(made) < MAX_DECISIONS:
             decision = check(observation, policy)
-            if decision is None:
+            if decision is None or any(_same_fault(decision, earlier) for earlier in made):
                 break
             if _known(observation, policy, decision):
                 settled = _settle(observation.state, decision)
@@ -87,8 +87,13 @@ def _decide(observation: Observation, policy: Policy) -> tuple[Observation, tupl
     return observation, tuple(made)
 
 
+def _same_fault(one: Decision, other: Decision) -> bool:
+    """One pass decides once upon one fault; what is left of it is the next pass's."""
+    return (one.cause, one.round, one.worker, one.rank) == (other.cause, other.round, other.worker, other.rank)
+
+
 def _name(observation: Observation, decision: Decision) -> str:
-    return incident_name(observation.job, decision.round, decision.cause, decision.occurrence)
+    return decision.continues or incident_name(observation.job, decision.round, decision.cause, decision.occurrence)
 
 
 def _settle(state: State, decision: Decision) -> State:
@@ -101,6 +106,9 @@ def _settle(state: State, decision: Decision) -> State:
 def _known(observation: Observation, policy: Policy, decision: Decision) -> bool:
     """It has been dealt with; what was only recommended is dealt with as long as nothing more is allowed."""
     state, name = observation.state, _name(observation, decision)
+    if decision.continues:
+        before = state.incident(name)
+        return before is not None and before.remedy == decision.remedy
     if state.incident(name) is not None or name in state.closed:
         return name not in state.recommended or not policy.acts
     return name in state.recommended and not policy.acts
@@ -128,6 +136,7 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
 def _open(
     observation: Observation, policy: Policy, decision: Decision, applied: float | None, words: tuple[str, ...]
 ) -> Incident:
+    before = observation.state.incident(decision.continues)
     paused = (f"not applied: {policy.paused}",) if policy.paused else ()
     return Incident(
         name=_name(observation, decision),
@@ -136,7 +145,7 @@ def _open(
         round=decision.round,
         message=decision.message,
         first_sign=min(decision.first_sign, observation.now),
-        detected=observation.now,
+        detected=observation.now if before is None else before.detected,
         decided=observation.now,
         mode=Mode.ACT if policy.acts else Mode.RECOMMEND,
         rank=decision.rank,
@@ -148,7 +157,6 @@ def _open(
         applied=applied,
         last_step=decision.last_step,
         slowdown_before=decision.slowdown_before,
-        step_seconds_before=observation.metrics.step_seconds,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
     )

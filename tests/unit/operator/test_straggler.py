@@ -1,0 +1,142 @@
+"""A straggler from suspicion to remedy, over several passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.reports import Evidence, RankWindow
+from pacekeeper_operator.api import Cause, Outcome, Remedy
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.services.think import Thought, think
+from tests.support.worlds import NOW, change_members, policy, training
+
+STEPS = tuple(range(468, 500))
+
+
+def windows(request: str, slow: float, shares: tuple[int, ...], steered: bool = True) -> tuple[Evidence, ...]:
+    """Of four ranks of 10 ms a sample; rank 2 takes `slow` times as long."""
+    costs = [0.010 * (slow if rank == 2 else 1.0) for rank in range(4)]
+    seconds = [cost * share for cost, share in zip(costs, shares, strict=True)]
+    return tuple(
+        Evidence(
+            request,
+            f"j-w{rank}-0",
+            1,
+            (
+                RankWindow(
+                    rank,
+                    STEPS,
+                    (max(seconds),) * 32,
+                    (seconds[rank],) * 32,
+                    (shares[rank] if steered else 0,) * 32,
+                ),
+            ),
+        )
+        for rank in range(4)
+    )
+
+
+def suspicious(pace: float = 2.0, **changes: object) -> Observation:
+    world = training(**changes)  # type: ignore[arg-type]
+    return replace(world, metrics=replace(world.metrics, slowdown=1.6, pace=pace))
+
+
+def next_pass(thought: Thought, world: Observation, seconds: float = 1.0, **changes: object) -> Observation:
+    return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)  # type: ignore[arg-type]
+
+
+def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), **changes: bool) -> Thought:
+    world = suspicious(pace=slow)
+    asked = think(world, policy())
+    evidence = windows(asked.draft.plan.evidence_request, slow, shares, **changes)
+    return think(next_pass(asked, world, evidence=evidence), policy())
+
+
+def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
+    thought = think(suspicious(), policy())
+    assert thought.draft.plan.evidence_request
+    assert not thought.decisions
+
+
+def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
+    thought = judged(2.0)
+    shares = thought.draft.plan.shares
+    assert shares is not None
+    assert sum(shares) == 32
+    assert shares[2] <= 5
+    assert thought.draft.plan.membership == 1
+    (incident,) = thought.draft.state.incidents
+    assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
+    assert {price.name for price in incident.remedies} == {"Rebalance", "ReplaceWorker"}
+    assert thought.draft.plan.evidence_request == ""
+
+
+def test_what_shares_have_mended_raises_no_new_suspicion() -> None:
+    world = suspicious()
+    thought = judged(2.0)
+    later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, pace=2.1))
+    assert not think(later, policy()).draft.plan.evidence_request
+    worse = replace(later, metrics=replace(world.metrics, pace=3.0))
+    assert think(worse, policy()).draft.plan.evidence_request
+
+
+def test_a_broken_rank_gets_shares_at_once_and_a_spare_by_a_checkpoint() -> None:
+    world = suspicious(pace=4.0)
+    thought = judged(4.0)
+    assert thought.draft.plan.shares is not None
+    again = think(next_pass(thought, world, 6.0), policy())
+    assert again.draft.plan.evidence_request
+    evidence = windows(again.draft.plan.evidence_request, 4.0, thought.draft.plan.shares)
+    world = next_pass(again, world, 7.0, evidence=evidence)
+    replaced = think(world, policy())
+    (incident,) = replaced.draft.state.incidents
+    assert incident.remedy is Remedy.REPLACE_WORKER  # the same incident, with a further remedy
+    assert replaced.draft.plan.checkpoint_request == 1
+    assert replaced.draft.plan.members[2].worker == "j-w2-0"
+    done = think(change_members(next_pass(replaced, world), checkpoint_request=1), policy())
+    assert done.draft.plan.members[2].worker == "j-w4-0"
+    assert done.draft.plan.shares is None
+
+
+def test_a_script_that_is_only_watched_gets_a_spare_once_the_loss_is_worth_it() -> None:
+    thought = judged(2.0, steered=False)
+    (incident,) = thought.draft.state.incidents
+    assert incident.remedy is Remedy.REPLACE_WORKER
+    assert "library" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
+
+
+def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
+    world = suspicious()
+    asked = think(world, policy())
+    evidence = []
+    for item in windows(asked.draft.plan.evidence_request, 1.0, (8, 8, 8, 8)):
+        (window,) = item.windows
+        burst = tuple(0.3 if window.rank == 2 and n % 4 == 0 else 0.08 for n in range(32))
+        evidence.append(replace(item, windows=(replace(window, compute_seconds=burst),)))
+    assert not think(next_pass(asked, world, evidence=tuple(evidence)), policy()).decisions
+
+
+@pytest.mark.parametrize(
+    ("behind", "outcome"), [(1.05, Outcome.RECOVERED), (1.2, Outcome.MITIGATED), (2.2, Outcome.NOT_HELPED)]
+)
+def test_the_outcome_is_measured(behind: float, outcome: Outcome) -> None:
+    world = suspicious()
+    thought = judged(2.0)
+    early = next_pass(thought, world, 5.0, metrics=replace(world.metrics, behind=behind, pace=2.0))
+    assert think(early, policy()).draft.state.open_incidents
+    done = change_members(early, step=560)
+    (incident,) = think(done, policy()).draft.state.incidents
+    assert incident.cause is Cause.STRAGGLER
+    assert incident.outcome is outcome
+
+
+def test_evidence_is_asked_for_again_while_the_suspicion_lasts() -> None:
+    world = suspicious()
+    asked = think(world, policy())
+    assert think(next_pass(asked, world, 2.0), policy()).draft == asked.draft
+    again = think(next_pass(asked, world, 6.0), policy())
+    assert again.draft.plan.evidence_request not in ("", asked.draft.plan.evidence_request)
+    assert again.draft.state.suspicion is not None
+    assert again.draft.state.suspicion.since == NOW
