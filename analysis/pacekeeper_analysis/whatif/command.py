@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.whatif.causes import Finding, diagnose
 from pacekeeper_analysis.whatif.figures import WhatIf, analyse
 from pacekeeper_analysis.whatif.inputs import load
 from pacekeeper_analysis.whatif.report.document import document
 from pacekeeper_analysis.whatif.report.terminal import render
-from pacekeeper_analysis.whatif.trace import TraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finding = diagnose(whatif)
         print(render(whatif, finding, width=_width(), colour=_colour(arguments.colour)))
         _write(arguments, whatif, finding, loaded.title)
-    except (TraceError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"pacekeeper whatif: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, AS_RECORDED, IDEAL, RECORDED, Scenario, Where
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD_RECV, BACKWARD_SEND, FORWARD_RECV, FORWARD_SEND
@@ -143,12 +144,14 @@ class WhatIf:
 
 
 def analyse(window: Window, worker_rank: Mapping[tuple[int, int], int] | None = None) -> WhatIf:
-    """All figures of a window.
+    """All figures of a window. Raises InputError where its operations take no time.
 
     worker_rank: the global rank of each worker (dp_rank, stage), which decides ties between workers; by default
     workers are numbered by stage, then dp_rank.
     """
     ideal = window.ideal_step_s()
+    if ideal <= 0:
+        raise InputError("the operations take no time at all; is the trace in seconds?")
     stages = sorted({operation.stage for operation in window.operations})
     types = sorted({MERGED_TYPES.get(operation.type, operation.type) for operation in window.operations})
     last_stage = Where(stages=stages[-1:])

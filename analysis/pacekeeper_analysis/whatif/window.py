@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pacekeeper_analysis.whatif.graph import Graph
-from pacekeeper_analysis.whatif.scenario import AS_RECORDED, IDEAL, RECORDED, Scenario
+from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, IDEAL, RECORDED, Scenario, Where
 from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
 
 COLUMNS_AT_ONCE = 32_768
-"""Columns (scenarios x replicas x steps) simulated together: enough to hide Python, few enough for the level-2
-cache."""
+"""Columns (scenarios x replicas x steps) simulated together: enough to hide Python, few enough for the cache."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Window:
-    """Recorded durations of every operation, and the graph that orders them. Front ends make it; all analysis asks
-    it."""
+    """Recorded durations of every operation, and the graph that orders them: what front ends make and analyses
+    ask."""
 
     graph: Graph
     operations: tuple[Operation, ...]
@@ -99,12 +98,14 @@ class Window:
     def each_replica_alone(self) -> Array:
         """Seconds of each step if only one replica took its recorded time and all others were ideal [replica, step].
 
-        The other replicas are all alike, so that two columns simulate the whole job: the cost is linear in the
-        number of replicas. This needs a mesh of one axis.
+        The other replicas are all alike, so that two columns simulate the whole job and the cost is linear in the
+        number of replicas. (On a mesh of several axes they are not: whose group it is matters. Each is simulated.)
         """
-        (replicas,) = self.mesh
-        if replicas == 1:
-            return self.step_seconds([AS_RECORDED])
+        replicas = self.replicas
+        if replicas == 1 or len(self.mesh) > 1:
+            return self.step_seconds(
+                [ALL_IDEAL.but(Where(replicas=[replica]), takes=RECORDED) for replica in range(replicas)]
+            )
         alone = np.empty((replicas, len(self.steps)))
         width = max(1, COLUMNS_AT_ONCE // (2 * len(self.steps)))
         for first in range(0, replicas, width):

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.whatif import AS_RECORDED, Seconds, Where
+from pacekeeper_analysis.whatif import analyse as analyse_window
+from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.data_parallel import (
     DATA,
     Instruction,
@@ -109,6 +112,36 @@ def test_hybrid_shards_wait_for_their_own_group_only() -> None:
     assert finish.ravel() == pytest.approx([11.0] * 4)
     alone = AS_RECORDED.apart(Where(types=["all-reduce"]))
     assert window(program, seconds).finish([alone]).ravel() == pytest.approx([11.0, 11.0, 2.0, 2.0])
+
+
+def test_figures_of_a_mesh_with_two_axes() -> None:
+    """Mesh (replicate 2, shard 2), rank (1, 0) ten times as slow: it alone makes the others wait."""
+    program = fsdp_program(units=1, shard_axes=(1,), replicate_axes=(0,))
+    takes = {"forward-compute": 1.0, "backward-compute": 1.0}
+    seconds = np.broadcast_to(table(program, takes, ranks=1)[:, None], (6 + 2, 2, 2, 3)).copy()
+    seconds[1:, 1, 0] *= 10.0
+    whatif = analyse_window(window(program, seconds))
+    assert whatif.step_s == pytest.approx(20.0)
+    assert whatif.decomposition is not None
+    # Ideal: 3.25 s each for forward and backward.
+    assert whatif.decomposition.by_replica == pytest.approx([1.0, 1.0, 20 / 6.5, 1.0])
+    assert whatif.decomposition.worst_workers.workers == ((2, 0),)
+
+
+def test_a_rank_that_is_slow_between_buckets_only() -> None:
+    program = ddp_program(buckets=3)
+    takes = {"data": 0.1, "forward-compute": 1.0, "backward-compute": 0.7, "all-reduce": 0.1, "optimizer": 0.1}
+    seconds = np.repeat(table(program, takes, ranks=4), 9, axis=2)
+    for row, instruction in enumerate(item for item in program if not isinstance(item, Wait)):
+        if instruction.type == "backward-compute":
+            seconds[row, 1] *= 1.5
+    finding = diagnose(analyse_window(window(program, seconds)))
+    assert (finding.cause, finding.workers) == (Cause.SLOW_WORKER, ((1, 0),))
+
+
+def test_times_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(InputError, match="take no time at all"):
+        analyse(np.zeros((2, 2)))
 
 
 def test_transfer_needs_no_common_clock() -> None:

@@ -80,9 +80,8 @@ def _no_cause(whatif: WhatIf, best: float) -> Finding:
         return Finding(Cause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
     best = float(np.clip(best, 0.0, 1.0))
     evidence = f"no single cause explains the slowdown of {whatif.slowdown:.3f}; the best one explains {best:.0%} of it"
-    return Finding(
-        Cause.NONE, 0.0, step_s, evidence, "Record a longer window; look at the slowest workers.", 1.0 - best
-    )
+    remedy = "Record a longer window; look at the slowest workers."
+    return Finding(Cause.NONE, 0.0, step_s, evidence, remedy, 1.0 - best)
 
 
 def find_all(whatif: WhatIf) -> list[Finding]:
@@ -119,9 +118,9 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     if parts is None:
         return None
     both = _both(parts)
-    usual = np.sum([part.usual for part in both], axis=0)[:, None]
-    excess = np.sum([part.usual[:, None] * (part.worker - 1.0) for part in both], axis=0)
-    factor = 1.0 + excess / np.maximum(usual, 1e-12)
+    usual = [part.usual[:, None] * part.nodes.shape[1] for part in both]
+    excess = np.sum([own * (part.worker - 1.0) for own, part in zip(usual, both, strict=True)], axis=0)
+    factor = 1.0 + excess / np.maximum(np.sum(usual, axis=0), 1e-12)
     hot = (factor > SLOW_WORKER) & (excess >= WORTH_NAMING * excess.max())
     if not hot.any() or hot.mean() > 0.5:
         return None
@@ -142,8 +141,7 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
 
 
 def sequence_length_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """Microbatches differ: forward and backward of the same one are long together, and it is another worker each
-    step."""
+    """Microbatches differ: forward and backward of the same one are long together, on other workers each step."""
     if parts is None or parts.backward is None or parts.correlation <= 0:
         return None
     even = 1.0 / np.maximum(parts.microbatch, 1e-12)

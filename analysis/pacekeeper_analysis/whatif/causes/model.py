@@ -83,7 +83,7 @@ def take_apart(window: Window) -> Parts | None:
         return None
     ahead = np.median(forward.residual, axis=0)
     if backward is None or backward.nodes.shape[1] != forward.nodes.shape[1]:
-        return Parts(forward, None, np.ones_like(ahead), 0.0)
+        return Parts(forward, backward, np.ones_like(ahead), 0.0)
     back = np.median(backward.residual, axis=0)
     # What both directions agree on; a pause hits one of them only.
     agreed = np.where((ahead > 1) & (back > 1), np.minimum(ahead, back), 1.0)
