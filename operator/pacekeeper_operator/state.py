@@ -128,7 +128,7 @@ class State:
     gpu_values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
     suspicion: Suspicion | None = None
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
-    barren_round: int = 0  # last round that failed without a completed step
+    barren_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some
     barren_error: str = ""
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
     start_time: float = 0.0  # when the operator took the job up, or it was resumed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cluster import cluster, namespace
+from tests.support.operator import operator
 from tests.support.resources import resources
 
-__all__ = ["cluster", "namespace", "resources"]
+__all__ = ["cluster", "namespace", "operator", "resources"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

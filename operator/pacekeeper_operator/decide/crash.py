@@ -77,7 +77,7 @@ def _hopeless(observation: Observation, policy: Policy, fault: Fault) -> FailJob
     """Two rounds in a row without a completed step and with the same error, or no restarts left."""
     state = observation.state
     line = error_line(fault.error)
-    if not fault.completed_step and state.barren_round == fault.round - 1 and state.barren_error == line:
+    if not fault.completed_step and 0 < state.barren_round < fault.round and state.barren_error == line:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)} in two rounds in a row before it had completed a step:\n{fault.error}",

@@ -26,6 +26,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     if failed and observation.now - failed[0].noticed_at < SETTLE_SECONDS:
         return None
+    if observation.faults_of(FaultKind.RANK_FAILED):
+        return None  # why they gave up is judged first
     if any(not view.alive or view.record.leaving for view in observation.members):
         return None
     option = restart_option(observation, policy)

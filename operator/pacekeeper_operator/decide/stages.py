@@ -65,6 +65,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_state(start_time=observation.now)
     if observation.plan.members and observation.round > state.round_seen:
         draft = draft.with_state(round_seen=observation.round)
+    if 0 < state.barren_round < observation.round and observation.training_since is not None:
+        draft = draft.with_state(barren_round=0, barren_error="")
     if not state.training_since and observation.training_since is not None:
         draft = draft.with_state(training_since=observation.training_since, failed_starts=0)
     return draft

@@ -154,6 +154,18 @@ class TestCrash:
         assert "ValueError: no such file" in draft.state.failed_message
         assert draft.plan.stop is Stop.FINISH
 
+    def test_also_when_the_rounds_in_between_could_not_even_be_started(self) -> None:
+        error = {"completed_step": False, "exit_code": 1, "error": "ValueError: y"}
+        world = change_members(
+            replace(training(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
+        )
+        world = again(think(world, policy()), world, faults=(crash("j-w0-0", 0, 4, **error),), now=NOW + 60)
+        assert think(world, policy()).draft.state.failed_reason == "ScriptFailed"
+
+    def test_launchers_that_gave_up_are_judged_by_the_crash_that_made_them(self) -> None:
+        world = change_members(replace(training(), faults=(crash("j-w0-0", 0, 1, noticed_at=NOW),)), state="Failed")
+        assert think(world, policy()).draft.plan.membership == 1
+
     @pytest.mark.parametrize("second", [{"completed_step": True}, {"error": "KeyError: 'x'"}])
     def test_another_error_or_a_completed_step_in_between_does_not(self, second: dict[str, object]) -> None:
         first = {"completed_step": False, "exit_code": 1, "error": "ValueError: y", "noticed_at": NOW - 9}

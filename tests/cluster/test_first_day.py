@@ -1,0 +1,292 @@
+"""What a user meets on the first day, with the operator installed as users install it: jobs that train, jobs that cannot,
+what can be done to them, and who may talk to the operator."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, utils
+
+from testcluster import credentials
+from tests.support.cluster import Cluster, scratch_namespace
+from tests.support.jobs import Job, claim, manifest, paced
+
+pytestmark = pytest.mark.usefixtures("operator")
+
+LONG = 100_000  # steps: until the test ends it
+GPT = ["pacekeeper", "run", "examples/gpt.py", "--width=32", "--heads=2", "--layers=1", "--bytes=100000"]
+
+
+def script(source: str) -> list[str]:
+    """The command of a trainer that runs these lines."""
+    return ["sh", "-c", 'printf "%s" "$0" > /tmp/script.py && exec pacekeeper run /tmp/script.py', source]
+
+
+class TestLife:
+    def test_trains_completes_and_goes_when_its_time_is_over(self, cluster: Cluster, namespace: str) -> None:
+        checkpoint = {"everySteps": 20, "volumeClaimName": "gpt"}
+        body = manifest("gpt", [*GPT, "--steps=40"], checkpoint=checkpoint, runPolicy={"ttlSecondsAfterFinished": 8})
+        job = Job.apply(cluster, namespace, body)
+        job.until_phase("Complete", timeout=90)
+
+        status = job.status
+        assert (status["step"], status["lastCheckpointStep"], status["round"], status["restarts"]) == (40, 40, 1, 0)
+        assert job.condition("Complete")["status"] == "True"
+        pods = {pod["metadata"]["name"]: pod["status"]["phase"] for pod in job.pods()}
+        assert pods == {"gpt-w0-0": "Succeeded", "gpt-w1-0": "Succeeded"}, "ended pods stay for their logs"
+        assert "done: 40 steps" in cluster.kubectl("logs", "gpt-w0-0", "-c", "trainer", "-n", namespace)
+        assert "Complete" in cluster.kubectl("get", "tj", "-n", namespace)
+
+        job.until_gone(timeout=30)
+        assert not job.incidents()
+
+    def test_suspended_resumed_scaled_and_deleted(self, cluster: Cluster, namespace: str) -> None:
+        job = Job.apply(cluster, namespace, paced("long", LONG))
+        job.until_phase("Running", timeout=90)
+        job.until_step(20)
+
+        job.patch(suspend=True)
+        job.until(lambda: job.condition("Suspended")["status"] == "True", 40, "the job is suspended")
+        assert not job.pods()
+        assert job.phase == "Suspended"
+        first = steps_of(job)
+        job.patch(suspend=False)
+        job.until_phase("Running", timeout=60)
+        assert restored(job) == [0, first], "it goes on from the step at which it was suspended"
+
+        cluster.kubectl("scale", "tj", "long", "--replicas=3", "-n", namespace)
+        job.until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
+        job.until_phase("Running")
+        job.until_trained_on()
+        assert job.status["workers"]["desired"] == 3
+        assert restored(job)[:2] == [0, first]
+        assert restored(job)[2] in {entry["step"] for entry in job.diary() if "step" in entry}
+        assert restored(job)[2] >= first
+        assert len(restored(job)) == 3, "a change of size is one round"
+        assert job.status["restarts"] == 0, "no budget is burnt by what the user asks for"
+
+        job.delete()
+        assert not job.incidents()
+
+
+def restored(job: Job) -> list[int]:
+    """The steps from which rank 0 began each of its rounds."""
+    return [max(entry["restored"], 0) for entry in job.diary() if "restored" in entry]
+
+
+def steps_of(job: Job) -> int:
+    """Completed by rank 0."""
+    return int(job.diary()[-1]["step"])
+
+
+class TestMistakes:
+    """Jobs that cannot train, side by side: each says why."""
+
+    @pytest.fixture(scope="class")
+    def jobs(self, cluster: Cluster, operator: None) -> Iterator[Callable[[str], Job]]:  # noqa: ARG002
+        with scratch_namespace(cluster) as namespace:
+            for body in self.manifests():
+                Job.apply(cluster, namespace, body)
+            yield lambda name: Job(cluster, namespace, name)
+
+    def manifests(self) -> Iterator[dict[str, Any]]:
+        yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
+        unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
+        yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="15s")
+        mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
+        volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
+        yield manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
+        template = {"volumeMounts": [{"name": "nowhere", "mountPath": "/data"}]}
+        yield manifest("template", [*GPT, "--steps=5"], trainer=template, replicas=1)
+        policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
+        yield manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
+
+    def test_a_script_that_exits_at_once(self, jobs: Callable[[str], Job]) -> None:
+        job = jobs("exits")
+        job.until_phase("Failed", timeout=90)
+        failed = job.condition("Failed")
+        assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
+        assert "no corpus at /data/words" in failed["message"]
+        assert job.status["round"] == 2, "the second round may have gone well; a third is pointless"
+        assert {incident["status"]["outcome"] for incident in job.incidents()} == {"Failed"}
+
+    def test_an_image_that_cannot_be_pulled(self, jobs: Callable[[str], Job]) -> None:
+        job = jobs("image")
+
+        def running() -> dict[str, str] | None:
+            found = job.condition("Running")
+            return found if found.get("reason") == "ImagePullFailed" else None
+
+        assert "no/such-image:1" in job.until(running, 30, "the condition says that the image is missing")["message"]
+        job.until_phase("Failed", timeout=60)
+        assert "no/such-image:1" in job.condition("Failed")["message"]
+
+    def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], Job]) -> None:
+        job = jobs("read-only")
+        job.until_phase("Failed", timeout=90)
+        assert "spec.checkpoint.path: /checkpoints is not writable" in job.condition("Failed")["message"]
+
+    def test_a_bad_template_is_refused_in_the_api_servers_words_and_can_be_mended(
+        self, jobs: Callable[[str], Job]
+    ) -> None:
+        job = jobs("template")
+        job.until(lambda: job.condition("InvalidTemplate").get("status") == "True", 30, "the template is refused")
+        assert 'volumeMounts[0].name: Not found: "nowhere"' in job.condition("InvalidTemplate")["message"]
+        assert not job.pods()
+        job.patch(suspend=True)
+        job.until_phase("Suspended", timeout=20)
+        good = manifest("template", [*GPT, "--steps=5"], replicas=1)["spec"]
+        job.patch(suspend=False, template=good["template"])
+        job.until_phase("Complete", timeout=60)
+        assert job.condition("InvalidTemplate")["status"] == "False"
+
+    def test_a_deadline(self, jobs: Callable[[str], Job]) -> None:
+        job = jobs("deadline")
+        job.until_phase("Failed", timeout=60)
+        assert job.condition("Failed")["reason"] == "DeadlineExceeded"
+        assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.condition("Failed")["message"]
+        job.until(lambda: not job.pods(), 30, "cleanPodPolicy All leaves no pod")
+
+
+def test_a_checkpoint_of_another_model_is_named(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(claim("shared"), namespace)
+    checkpoint = {"everySteps": 5, "volumeClaimName": "shared"}
+    first = Job.apply(cluster, namespace, paced("narrow", 5, replicas=1, checkpoint=checkpoint))
+    first.until_phase("Complete", timeout=60)
+    wide = paced("wide", 5, environment={"WIDTH": "24"}, replicas=1, checkpoint=checkpoint)
+    second = Job.apply(cluster, namespace, wide)
+    second.until_phase("Failed", timeout=60)
+    assert "/checkpoints/step-00000005 is of another model" in second.condition("Failed")["message"]
+
+
+def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(cluster: Cluster, namespace: str) -> None:
+    """cleanPodPolicy None is tried here, too: nothing of ours ends a pod that has come to its end or waits for us."""
+    job = Job.apply(
+        cluster,
+        namespace,
+        paced("careful", LONG, remediation={"mode": "Recommend"}, runPolicy={"cleanPodPolicy": "None"}),
+    )
+    job.until_phase("Running", timeout=90)
+    job.until_step(10)
+    membership, pods = job.plan()["membership"], uids(job)
+
+    job.crash(1)
+    (incident,) = job.until_healed("crash")
+    assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
+    assert incident["status"]["remedy"] == "RestartRanks"
+    assert "applied" not in incident["status"]
+    assert (job.plan()["membership"], job.plan()["round"], uids(job)) == (membership, 1, pods)
+    assert len(restored(job)) == 1
+
+    job.patch(remediation={"mode": "Act"})
+    job.until(lambda: len(restored(job)) == 2, 30, "the ranks are restarted once that is allowed")
+    job.until_trained_on()
+    assert uids(job) == pods
+
+
+def uids(job: Job) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in job.pods()}
+
+
+class TestSidecarCalls:
+    """A worker speaks for itself, and nobody else speaks at all."""
+
+    @pytest.fixture(scope="class")
+    def job(self, cluster: Cluster, operator: None) -> Iterator[Job]:  # noqa: ARG002
+        with scratch_namespace(cluster) as namespace:
+            job = Job.apply(cluster, namespace, paced("speaks", LONG))
+            job.until_phase("Running", timeout=90)
+            yield job
+
+    def test_its_own_token_is_good(self, job: Job) -> None:
+        worker = job.worker(0)
+        status, answer = call(job, "/v1/plan", token(job, worker), {"worker": worker})
+        assert (status, answer["worker"]) == (200, worker)
+
+    def test_none(self, job: Job) -> None:
+        status, answer = call(job, "/v1/plan", "", {})
+        assert status == 401
+        assert "audience pacekeeper" in answer["error"]
+
+    def test_of_another_audience(self, job: Job) -> None:
+        assert call(job, "/v1/plan", token(job, job.worker(0), audience="vault"), {})[0] == 401
+
+    def test_that_is_not_a_pods(self, job: Job) -> None:
+        plain = job.cluster.kubectl("create", "token", "default", "--audience=pacekeeper", "-n", job.namespace)
+        assert call(job, "/v1/plan", plain.strip(), {})[0] == 403
+
+    def test_of_a_pod_that_is_no_worker(self, job: Job) -> None:
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "speaks-w0-7"},
+            "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "none"}]},
+        }
+        job.cluster.apply(pod, job.namespace)
+        assert call(job, "/v1/plan", token(job, "speaks-w0-7"), {})[0] == 403
+
+    def test_of_another_worker(self, job: Job) -> None:
+        mine, other = job.worker(0), job.worker(1)
+        fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
+        assert call(job, "/v1/faults", token(job, mine), fault)[0] == 403
+        assert call(job, "/v1/plan", token(job, mine), {"worker": other})[0] == 403
+        evidence = {"request": "none", "worker": other, "round": 1}
+        assert call(job, "/v1/evidence/none", token(job, mine), evidence)[0] == 403
+
+    def test_expired(self, job: Job) -> None:
+        """The signature alone would be good: the same token with other times is let in."""
+        good = token(job, job.worker(0))
+        now = int(time.time())
+        assert call(job, "/v1/plan", resigned(good, now, now + 600), {})[0] == 200
+        assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), {})[0] == 401
+
+    def test_of_a_pod_that_is_gone(self, job: Job) -> None:
+        worker = job.worker(1)
+        late = token(job, worker)
+        job.cluster.kubectl("delete", "pod", worker, "-n", job.namespace, "--timeout=30s")
+        assert call(job, "/v1/plan", late, {})[0] == 401
+
+
+def token(job: Job, pod: str, audience: str = "pacekeeper") -> str:
+    """Of the pod, as its sidecar gets it from the kubelet."""
+    bound = ["--bound-object-kind=Pod", f"--bound-object-name={pod}", f"--audience={audience}"]
+    return job.cluster.kubectl("create", "token", "default", *bound, "-n", job.namespace).strip()
+
+
+def resigned(good: str, begin: int, end: int) -> str:
+    """The token with other times (seconds since the epoch), signed by the cluster's own key."""
+    header, payload, _ = good.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
+    text = f"{header}.{encoded(json.dumps(claims | {'iat': begin, 'nbf': begin, 'exp': end}).encode())}"
+    key = serialization.load_pem_private_key(credentials.SERVICE_ACCOUNTS.with_suffix(".key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    r, s = utils.decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
+    return f"{text}.{encoded(r.to_bytes(32, 'big') + s.to_bytes(32, 'big'))}"
+
+
+def encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """POST to the operator, at the address and with the authority that sidecars are given; (status, answer)."""
+    sidecar = job.pods()[0]["spec"]["initContainers"][0]
+    given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
+    request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
+    if bearer:
+        request.add_header("Authorization", f"Bearer {bearer}")
+    trusted = ssl.create_default_context(cadata=given["PACEKEEPER_CA"])
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")

@@ -1,0 +1,102 @@
+"""The operator as a process on the machine, for tests that kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from testcluster.settings import HOST_ADDRESS, PROMETHEUS_URL
+from tests.support.chart import REPOSITORY, SYSTEM
+from tests.support.cluster import Cluster, wait_for
+
+MORTAL = "tests.support.mortal_operator"
+"""An operator that ends itself right after its n-th write to the API server."""
+
+
+@dataclass
+class OperatorProcess:
+    """Start and end it as often as wanted; it keeps its address, so that workers find it again."""
+
+    cluster: Cluster
+    log: Path
+    prometheus_url: str = PROMETHEUS_URL
+    ports: list[int] = field(default_factory=lambda: [_free_port() for _ in range(3)])
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, dies_after: int = 0, module: str = "pacekeeper_operator") -> None:
+        """`dies_after`: writes to the API server; 0: it lives."""
+        endpoint, liveness, metrics = self.ports
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.cluster.kubeconfig),
+            "POD_NAME": "test-operator",
+            "PACEKEEPER_NAMESPACE": SYSTEM,
+            "PACEKEEPER_ADDRESS": f"{HOST_ADDRESS}:{endpoint}",
+            "PACEKEEPER_PORT": str(endpoint),
+            "PACEKEEPER_LIVENESS_PORT": str(liveness),
+            "PACEKEEPER_METRICS_PORT": str(metrics),
+            "PACEKEEPER_PROMETHEUS_URL": self.prometheus_url,
+            "PACEKEEPER_QUARANTINE_MODE": "Act",
+            "MORTAL_WRITES": str(dies_after),
+        }
+        command = [sys.executable, "-m", MORTAL if dies_after else module]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+        if not dies_after:
+            wait_for(self.alive, timeout=60, what=f"the operator is up (see {self.log})")
+
+    def alive(self) -> bool:
+        """Whether it says that it is: a look around, and no dead watch."""
+        assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/healthz", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(timeout=20)
+
+    def wait_for_death(self) -> None:
+        assert self.process is not None
+        self.process.wait(timeout=90)
+
+
+@contextmanager
+def running(cluster: Cluster, log: Path) -> Iterator[OperatorProcess]:
+    operator = OperatorProcess(cluster, log)
+    cluster.kubectl("create", "namespace", SYSTEM, "--dry-run=client", "-o", "yaml")
+    if cluster.get("namespace", SYSTEM) is None:
+        cluster.kubectl("create", "namespace", SYSTEM)
+    operator.start()
+    try:
+        yield operator
+    finally:
+        operator.kill(signal.SIGTERM)
+
+
+def log_file() -> Path:
+    return Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
