@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $(PYTHON)-venv; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
 	@touch $@
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
