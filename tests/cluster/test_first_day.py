@@ -1,5 +1,7 @@
-"""What a user meets on the first day, with the operator installed as users install it: jobs that train, jobs that cannot,
-what can be done to them, and who may talk to the operator."""
+"""What a user meets on the first day, with the operator installed as users install it.
+
+Jobs that train, jobs that cannot, what can be done to them, and who may talk to the operator.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from testcluster import credentials
 from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, claim, manifest, paced
+from tests.support.jobs import claim
+from tests.support.live_jobs import Job, manifest, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 

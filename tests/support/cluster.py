@@ -12,6 +12,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,8 +87,17 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace of the test's own. Its pods are gone when the test ends, the rest when the session ends."""
+    with scratch_namespace(cluster) as name:
+        yield name
+
+
+@contextmanager
+def scratch_namespace(cluster: Cluster) -> Iterator[str]:
+    """The same for as long as it is held open, for fixtures of a wider scope."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {_SCRATCH: "true"}}})
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")  # from now on nothing new is made in it
-    cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--timeout=30s")
+    try:
+        yield name
+    finally:
+        cluster.kubectl("delete", "namespace", name, "--wait=false")  # from now on nothing new is made in it
+        cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--timeout=30s")

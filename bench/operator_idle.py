@@ -1,0 +1,132 @@
+"""What the operator needs while it has nothing to do but to watch one job: processor time and memory.
+
+On the test cluster (`make cluster`), by the cgroup of the operator's container: 60 s, or 20 s with QUICK=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from testcluster import api, cgroups, cluster, faults, programs, release
+from testcluster.images import TRAINER_IMAGE
+from testcluster.settings import KUBECONFIG
+from testcluster.shell import run, wait_for
+
+SECONDS = 20 if os.environ.get("QUICK") else 60
+CPU_LIMIT, MEMORY_LIMIT = 0.01, 150.0  # share of a core, MB
+NAMESPACE = "bench-operator-idle"
+JOB = {
+    "apiVersion": "pacekeeper.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "gpt", "namespace": NAMESPACE},
+    "spec": {
+        "replicas": 2,
+        "checkpoint": {"volumeClaimName": "checkpoints"},
+        "detection": {"stragglerSlowdown": 10},  # what two cores do to a rank shall not keep the operator busy
+        "template": {
+            "spec": {
+                "containers": [
+                    {
+                        "name": "trainer",
+                        "image": TRAINER_IMAGE,
+                        "imagePullPolicy": "Never",
+                        "command": ["pacekeeper", "run", "examples/gpt.py", "--steps=1000000"],
+                        "resources": {"requests": {"cpu": "100m"}, "limits": {"cpu": "400m", "memory": "2Gi"}},
+                    }
+                ]
+            }
+        },
+    },
+}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "checkpoints", "namespace": NAMESPACE},
+    "spec": {
+        "storageClassName": "shared",
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "1Gi"}},
+    },
+}
+
+
+def main() -> None:
+    cluster.up()
+    release.install()
+    remove_the_job()
+    try:
+        kubectl("create", "namespace", NAMESPACE)
+        kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": [CLAIM, JOB]}))
+        wait_for(trains, 120, "the job trains")
+        share, memory = measure()
+    finally:
+        remove_the_job()
+    over = max(share / CPU_LIMIT, memory / MEMORY_LIMIT)
+    print(
+        json.dumps(
+            {
+                "bench": "operator_idle",
+                "cpu_share": round(share, 5),
+                "memory_mb": round(memory, 1),
+                "limits": {"cpu_share": CPU_LIMIT, "memory_mb": MEMORY_LIMIT},
+                "seconds": SECONDS,
+                "ratio": round(over, 3),  # of the limit that is nearer; above 1 it is exceeded
+                "holds": over <= 1,
+            }
+        )
+    )
+
+
+def measure() -> tuple[float, float]:
+    """(share of a core, resident megabytes) of the operator's container; another one must not take its place."""
+    container = operator_container()
+    used, began = processor_seconds(container), time.monotonic()
+    while (left := began + SECONDS - time.monotonic()) > 0:
+        say(f"{left:.0f} s left, {memory_mb(container):.1f} MB")
+        time.sleep(min(10.0, left))
+    share = (processor_seconds(container) - used) / (time.monotonic() - began)
+    return share, memory_mb(container)
+
+
+def operator_container() -> faults.Container:
+    labels = f"app.kubernetes.io/instance={release.RELEASE}"
+    (pod,) = api.get(f"/api/v1/namespaces/{release.SYSTEM}/pods?labelSelector={labels}")["items"]
+    return faults.find_container(release.SYSTEM, pod["metadata"]["name"], "operator")
+
+
+def processor_seconds(container: faults.Container) -> float:
+    if cgroups.is_v2():
+        lines = cgroups.controller("cpu", container.cgroup).joinpath("cpu.stat").read_text().splitlines()
+        return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
+    return int(cgroups.controller("cpuacct", container.cgroup).joinpath("cpuacct.usage").read_text()) / 1e9
+
+
+def memory_mb(container: faults.Container) -> float:
+    """Anonymous memory; file pages are the machine's to take back."""
+    lines = cgroups.controller("memory", container.cgroup).joinpath("memory.stat").read_text().splitlines()
+    figures = dict(line.split() for line in lines)
+    return int(figures["anon" if cgroups.is_v2() else "total_rss"]) / 1e6
+
+
+def trains() -> bool:
+    job = api.get(f"/apis/pacekeeper.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs/gpt")
+    return bool(job.get("status", {}).get("phase") == "Running")
+
+
+def remove_the_job() -> None:
+    kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s")
+
+
+def kubectl(*arguments: str, stdin: str | None = None) -> None:
+    run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

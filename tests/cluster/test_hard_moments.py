@@ -1,0 +1,260 @@
+"""Jobs get through whatever happens to the operator, the API server, Prometheus, and to the jobs beside them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import TAINT_QUARANTINE
+from testcluster import api, faults, release
+from testcluster.shell import ClusterError
+from tests.support.cluster import Cluster, wait_for
+from tests.support.live_jobs import Job, paced
+
+pytestmark = pytest.mark.usefixtures("operator")
+
+LONG = 100_000  # steps: until the test ends it
+FIRST, SECOND = "node-5", "node-6"
+
+
+class TestOperatorAway:
+    @pytest.mark.parametrize("seed", [1])
+    def test_killed_at_random_moments_it_does_everything_once(
+        self, cluster: Cluster, namespace: str, seed: int
+    ) -> None:
+        job = Job.apply(cluster, namespace, paced("chaos", 700, replicas=2, spares=1))
+        with killing_the_operator(cluster, random.Random(seed)) as killed:
+            job.until_phase("Running", timeout=120)
+            job.until_step(20)
+            job.crash(1)
+            job.until_healed("crash", timeout=90)
+            job.until_trained_on()
+            job.delete_worker(0)
+            job.until_healed("crash", "worker-lost", timeout=120)
+            job.until_phase("Complete", timeout=180)
+        assert len(killed) >= 3, "the operator must have been away at many moments"
+
+        assert job.status["round"] == 3, "one round an incident"
+        assert job.status["restarts"] == 1, "a deleted pod burns no budget"
+        made = sum(highest + 1 for highest in job.bookkeeping()["incarnations"].values())
+        assert made == 4, "two workers, a spare, and one replacement"
+        assert tainted(cluster) == set()
+        steps = [entry["step"] for entry in job.diary() if "step" in entry]
+        assert set(steps) == set(range(1, 701)), "no step is left out"
+
+    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(self, cluster: Cluster, namespace: str) -> None:
+        """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
+        job = Job.apply(cluster, namespace, paced("calm", LONG))
+        job.until_phase("Running", timeout=90)
+        pods = uids(job)
+        where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
+
+        cluster.kubectl("rollout", "restart", *where)
+        cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
+        job.until_trained_on()
+
+        try:
+            cluster.kubectl("cordon", FIRST)
+            for node in (FIRST, SECOND):
+                quarantine(cluster, node)
+            wait_for(lambda: tainted(cluster) >= {FIRST, SECOND}, 30, "both nodes are quarantined")
+            assert cordoned(cluster) >= {FIRST, SECOND}
+            release.uninstall()
+            assert not cluster.list("nodequarantines")
+            assert not tainted(cluster) & {FIRST, SECOND}
+            assert FIRST in cordoned(cluster), "somebody else had cordoned it before"
+            assert SECOND not in cordoned(cluster)
+            job.until_trained_on(40)
+        finally:
+            cluster.kubectl("uncordon", FIRST)
+            release.install()
+
+        job.until(lambda: job.status["step"] >= 60 and job.phase == "Running", 40, "the new operator knows the job")
+        job.until_trained_on()
+        assert uids(job) == pods
+        assert (job.plan()["membership"], job.status["round"], job.incidents()) == (1, 1, [])
+
+
+class TestOutages:
+    def test_the_api_server_restarts(self, cluster: Cluster, namespace: str) -> None:
+        job = Job.apply(cluster, namespace, paced("steady", LONG, spares=1))
+        job.until_phase("Running", timeout=90)
+        job.until_step(20)
+        lives = operator_lives()
+
+        faults.restart_api_server()
+        job.until_trained_on(20)
+        assert (job.status["round"], job.incidents()) == (1, []), "the ranks do not notice"
+
+        job.crash(0)
+        job.until_healed("crash")
+        job.delete_worker(1)
+        job.until_healed("crash", "worker-lost")
+        job.until_trained_on()
+        assert operator_lives() == lives, "the operator waits for the API server, and does not die of it"
+
+    def test_prometheus_is_away(self, cluster: Cluster, namespace: str) -> None:
+        job = Job.apply(cluster, namespace, paced("blind", LONG, spares=1))
+        job.until_phase("Running", timeout=90)
+        job.until(lambda: job.condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
+        faults.stop_prometheus()
+        try:
+            job.until(lambda: job.condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it")
+            assert "stragglers" in job.condition("MetricsAvailable")["message"]
+            assert "cannot be seen" in job.condition("MetricsAvailable")["message"]
+            job.crash(0)
+            job.until_healed("crash")
+            job.delete_worker(1)
+            job.until_healed("crash", "worker-lost")
+            job.until_trained_on()
+        finally:
+            faults.start_prometheus()
+        job.until(lambda: job.condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it")
+
+
+class TestNeighbours:
+    def test_two_jobs_at_once(self, cluster: Cluster, namespace: str) -> None:
+        jobs = [Job.apply(cluster, namespace, paced(name, 60)) for name in ("one", "two")]
+        for job in jobs:
+            job.until_phase("Complete", timeout=120)
+            assert (job.status["round"], job.incidents()) == (1, [])
+            assert [entry["restored"] for entry in job.diary() if "restored" in entry] == [-1]
+
+    def test_two_that_do_not_both_fit(self, cluster: Cluster, namespace: str) -> None:
+        """Three nodes with room for one worker each, and two workers a job."""
+        terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        tight: dict[str, Any] = {
+            "cpu": "1300m",
+            "pod": {"affinity": {"nodeAffinity": required}},
+            "schedulingTimeout": "10s",
+        }
+        older = Job.apply(cluster, namespace, paced("older", LONG, **tight))
+        older.until_phase("Running", timeout=90)
+        younger = Job.apply(cluster, namespace, paced("younger", 20, **tight))
+        younger.until(lambda: any(placed(pod) for pod in younger.pods()), 20, "half of the younger is placed")
+
+        def waits() -> bool:
+            return younger.condition("Running").get("reason") == "SchedulingTimeout" and not younger.pods()
+
+        younger.until(waits, 40, "the younger gives back what it holds")
+        assert "not all 2 workers could be placed within 10 s" in younger.condition("Running")["message"]
+        assert (older.status["round"], len(older.pods())) == (1, 2)
+        older.delete()
+        younger.until_phase("Complete", timeout=90)
+        assert not younger.incidents()
+
+    def test_a_job_that_is_deleted_in_mid_recovery(self, cluster: Cluster, namespace: str) -> None:
+        job = Job.apply(cluster, namespace, paced("doomed", LONG))
+        job.until_phase("Running", timeout=90)
+        job.delete_worker(1)
+        job.until_phase("Recovering", timeout=20)
+        job.delete()
+        (incident,) = job.incidents()
+        assert incident["spec"]["cause"] == "worker-lost"
+
+
+THREE = ["node-2", "node-3", "node-4"]
+
+
+@contextmanager
+def killing_the_operator(cluster: Cluster, dice: random.Random) -> Iterator[list[str]]:
+    """Again and again, up to four seconds after it is ready; yields how it was killed each time."""
+    killed: list[str] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(dice.uniform(0, 4)):
+            pod = operator_pod()
+            if pod is None or not ready(pod):
+                continue
+            name = pod["metadata"]["name"]
+            way = dice.choice(list(WAYS))
+            try:
+                WAYS[way](cluster, name)
+                killed.append(way)
+            except (ClusterError, ProcessLookupError, subprocess.CalledProcessError):
+                continue  # it was going anyway
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join(timeout=60)
+        where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
+        cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
+
+
+def kill_process(_cluster: Cluster, pod: str) -> None:
+    for pid in faults.container_pids(release.SYSTEM, pod, "operator"):
+        faults.signal_process(pid, signal.SIGKILL)
+
+
+def delete_pod(cluster: Cluster, pod: str) -> None:
+    cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--wait=false")
+
+
+def delete_by_force(cluster: Cluster, pod: str) -> None:
+    cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
+
+
+WAYS: dict[str, Callable[[Cluster, str], None]] = {
+    "killed": kill_process,
+    "deleted": delete_pod,
+    "deleted by force": delete_by_force,
+}
+
+
+def operator_pod() -> dict[str, Any] | None:
+    labels = f"app.kubernetes.io/instance={release.RELEASE}"
+    found = api.get(f"/api/v1/namespaces/{release.SYSTEM}/pods?labelSelector={labels}")["items"]
+    return next((pod for pod in found if "deletionTimestamp" not in pod["metadata"]), None)
+
+
+def operator_lives() -> tuple[str, int]:
+    """UID of its pod, and how often its container has been restarted."""
+    pod = operator_pod()
+    assert pod is not None
+    return str(pod["metadata"]["uid"]), int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+
+def ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
+
+
+def placed(pod: dict[str, Any]) -> bool:
+    return bool(pod["spec"].get("nodeName"))
+
+
+def uids(job: Job) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in job.pods()}
+
+
+def quarantine(cluster: Cluster, node: str) -> None:
+    spec = {"reason": "a test", "approved": True}
+    cluster.apply(
+        {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "NodeQuarantine", "metadata": {"name": node}, "spec": spec}
+    )
+
+
+def tainted(cluster: Cluster) -> set[str]:
+    """Nodes with our taint."""
+    nodes = cluster.list("nodes")
+    return {
+        str(node["metadata"]["name"])
+        for node in nodes
+        if any(taint["key"] == TAINT_QUARANTINE for taint in node["spec"].get("taints", ()))
+    }
+
+
+def cordoned(cluster: Cluster) -> set[str]:
+    return {str(node["metadata"]["name"]) for node in cluster.list("nodes") if node["spec"].get("unschedulable")}

@@ -1,0 +1,263 @@
+"""TrainingJobs under an operator in the cluster: how to write one, what to know of it, what to do to it.
+
+Reads go to the API server directly: a poll by kubectl costs a tenth of a second of processor time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from testcluster import api, faults
+from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
+from testcluster.settings import VOLUMES
+from tests.support.cluster import Cluster
+from tests.support.jobs import claim
+
+Value = TypeVar("Value")
+
+PACED = ["pacekeeper", "run", "tests/support/scripts/train.py"]
+"""A steered script that sleeps in each step: its pace, and so a test's length, hardly depends on the machine."""
+STEP_SECONDS = 0.05
+_GROUP = "/apis/pacekeeper.dev/v1alpha1"
+
+
+def manifest(
+    name: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    pod: Mapping[str, Any] | None = None,
+    cpu: str = "",
+    **spec: Any,
+) -> dict[str, Any]:
+    """A TrainingJob for restricted namespaces. `cpu`: requested, where the place on a node matters."""
+    requests = {"cpu": cpu or "20m", "memory": "256Mi"}
+    limits = {"memory": "2Gi"} if cpu else {"cpu": "400m", "memory": "2Gi"}
+    container = {
+        "name": "trainer",
+        "image": TRAINER_IMAGE,
+        "imagePullPolicy": "Never",
+        "command": list(command),
+        "env": [{"name": key, "value": value} for key, value in (environment or {}).items()],
+        "resources": {"requests": requests, "limits": limits},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **(trainer or {}),
+    }
+    context = {
+        "runAsNonRoot": True,
+        "runAsUser": UNPRIVILEGED,
+        "runAsGroup": UNPRIVILEGED,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    template = {"terminationGracePeriodSeconds": 10, "securityContext": context, "containers": [container]}
+    return {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {"replicas": 2, **spec, "template": {"spec": {**template, **(pod or {})}}},
+    }
+
+
+def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    """A job of PACED that keeps its checkpoints, and what its ranks saw, on the claim of its own name."""
+    variables = {
+        "FOLDER": "/checkpoints",
+        "UNTIL": str(steps),
+        "SLEEP": str(STEP_SECONDS),
+        "SAMPLES": "2400",
+        **(environment or {}),
+    }
+    spec.setdefault("checkpoint", {"everySteps": 50, "volumeClaimName": name})
+    spec.setdefault("detection", {"stragglerSlowdown": 10})  # on two cores anybody is slow for a moment
+    return manifest(name, PACED, environment=variables, **spec)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A TrainingJob in the cluster."""
+
+    cluster: Cluster
+    namespace: str
+    name: str
+
+    @classmethod
+    def apply(cls, cluster: Cluster, namespace: str, body: dict[str, Any]) -> Job:
+        """With its claim, where it names one."""
+        if name := body["spec"].get("checkpoint", {}).get("volumeClaimName"):
+            cluster.apply(claim(name), namespace)
+        cluster.apply(body, namespace)
+        return cls(cluster, namespace, body["metadata"]["name"])
+
+    # What there is to know
+
+    def read(self) -> dict[str, Any]:
+        return dict(api.get(f"{_GROUP}/namespaces/{self.namespace}/trainingjobs/{self.name}"))
+
+    def exists(self) -> bool:
+        return any(body["metadata"]["name"] == self.name for body in self._list(_GROUP, "trainingjobs"))
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.read().get("status", {})
+        return found
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase", ""))
+
+    def condition(self, kind: str) -> dict[str, str]:
+        """{} where it has not been written yet."""
+        return next((found for found in self.status.get("conditions", ()) if found["type"] == kind), {})
+
+    def pods(self) -> list[dict[str, Any]]:
+        return self._list("/api/v1", "pods", f"?labelSelector=pacekeeper.dev/job={self.name}")
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """In the order in which they were detected."""
+        found = self._list(_GROUP, "incidents")
+        mine = [incident for incident in found if incident["spec"]["jobRef"]["name"] == self.name]
+        return sorted(mine, key=lambda incident: str(incident.get("status", {}).get("detected", "")))
+
+    def plan(self) -> dict[str, Any]:
+        """{} where there is none yet."""
+        return self._read("plan.json")
+
+    def bookkeeping(self) -> dict[str, Any]:
+        return self._read("state.json")
+
+    def worker(self, rank: int) -> str:
+        """The pod that holds `rank`."""
+        return str(next(member["worker"] for member in self.plan()["members"] if rank in member["ranks"]))
+
+    def step(self) -> int:
+        """The newest step that all members have completed, straight from their sidecars; -1: not all answer."""
+        return _slowest([member["address"] for member in self.plan().get("members", ())])
+
+    def folder(self) -> Path:
+        """What the job's claim holds, on this machine."""
+        found = api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{self.name}")
+        return VOLUMES / str(found["spec"]["volumeName"])
+
+    def diary(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What a rank of PACED has written: one entry a round begun ("restored") and one a step."""
+        return [json.loads(line) for line in (self.folder() / f"seen-{rank}.jsonl").read_text().splitlines()]
+
+    # What can be done
+
+    def patch(self, **spec: Any) -> None:
+        self.cluster.kubectl(
+            "patch", "tj", self.name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
+        )
+
+    def crash(self, rank: int) -> None:
+        """SIGKILL, as soon as the rank runs."""
+        worker = self.worker(rank)
+
+        def rank_process() -> int | None:
+            pids = faults.container_pids(self.namespace, worker, "trainer")
+            return pids[-1] if len(pids) > 2 else None  # launcher, warm process, and the rank, which is the youngest
+
+        faults.signal_process(self.until(rank_process, 20, f"a rank on {worker}"), signal.SIGKILL)
+
+    def delete_worker(self, rank: int) -> str:
+        """`kubectl delete pod`; its name."""
+        worker = self.worker(rank)
+        self.cluster.kubectl("delete", "pod", worker, "-n", self.namespace, "--wait=false")
+        return worker
+
+    def delete(self) -> None:
+        """Returns when nothing of it is left but its incidents; the test fails if something is."""
+        self.cluster.kubectl("delete", "tj", self.name, "-n", self.namespace, "--timeout=50s")
+        self.until_gone(timeout=20)
+
+    # Waiting
+
+    def until(self, condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
+        """The first answer that counts as true; the test fails if there is none within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if answer := condition():
+                return answer
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what}: not within {timeout:.0f} s; {self._in_words()}")
+            time.sleep(0.2)
+
+    def until_phase(self, *phases: str, timeout: float = 60) -> None:
+        """It fails at once where the job has ended otherwise."""
+
+        def reached() -> bool:
+            phase = self.phase
+            if phase in ("Complete", "Failed") and phase not in phases:
+                pytest.fail(f"{self.name} is {phase}, not {' or '.join(phases)}; {self._in_words()}")
+            return phase in phases
+
+        self.until(reached, timeout, f"{self.name} is {' or '.join(phases)}")
+
+    def until_step(self, step: int, timeout: float = 60) -> None:
+        self.until(lambda: self.step() >= step, timeout, f"{self.name} has completed step {step}")
+
+    def until_trained_on(self, steps: int = 5) -> None:
+        """All members have completed some more steps."""
+        before = self.until(lambda: self.step() + 1, 30, f"all members of {self.name} answer") - 1
+        self.until_step(before + steps, timeout=30)
+
+    def until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
+        """The job's incidents have these causes, in this order, and all are over."""
+
+        def healed() -> list[dict[str, Any]] | None:
+            found = self.incidents()
+            over = all(incident.get("status", {}).get("outcome") for incident in found)
+            return found if over and len(found) >= len(causes) else None
+
+        found = self.until(healed, timeout, f"{self.name} is healed of {', '.join(causes)}")
+        assert [incident["spec"]["cause"] for incident in found] == list(causes), _brief(found)
+        return found
+
+    def until_gone(self, timeout: float) -> None:
+        """No object, no pod, no plan."""
+        self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
+        assert not self.pods()
+        self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
+
+    def _read(self, key: str) -> dict[str, Any]:
+        maps = self._list("/api/v1", "configmaps", f"?fieldSelector=metadata.name={self.name}-plan")
+        found: dict[str, Any] = json.loads(maps[0]["data"][key]) if maps else {}
+        return found
+
+    def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = api.get(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]
+        return found
+
+    def _in_words(self) -> str:
+        if not self.exists():
+            return f"there is no job {self.name}"
+        pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.pods()}
+        return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_brief(self.incidents())}"
+
+
+def _brief(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{found['metadata']['name']} ({found['spec'].get('message', '')})" for found in incidents]
+
+
+def _slowest(addresses: Sequence[str]) -> int:
+    steps: list[int] = []
+    for address in addresses:
+        try:
+            with urllib.request.urlopen(f"http://{address}:9464/metrics", timeout=2) as answer:
+                page = answer.read().decode()
+        except OSError:
+            return -1
+        found = re.findall(r"^pacekeeper_rank_step\{.*\} (\S+)$", page, re.MULTILINE)
+        steps += [int(float(value)) for value in found] or [-1]
+    return min(steps, default=-1)
