@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -153,8 +154,9 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
         remedy=Remedy(chosen.remedy),
         remedies=written(choice.prices, choice.chosen),
         evidence=(
-            f"S = {found.verdict.slowdown:.2f} over {len(found.window.steps)} steps; time a sample against the peers, "
-            f"by rank: {', '.join(f'{value:.2f}' for value in found.verdict.rank_slowdown)}",
+            f"S = {found.verdict.slowdown:.2f} over {len(found.window.steps)} steps; by rank, S_w: "
+            f"{_listed(found.verdict.rank_effect)}; time a sample over the peers': {_listed(found.verdict.rank_slowdown)}",
+            f"the rank at its peers' pace: {found.verdict.gain_replaced:.2f} × faster",
         ),
         rank=culprit,
         worker=worker,
@@ -191,3 +193,7 @@ def _earlier(observation: Observation) -> int:
     state = observation.state
     names = {*state.closed, *state.recommended, *(incident.name for incident in state.incidents)}
     return sum(name.startswith(prefix) for name in names)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
