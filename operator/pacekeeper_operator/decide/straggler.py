@@ -154,8 +154,9 @@ def _decide(observation: Observation, policy: Policy, found: Finding) -> Decisio
         remedy=Remedy(chosen.remedy),
         remedies=written(choice.prices, choice.chosen),
         evidence=(
-            f"S = {found.verdict.slowdown:.2f} over {len(found.window.steps)} steps; by rank, S_w: "
-            f"{_listed(found.verdict.rank_effect)}; time a sample over the peers': {_listed(found.verdict.rank_slowdown)}",
+            f"S = {found.verdict.slowdown:.2f} over {len(found.window.steps)} steps; S_w by rank: "
+            f"{_listed(found.verdict.rank_effect)}",
+            f"time a sample over the peers', by rank: {_listed(found.verdict.rank_slowdown)}",
             f"the rank at its peers' pace: {found.verdict.gain_replaced:.2f} × faster",
         ),
         rank=culprit,
