@@ -128,7 +128,7 @@ def main() -> None:
         for x, y in step.microbatches():
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / config.context
             step.add_loss(loss)
-            (loss / step.total_weight).backward()  # type: ignore[no-untyped-call]
+            (loss / step.total_weight).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

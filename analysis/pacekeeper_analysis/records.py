@@ -17,7 +17,7 @@ class Kind(IntEnum):
     """What a record is about."""
 
     STEP = 1  # one optimizer step, from the end of the one before to its own end; value = samples of this rank
-    COMPUTE = 2  # a span of own computation, waits excluded
+    COMPUTE = 2  # one a step: as long as the rank's own work in it, waits for its peers excluded; value = its samples
     COLLECTIVE = 3  # one collective; start = this rank entered, end = its future was done
     DATA = 4  # waiting for the loader
     PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
@@ -59,6 +59,9 @@ SYMMETRIC = frozenset(
     {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BARRIER}
 )
 """Collectives in which the last to arrive made the others wait; a broadcast would blame the innocent."""
+
+NOTICED_LATE = 1
+"""Flag of a collective's record: its end was noticed only when the rank entered the next one; an upper bound."""
 
 RECORD = np.dtype(
     [

@@ -1,4 +1,4 @@
-"""The gradient of unequal shares is the gradient of the whole batch, as one process computes it, to 1e-10 in float64."""
+"""The gradient of unequal shares is the whole batch's, as one process computes it, to 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import pacekeeper as pk
 from pacekeeper.runtime import Runtime, write_json
@@ -41,7 +42,8 @@ class Tokens(torch.utils.data.Dataset[Sample]):
 
 
 def valid_tokens(batch: Any) -> Tensor:
-    return (batch[2] != IGNORED).sum()
+    valid: Tensor = (batch[2] != IGNORED).sum()
+    return valid
 
 
 def make_model() -> nn.Module:
@@ -64,6 +66,11 @@ def reference(indices: list[int], by_tokens: bool) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+def whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def one_step(shares: tuple[int, ...] | None, by_tokens: bool, sharded: bool, runtime: Path) -> Callable[[int], Any]:
     def rank_main(rank: int) -> tuple[list[int], list[Tensor], float]:
         plan = WorkerPlan(version=1, role=Role.MEMBER, shares=shares)
@@ -78,7 +85,7 @@ def one_step(shares: tuple[int, ...] | None, by_tokens: bool, sharded: bool, run
                 assert len(indices) <= 5
                 (loss_sum(model, x, y, by_tokens) / step.total_weight).backward()
                 seen += indices.tolist()
-            gradients = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+            gradients = [whole(parameter.grad) for parameter in model.parameters()]
         return seen, gradients, step.total_weight
 
     return rank_main

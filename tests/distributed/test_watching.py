@@ -63,7 +63,8 @@ def watched_script(sharded: bool) -> Callable[[int], None]:
         else:
             model = nn.parallel.DistributedDataParallel(make_model(rank))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.utils.data.DataLoader(torch.randn(STEPS * SHARE, 64), batch_size=SHARE)  # type: ignore[arg-type]
+        samples: Any = torch.randn(STEPS * SHARE, 64)
+        data = torch.utils.data.DataLoader(samples, batch_size=SHARE)
         for x in data:
             model(x).square().mean().backward()
             optimizer.step()
@@ -102,7 +103,7 @@ def milliseconds(found: NDArray[np.void], kind: Kind) -> float:
     """Median over the steps behind the first one."""
     chosen = found[(found["kind"] == kind) & (found["phase"] == Phase.TRAIN)]
     assert len(chosen) == STEPS - 1
-    return median(((chosen["end_ns"] - chosen["start_ns"]) / 1e6).tolist())
+    return float(median(((chosen["end_ns"] - chosen["start_ns"]) / 1e6).tolist()))
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
@@ -125,7 +126,7 @@ def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
 def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
     """Lateness: the longest wait of a collective's group less one's own."""
     run_ranks(watched_script(sharded), RANKS, runtime=tmp_path)
-    waits = {}
+    waits: dict[tuple[int, ...], dict[int, float]] = {}
     for rank in range(RANKS):
         found = records(tmp_path, rank)
         collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
@@ -146,13 +147,14 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
         import pacekeeper.auto  # noqa: F401
 
         dist.init_process_group("gloo")
-        pair = dist.new_group([0, 1])
+        pair: Any = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(10))
         dist.broadcast(torch.ones(3), src=1)
         if rank < 2:
             dist.all_reduce(torch.ones(1), group=pair)
             dist.barrier(group=pair)
-        dist.all_gather_object([None] * 3, "word")
+        words: list[str] = [""] * 3
+        dist.all_gather_object(words, "word")
         dist.barrier()
         if rank == 0:
             dist.send(torch.ones(4), dst=2)

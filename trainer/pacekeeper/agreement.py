@@ -1,8 +1,8 @@
 """What all ranks agree on at each step: the content of the plan and whether anybody was told to leave.
 
-One small all-reduce a step over a CPU group of the library's own. It is issued when a step begins and read when the next
-one begins, so it is over long before anybody waits for it. Rank 0 puts the content of its plan in, not a version number:
-ranks see different versions at different times. The sum does the rest, since the other ranks add nothing to it.
+One small all-reduce a step over a CPU group of the library's own. It is issued when a step begins and read when the
+next one begins, so it is over long before anybody waits for it. Rank 0 puts the content of its plan in, not a version
+number: ranks see different versions at different times. The sum does the rest, since the other ranks add nothing to it.
 """
 
 from __future__ import annotations

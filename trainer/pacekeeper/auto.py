@@ -1,4 +1,4 @@
-"""`import pacekeeper.auto`: the one line that has any training script watched. It changes nothing in what is computed."""
+"""`import pacekeeper.auto`: the one line that has any training script watched. What it computes stays the same."""
 
 from __future__ import annotations
 

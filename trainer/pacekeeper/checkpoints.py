@@ -1,8 +1,10 @@
 """Checkpoints on the volume: written in the background, published in one step, checked before they are used.
 
-A round writes into `step-00000100.partial-r<round>/` through torch.distributed.checkpoint, adds `manifest.json` with the
-size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the job's current round may
-publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another name there.
+A round writes into `step-00000100.partial-r<round>/` through torch.distributed.checkpoint, adds `manifest.json` with
+the size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the job's current
+round may
+publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another name
+there.
 """
 
 from __future__ import annotations

@@ -1,28 +1,39 @@
 """Sees every collective of every process group: DDP's and FSDP2's as well as the script's own, on any backend.
 
-PyTorch fires a process group's hooks in the dispatcher, below all of its callers (pytorch #186300), so DDP's C++ reducer is
-seen too. A hook tells of the entry; the end is told by the work's future, which the backend completes when the data are
-there. What has no future (gloo's reduce-scatter, send and receive) ends when its `Work.wait` returns.
+PyTorch fires a process group's hooks in the dispatcher, below all of its callers (pytorch #186300), so DDP's C++
+reducer is seen too. A hook tells of the entry. The end is noticed without a callback from the backend's threads, which
+would cost tens of microseconds each in contention for Python's lock:
+
+- exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU),
+- exactly, at the end of a backward pass, where DDP's reducer has waited for what was still under way,
+- at the next collective, for those that ended in between: an upper bound, flagged NOTICED_LATE.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import time
+import weakref
 import zlib
-from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HookOpName, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
-from pacekeeper_analysis.records import Collective, Kind
+from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Collective, Kind, Phase
 
 from .recorder import Recorder
 
 _HOOK = 0x504B
 """Key of our hooks on a process group."""
+
+engine = torch.autograd.Variable._execution_engine
+
+_Entry = tuple[Collective, int, int, int, int, int, Phase, bool]
+"""Collective, group, sequence, start (ns), bytes, step, phase, whether it is of CPU tensors."""
 
 _COLLECTIVES = {
     HookOpName.SEND: Collective.SEND,
@@ -50,6 +61,8 @@ def watch_collectives(recorder: Recorder) -> None:
     """From now on records the collectives of all process groups, those that exist and those to come."""
     watcher = _Watcher(recorder)
     watcher.watch_waits()
+    recorder.before_optimizer = watcher.notice_ends
+    atexit.register(watcher.stop)
     create = c10d._new_process_group_helper
 
     def create_and_watch(*args: Any, **options: Any) -> Any:
@@ -75,58 +88,58 @@ def group_identity(group: dist.ProcessGroup) -> int:
 
 
 class _Watcher:
-    """The hooks' side. They run in the thread that issues a collective, the futures' callbacks in the backend's."""
+    """The hooks' side of all groups. What is under way waits in `_pending` until its end is noticed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._awaited: dict[Work, Callable[[object], None]] = {}
-        """What has no future, until somebody waits for it."""
+        self._ring = recorder.ring
+        self._pending: dict[Work, _Entry] = {}
+        self._without_future: set[Collective] = set()
+        self._backward = -1
+        """The backward pass at whose end we are called back."""
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def watch(self, group: dist.ProcessGroup) -> None:
-        recorder, ring = self._recorder, self._recorder.ring
+        recorder, ring, pending = self._recorder, self._ring, self._pending
         identity, sequence = group_identity(group), itertools.count(1)
-        clock = time.monotonic_ns
-        entering: dict[int, tuple[Collective, int, int, int]] = {}
-        without_future: set[Collective] = set()
+        clock, graph_task = time.monotonic_ns, torch._C._current_graph_task_id
+        entering: dict[int, _Entry] = {}
 
         def enter(call: Any) -> None:
             collective = _COLLECTIVES.get(call.name)
             if collective is None:
                 return
+            if pending:
+                self._notice_ends(NOTICED_LATE)
             number, start = next(sequence), clock()
             ring.enter_collective(collective, identity, number, start)
-            nbytes = sum(tensor.nbytes for tensor in call.input_tensors or call.output_tensors)
-            entering[call.op_id] = (collective, number, start, nbytes)
-            recorder.entered(collective, (identity, number), start)
+            tensors = call.input_tensors or call.output_tensors
+            nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
+            on_cpu = not tensors or tensors[0].is_cpu
+            entering[call.op_id] = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_cpu)
+            if collective in SYMMETRIC:
+                recorder.last_entry = start
+            backward = graph_task()
+            if backward not in (-1, self._backward):
+                self._backward = backward
+                engine.queue_callback(self._backward_computed)
 
         def issued(call: Any) -> None:
             entry = entering.pop(call.op_id, None)
             if entry is None:
                 return
-            collective, number, start, nbytes = entry
-            step, phase, overlapped, work = recorder.step, recorder.phase, call.async_op, call.work
-
-            def done(_: object) -> None:
-                end = clock()
-                ring.write(
-                    Kind.COLLECTIVE, start, end, step, phase, 0.0, collective, identity, number, nbytes
-                )  # fmt: skip
-                recorder.done(collective, (identity, number), start, end, overlapped)
-
-            if collective not in without_future:
-                try:
-                    work.get_future().add_done_callback(done)
-                    return
-                except RuntimeError:  # "not implemented": known from the second one on, since C++ exceptions are slow
-                    without_future.add(collective)
-            self._awaited[work] = done
+            if entry[0] is Collective.BROADCAST and call.async_op:
+                call.work.get_future().add_done_callback(lambda _: self._broadcast_ended(entry))
+            else:
+                pending[call.work] = entry
 
         group.register_pre_hook(_HOOK, enter)
         group.register_post_hook(_HOOK, issued)
+        self._groups.add(group)
 
     def watch_waits(self) -> None:
         """Times the calls by which Python code waits for a collective."""
-        recorder, awaited = self._recorder, self._awaited
+        recorder, pending = self._recorder, self._pending
         clock, wait = time.monotonic_ns, Work.wait
 
         def timed_wait(work: Work, *args: Any, **options: Any) -> Any:
@@ -134,9 +147,60 @@ class _Watcher:
             try:
                 return wait(work, *args, **options)
             finally:
-                recorder.waited(start, clock())
-                done = awaited.pop(work, None)
-                if done is not None:
-                    done(work)
+                end = clock()
+                recorder.waited(start, end)
+                # Of a GPU's collective, the wait only orders what comes behind it.
+                if work in pending and (pending[work][-1] or work.is_completed()):
+                    self._end(pending.pop(work), end)
 
         Work.wait = timed_wait  # type: ignore[method-assign,assignment]
+
+    def notice_ends(self) -> None:
+        """Called where the training thread has just waited for what is under way, if it waits at all."""
+        if self._pending:
+            self._notice_ends(0)
+
+    def stop(self) -> None:
+        """Python ends: hooks must not outlive it."""
+        for group in self._groups:
+            unwatch(group)
+
+    def _notice_ends(self, flags: int) -> None:
+        now = time.monotonic_ns()
+        for work, entry in list(self._pending.items()):
+            if self._is_done(work, entry):
+                del self._pending[work]
+                self._end(entry, now, flags)
+
+    def _is_done(self, work: Work, entry: _Entry) -> bool:
+        """gloo completes a future, on which DDP waits, a moment before the work that it belongs to."""
+        collective, on_cpu = entry[0], entry[-1]
+        if work.is_completed() or not on_cpu or collective in self._without_future:
+            return work.is_completed()
+        try:
+            return work.get_future().done()
+        except RuntimeError:
+            self._without_future.add(collective)  # asked once only, since C++ exceptions are slow
+            return False
+
+    def _end(self, entry: _Entry, end: int, flags: int = 0) -> None:
+        collective, group, number, start, nbytes, step, phase, _ = entry
+        self._ring.write(
+            Kind.COLLECTIVE, start, end, step, phase, 0.0, collective, group, number, nbytes, -1, flags
+        )  # fmt: skip
+        if not self._pending:
+            self._ring.leave_collective()
+
+    def _backward_computed(self) -> None:
+        """All gradients are there. DDP's own callback, which waits for their reduction, stands before the next one."""
+        engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._backward = -1
+        self.notice_ends()
+        self._recorder.reduced()
+
+    def _broadcast_ended(self, entry: _Entry) -> None:
+        end = time.monotonic_ns()
+        self._recorder.waited_elsewhere(end - entry[3])
+        self._end(entry, end)

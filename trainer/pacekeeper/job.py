@@ -1,7 +1,8 @@
 """The library that a training script uses to be steered: `pk.init()` and the `Job` that it returns.
 
-Everything that the ranks do together happens at the boundary between two steps, in `Job.steps`: agreed there are shares,
-snapshots, checkpoints and leaving, on one step of all ranks. Between two boundaries the script trains as it would alone.
+Everything that the ranks do together happens at the boundary between two steps, in `Job.steps`: agreed there are
+shares, snapshots, checkpoints and leaving, on one step of all ranks. Between two boundaries the script trains as it
+would alone.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ def init(
 
     It works under `pacekeeper run`, under torchrun, and under plain Python as the only rank.
 
-    mesh: {"sync": ranks that hold replicas of each other, "shard": ranks that share one replica}; -1: all that are left.
+    mesh: {"sync": ranks that hold replicas of each other, "shard": ranks that share one replica}; -1: all that are
+    left.
     seed: of the order of samples; the same on all ranks.
     checkpoints: None: as the TrainingJob says (PACEKEEPER_CHECKPOINT_PATH and its like), or none.
-    snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time allows.
+    snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time
+    allows.
     backend: of the process group; by default nccl for GPUs and gloo for CPUs.
     timeout: after which a collective that does not come to its end fails.
     Raises InputError that names the argument and the remedy.
@@ -122,7 +125,7 @@ class Job:
         self.samples = 0
         """Samples of the whole job in the completed steps."""
         self.loss = float("nan")
-        """Mean loss of the newest step that all ranks have reported, over the whole global batch; NaN: none was reported."""
+        """Mean loss over the whole global batch, of the newest step that all ranks have reported; NaN: none was."""
         self.agreement = Agreement(recorder)
         self.loader: Loader
         self._mesh_shape = mesh

@@ -1,4 +1,4 @@
-"""Keeps the job's state and gives it back: snapshots in shared memory, checkpoints on the volume, whichever is newer."""
+"""Keeps the job's state and gives it back, from the snapshot in shared memory or the volume's checkpoint: the newer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class Keeper:
     # Snapshots
 
     def snapshot(self, step: int, samples: int) -> None:
-        """Copies the state after `step` into shared memory. `samples`: of this rank. Collective; it ends with `settle`."""
+        """Copies the state after `step` into shared memory; `settle` makes it valid. Collective.
+
+        samples: of this rank, since the job's beginning.
+        """
         self.settle()
         self._equalise_buffers()
         slot = None
@@ -169,9 +172,9 @@ class Keeper:
     def restore(self) -> tuple[int, int, int] | None:
         """Brings back the newest state that all ranks can have. Collective.
 
-        Returns its step, this rank's samples, and the step of the newest checkpoint on the volume (-1: none); None where
-        there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything is
-        changed.
+        Returns its step, this rank's samples, and the step of the newest checkpoint on the volume (-1: none); None
+        where there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
+        is changed.
         """
         group = self._agreement.group
         version, source = self._newest_snapshot()
@@ -266,8 +269,10 @@ class Keeper:
         return state
 
     def _rank_state(self, samples: int) -> bytes:
-        """What this rank has of its own. To this belong the buffers of sharded models: FSDP leaves them to each rank, and
-        a checkpoint keeps one rank's only."""
+        """What this rank has of its own.
+
+        The buffers of sharded models are among it: FSDP leaves them to each rank, a checkpoint keeps one rank's only.
+        """
         buffers = {}
         if self._sharded:
             for name, model in self._models.items():

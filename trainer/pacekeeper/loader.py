@@ -49,7 +49,7 @@ class Loader:
             raise InputError("dataset: it has no length or no samples; give a map-style data set with __len__")
         if global_batch_size < world_size:
             raise InputError(
-                f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or run fewer ranks"
+                f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
             )
         if max_microbatch < 1:
             raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")

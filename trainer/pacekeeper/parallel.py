@@ -1,7 +1,7 @@
 """Data parallelism for unequal shares: gradients are summed over the ranks, not averaged.
 
-Each rank divides its loss sum by the weight of the whole global batch, so the sum of the ranks' gradients is the gradient
-of the whole batch, whatever the shares are: g = Σ (n_i / n) · mean gradient of rank i.
+Each rank divides its loss sum by the weight of the whole global batch, so the sum of the ranks' gradients is the
+gradient of the whole batch, whatever the shares are: g = Σ (n_i / n) · mean gradient of rank i.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -53,12 +53,14 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
 
 
 def equalise_buffers(model: nn.Module) -> None:
-    """Gives all replicas rank 0's buffers, as DDP does before the next forward pass: until then each rank's running means
-    are its own, and a checkpoint would take whichever it came upon. Collective."""
+    """Gives all replicas rank 0's buffers, as DDP does before the next forward pass. Collective.
+
+    Until then each rank's running means are its own, and a checkpoint would take whichever it came upon.
+    """
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.detach() for buffer in model.buffers()]
         if buffers:
-            dist._broadcast_coalesced(model.process_group, buffers, _BUCKET_BYTES, 0)
+            _broadcast_coalesced(model.process_group, buffers, _BUCKET_BYTES, 0)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -77,9 +79,9 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.F
 def _fix_buckets(replicated: DistributedDataParallel) -> None:
     """Has DDP settle its gradient buckets now.
 
-    It would do so after the first backward pass, in the order in which gradients came, and sum in another order from the
-    second step on: a restored rank would differ from one that was never interrupted, by rounding. So gradients of zero come
-    here in the order that DDP expects (last parameter first), and the buckets stay as they are for good.
+    It would do so after the first backward pass, in the order in which gradients came, and sum in another order from
+    the second step on: a restored rank would differ from one that was never interrupted, by rounding. So gradients of
+    zero come here in the order that DDP expects (last parameter first), and the buckets stay as they are for good.
     """
     parameters = [parameter for parameter in replicated.parameters() if parameter.requires_grad]
     with torch.enable_grad():

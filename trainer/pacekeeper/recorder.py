@@ -1,26 +1,27 @@
 """What a rank is doing, told to its ring: steps, own work, phases, and how long it waited for its peers.
 
-**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*, that is
+**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*:
 
-- the time its training thread was blocked in `Work.wait` (all that FSDP2, barriers and object collectives do on CPU), and
-- the *tail*: from its last entry into a collective that nobody waits for in Python until that is done, but no longer than
-  to the beginning of the optimizer's step. This is DDP, whose reducer overlaps all buckets but the last with the backward
-  pass and then waits in C++. Broadcasts of DDP's buffers, which C++ waits for at once, count whole.
+- the time its training thread was blocked in `Work.wait` (all that FSDP2, barriers and object collectives do on CPU);
+- the *tail* of a backward pass: from its last entry into a collective to the end of the pass. This is DDP, whose
+reducer
+  overlaps all buckets but the last with the backward pass and then waits for them in C++. What a script reduces
+  asynchronously outside of a backward pass has its tail at the optimizer's step;
+- DDP's broadcasts of buffers, whole, since C++ waits for them at once.
 
-Loading data is own work: it is the rank's, and grows with its share of the batch. A collective that a script starts itself
-and finishes across the optimizer's step counts as waiting from its beginning to that step.
+Loading data is own work: it is the rank's, and grows with its share of the batch.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
+from pacekeeper_analysis.records import Collective, Kind, Phase
 
 from .environment import Environment
 from .ring import RingWriter
@@ -37,10 +38,10 @@ class Recorder:
         self._training_thread = threading.get_ident()
         self._step_start = time.monotonic_ns()
         self._waits: list[int] = []
-        self._in_flight: dict[object, None] = {}
-        self._last_entry = 0
-        self._last_done = 0
         self._last_wait_end = 0
+        self.last_entry = 0
+        """When the rank last entered a collective in which the last to arrive makes the others wait."""
+        self.before_optimizer: Callable[[], None] = _nothing
 
     def end_step(self, samples: int = 0, now: int | None = None) -> None:
         """The optimizer has stepped: `samples` of this rank went into it (0: unknown)."""
@@ -109,29 +110,20 @@ class Recorder:
             self._waits.append(end - start)
             self._last_wait_end = end
 
-    def entered(self, collective: Collective, token: object, start: int) -> None:
-        """The rank has entered a collective; `token` names it until it is done."""
-        self._in_flight[token] = None
-        if collective in SYMMETRIC:
-            self._last_entry = start
+    def waited_elsewhere(self, duration: int) -> None:
+        """C++ has waited for the peers in the training thread's stead, `duration` ns long."""
+        self._waits.append(duration)
 
-    def done(self, collective: Collective, token: object, start: int, end: int, overlapped: bool) -> None:
-        """Called from whichever thread learns of it first. `overlapped`: no Python code waits for it."""
-        self._in_flight.pop(token, None)
-        self._last_done = end
-        if overlapped and collective is Collective.BROADCAST:
-            self._waits.append(end - start)
-        if not self._in_flight:
-            self.ring.leave_collective()
+    def reduced(self) -> None:
+        """Closes the tail: C++ has waited for what was last entered, until now."""
+        entry, self.last_entry = self.last_entry, 0
+        if entry > max(self._step_start, self._last_wait_end):
+            self._waits.append(time.monotonic_ns() - entry)
 
     def optimizer_begins(self) -> None:
-        """Closes the tail: what C++ waited for at the end of the backward pass."""
-        entry = self._last_entry
-        if entry > max(self._step_start, self._last_wait_end):
-            # The thread that learns of the end may come second to this one, so what is still in flight ends now.
-            end = time.monotonic_ns() if self._in_flight else self._last_done
-            self._waits.append(max(0, end - entry))
-        self._last_entry = 0
+        """What was reduced outside of a backward pass has come by now."""
+        self.before_optimizer()
+        self.reduced()
 
 
 class NoRing:
@@ -149,6 +141,9 @@ class NoRing:
     def leave_collective(self) -> None: ...
 
     def end_step(self, step: int, now_ns: int) -> None: ...
+
+
+def _nothing() -> None: ...
 
 
 def open_recorder(environment: Environment) -> Recorder:

@@ -15,7 +15,7 @@ def equal_shares(global_batch: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_shares(shares: Sequence[int], global_batch: int, ranks: int, least: int = 1) -> None:
-    """Raises InputError unless every one of `ranks` ranks has at least `least` samples and all together `global_batch`."""
+    """Raises InputError unless each of `ranks` ranks has `least` samples or more, and all together `global_batch`."""
     if len(shares) != ranks:
         raise InputError(f"shares: {len(shares)} shares for {ranks} ranks; give one a rank")
     if sum(shares) != global_batch:

@@ -1,11 +1,12 @@
 """Snapshots of the training state in shared memory: they outlive the rank, so that a crash costs the job few steps.
 
-Replicated models are the same on all ranks, so one rank of each worker (local rank 0) keeps a copy; of sharded models each
-rank keeps its part. The random states of all ranks are exchanged with each snapshot and stand in every copy: whoever takes
-over a rank gets the very state that it had.
+Replicated models are the same on all ranks, so one rank of each worker (local rank 0) keeps a copy; of sharded models
+each rank keeps its part. The random states of all ranks are exchanged with each snapshot and stand in every copy:
+whoever takes over a rank gets the very state that it had.
 
 A copy is a file with two slots, written in turn, so that one is whole at every moment:
-header (one page) | rank states | skeleton (pickled) | tensors. A slot's step is voided before it is written and set last.
+header (one page) | rank states | skeleton (pickled) | tensors. A slot's step is voided before it is written and set
+last.
 """
 
 from __future__ import annotations

@@ -37,8 +37,10 @@ class Leaf:
 
 
 def take_apart(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """Appends the tensors of nested dicts, lists and tuples to `tensors` (of sharded ones this rank's part), and returns
-    the skeleton that is left."""
+    """Appends the tensors in nested dicts, lists and tuples to `tensors`, and returns the skeleton that is left.
+
+    Of sharded tensors it takes this rank's part.
+    """
     if isinstance(state, DTensor):
         tensors.append(state.to_local().detach())
         return Leaf(len(tensors) - 1, Shard(state.placements, state.shape, state.stride()))

@@ -52,8 +52,10 @@ class Step:
             yield batch
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator. On a GPU the end of the
-        step waits for it, so leave it out on most steps there."""
+        """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator.
+
+        On a GPU the end of the step waits for it, so leave it out on most steps there.
+        """
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def due(self, name: str, every: int) -> bool:

@@ -67,7 +67,7 @@ def main() -> None:
                 noise = random.random() + float(np.random.rand())
                 loss = ((net(features) - features.roll(1, 1)) ** 2).sum() * (1 + 0.01 * noise)
                 step.add_loss(loss)
-                (loss / step.total_weight).backward()  # type: ignore[no-untyped-call]
+                (loss / step.total_weight).backward()
                 seen += indices.tolist()
                 total += loss.item()
             fail(job.rank, step.number)

@@ -1,4 +1,4 @@
-"""The checkpoint folder: published whole or not at all, in the current round only; the last good one is found and kept."""
+"""The checkpoint folder: published whole or not at all, in the current round only; the last good one is kept."""
 
 from __future__ import annotations
 

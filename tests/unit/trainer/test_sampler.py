@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from pacekeeper.loader import Loader
 from pacekeeper.sampler import SampleStream
 from pacekeeper.shares import check_shares, equal_shares, microbatch_count, microbatch_sizes, rank_interval
 from pacekeeper_analysis.errors import InputError
+
+NUMBERS: Any = torch.arange(100)
+"""A tensor indexes like a data set."""
 
 
 def random_shares(rng: random.Random, total: int, ranks: int) -> tuple[int, ...]:
@@ -99,10 +103,10 @@ def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) 
         ({"batch_size": 4}, "batch_size.*the shares decide this"),
     ],
 )
-def test_bad_arguments_are_named(arguments: dict[str, int], message: str) -> None:
-    good = {"global_batch_size": 8, "max_microbatch": 2, "rank": 0, "world_size": 3}
+def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"global_batch_size": 8, "max_microbatch": 2, "rank": 0, "world_size": 3}
     with pytest.raises(InputError, match=message):
-        Loader(torch.arange(30), **{**good, **arguments})  # type: ignore[arg-type]  # a tensor indexes like a data set
+        Loader(NUMBERS, **{**good, **arguments})
 
 
 def test_an_iterable_without_length_is_refused() -> None:
@@ -130,7 +134,7 @@ def test_shares_cover_the_batch_in_rank_order() -> None:
 def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: int) -> list[Loader]:
     return [
         Loader(
-            torch.arange(size),  # type: ignore[arg-type]  # a tensor indexes like a data set
+            torch.utils.data.Subset(NUMBERS, range(size)),
             global_batch_size=batch,
             max_microbatch=max_microbatch,
             rank=rank,

@@ -1,4 +1,4 @@
-"""Snapshots: what is read is what was written, a half-written one is never read, and the newest common one is chosen."""
+"""Snapshots: what is read is what was written, never half of it, and the newest that all can have is chosen."""
 
 from __future__ import annotations
 
