@@ -40,7 +40,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    for chatty in ("kopf", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     asyncio.run(run(settings) if arguments.command == "run" else _release_all())
     return 0
 

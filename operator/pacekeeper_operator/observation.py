@@ -99,6 +99,9 @@ class GpuValue:
         return f"{self.node}/{self.gpu}/{self.metric}"
 
 
+NOT_ASKED = "Prometheus has not been asked lately"
+
+
 @dataclass(frozen=True)
 class Metrics:
     """What Prometheus says of a job; None: nothing (yet)."""

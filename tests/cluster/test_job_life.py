@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("resources", "operator")
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:
+def operator(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
     with running(cluster, log_file()) as operator:
         yield operator
 

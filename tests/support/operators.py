@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -88,8 +89,15 @@ def running(cluster: Cluster, log: Path) -> Iterator[OperatorProcess]:
     operator.start()
     try:
         yield operator
+        wait_for(lambda: not _being_deleted(cluster), timeout=60, what="deleted jobs are gone")
     finally:
         operator.kill(signal.SIGTERM)
+
+
+def _being_deleted(cluster: Cluster) -> list[str]:
+    """Jobs that wait for the operator to let them go."""
+    found = json.loads(cluster.kubectl("get", "trainingjobs", "--all-namespaces", "--output=json"))["items"]
+    return [job["metadata"]["name"] for job in found if "deletionTimestamp" in job["metadata"]]
 
 
 def log_file() -> Path:

@@ -9,7 +9,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts
-from ..observation import Observation, Policy
+from ..observation import NOT_ASKED, Observation, Policy
 from .quarantine import BREAKER
 from .stages import stuck_worker
 
@@ -22,7 +22,7 @@ class _Found:
     """A condition as it is now."""
 
     type: Condition
-    holds: bool
+    holds: bool | None  # None: not known
     reason: Reason
     message: str = ""
 
@@ -200,6 +200,8 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
 
 def _metrics(observation: Observation) -> _Found:
     away = observation.metrics.unavailable
+    if away == NOT_ASKED:
+        return _Found(Condition.METRICS_AVAILABLE, None, Reason.METRICS_AWAY, away)
     if not away:
         return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED)
     reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else Reason.METRICS_AWAY
@@ -208,7 +210,7 @@ def _metrics(observation: Observation) -> _Found:
 
 
 def _dated(observation: Observation, found: _Found, before: JobStatus) -> ConditionStatus:
-    status = "True" if found.holds else "False"
+    status = "Unknown" if found.holds is None else "True" if found.holds else "False"
     old = next((condition for condition in before.conditions if condition.type == found.type), None)
     since = old.last_transition_time if old is not None and old.status == status else observation.now
     return ConditionStatus(found.type, status, found.reason, found.message, since, observation.job.generation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from typing import Any
 
@@ -31,12 +33,19 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.watching.server_timeout = 300
     settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
     settings.background.cancellation_polling = 1
+    settings.background.instant_exit_timeout = 2  # a loop ends after the call to the API server that it is in
     settings.process.ultimate_exiting_timeout = 8
 
 
 @kopf.on.login()
 def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
-    return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    """By the pod's service account or, outside of a cluster, the kubeconfig."""
+    found = kopf.login_with_service_account(settings=settings)
+    if found is None:
+        return kopf.login_with_kubeconfig(settings=settings)
+    # kopf calls the API server by its name; the address that every pod is given needs no DNS.
+    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+    return dataclasses.replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 @kopf.on.probe(id="looking-around")

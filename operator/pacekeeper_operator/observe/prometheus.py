@@ -16,7 +16,7 @@ from prometheus_api_client.prometheus_connect import PrometheusConnect
 from requests.exceptions import RequestException
 from urllib3.util.retry import Retry
 
-from ..observation import GpuValue, Metrics
+from ..observation import NOT_ASKED, GpuValue, Metrics
 
 TIMEOUT_SECONDS = 3
 BY_JOB = "by (namespace, trainingjob)"
@@ -48,7 +48,7 @@ class Sample:
     figures: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
     slowest: Mapping[tuple[str, str], int] = field(default_factory=dict)
     gpu: tuple[GpuValue, ...] = ()
-    unavailable: str = ""
+    unavailable: str = NOT_ASKED
 
     def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
@@ -99,7 +99,7 @@ class Prometheus:
             )
             for series, value in self._query(GPU_QUERY)
         )
-        return Sample(now, figures, slowest, gpu)
+        return Sample(now, figures, slowest, gpu, unavailable="")
 
     def _query(self, query: str) -> list[tuple[Mapping[str, str], float]]:
         assert self._client is not None

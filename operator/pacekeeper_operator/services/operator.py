@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import kopf
 
 from .. import metrics
-from ..api import Phase
+from ..api import Job, Phase
 from ..cluster import CONFIG_MAPS, Cluster, Object
 from ..manifests import Installation
-from ..observation import NodeView
+from ..observation import NOT_ASKED, Metrics, NodeView
 from ..observe import gather
 from ..observe.memory import Memory
 from ..observe.pods import view_node
@@ -26,7 +26,9 @@ PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 NODES_SECONDS = 30.0
 RETENTION_SECONDS = 600.0
-ACTIVE = frozenset({Phase.STARTING, Phase.RUNNING, Phase.RECOVERING})
+ACTIVE = frozenset({Phase.PENDING, Phase.STARTING, Phase.RUNNING, Phase.RECOVERING})
+STALE_SECONDS = 30.0
+"""Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +54,12 @@ class Operator:
         if fresh or now - self.nodes_at > NODES_SECONDS:
             self.nodes, self.nodes_at = await gather.nodes(self.cluster), now
         return self.nodes
+
+    def figures(self, job: Job, now: float) -> Metrics:
+        """What Prometheus has said of the job lately."""
+        if now - self.sample.at > STALE_SECONDS:
+            return Metrics(unavailable=NOT_ASKED)
+        return self.sample.of(job.namespace, job.name)
 
     def node_changed(self, name: str, body: Object | None) -> None:
         """A watch's word of a node; None: it is gone. Jobs look anew where it changes what decisions need."""

@@ -124,7 +124,7 @@ def _observe(operator: Operator, desk: Desk) -> Observation:
         desk.pods,
         memory,
         operator.memory.started_at,
-        operator.sample.of(job.namespace, job.name),
+        operator.figures(job, now),
         gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now),
         now,
     )
@@ -327,6 +327,6 @@ async def _expire(operator: Operator, desk: Desk, observation: Observation) -> f
         return max(0.5, min(left, 5.0 if busy else PODS_SECONDS))
     if observation.faults or desk.memory.phase in (Phase.RECOVERING, Phase.STARTING):
         return 0.5
-    if desk.memory.phase in ACTIVE or desk.memory.phase is Phase.PENDING:
+    if desk.memory.phase in ACTIVE:
         return operator.settings.sample_seconds
     return 5.0 if any(view.pod is not None for view in observation.workers) else PODS_SECONDS
