@@ -1,0 +1,179 @@
+"""SIGKILL of one of four ranks → first optimizer step of the next round: `pacekeeper run` against torchrun.
+
+All run the same script, turn by turn, on CPU and gloo; every try is a run of its own, so that one that goes wrong spoils no
+other. The checkpoint is the script's own: what is measured is to notice the crash and to start anew. torchrun runs at its
+best, with a fresh store for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), and a few times as it comes: there the
+restarted ranks read the dead ones' addresses from the store. QUICK=1: fewer tries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+TRIES, TRIES_AS_IT_COMES = (5, 1) if os.environ.get("QUICK") else (20, 3)
+START_TIMEOUT = 180.0
+RECOVERY_TIMEOUT = 60.0
+"""A run that does not train again within so many seconds hangs."""
+SCRIPT = Path(__file__).parent / "scripts" / "small_job.py"
+MEDIAN_TO_REACH, RATIO_TO_REACH = 0.5, 6.0
+
+
+@dataclass
+class Side:
+    """One launcher's results."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+    hung: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "succeeded": len(self.seconds),
+            "failed": self.failed,
+            "hung": self.hung,
+            "median_s": round(statistics.median(self.seconds), 3) if self.seconds else None,
+            "max_s": round(max(self.seconds), 3) if self.seconds else None,
+            "seconds": [round(value, 3) for value in self.seconds],
+        }
+
+
+def main() -> None:
+    ours = Side("pacekeeper", [sys.executable, "-m", "pacekeeper.cli", "run", "--local", str(RANKS)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun += ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=3"]
+    theirs = Side("torchrun", torchrun, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    as_it_comes = Side("torchrun as it comes", torchrun)
+    for number in range(1, TRIES + 1):
+        for side in (ours, theirs, as_it_comes) if number <= TRIES_AS_IT_COMES else (ours, theirs):
+            measure(side)
+            print(f"try {number} of {TRIES}: {side.name} {_newest(side)}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {
+        "bench": "recovery",
+        "tries": TRIES,
+        "ours": ours.to_json(),
+        "torchrun": theirs.to_json(),
+        "torchrun_as_it_comes": as_it_comes.to_json(),
+    }
+    if ours.seconds and theirs.seconds:
+        ratio = statistics.median(theirs.seconds) / statistics.median(ours.seconds)
+        result["ratio"] = round(ratio, 1)
+        result["holds"] = (
+            len(ours.seconds) == TRIES
+            and statistics.median(ours.seconds) <= MEDIAN_TO_REACH
+            and ratio >= RATIO_TO_REACH
+        )
+    print(json.dumps(result))
+
+
+def measure(side: Side) -> None:
+    """One run: start, kill a rank in the midst of it, wait for the next step of all ranks."""
+    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-", dir="/dev/shm"))
+    log = (folder / "log").open("wb")
+    ranks = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **ranks, **side.environment}
+    run = subprocess.Popen(
+        [*side.command, str(SCRIPT)], env=environment, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        if not _wait(lambda: all(len(steps) >= 5 for steps in _diaries(folder)), run, START_TIMEOUT):
+            raise RuntimeError(f"{side.name} did not start:\n{(folder / 'log').read_text()}")
+        _try(side, folder, run)
+    finally:
+        _end(run)
+        log.close()
+        shutil.rmtree(folder)
+
+
+def _try(side: Side, folder: Path, run: subprocess.Popen[bytes]) -> None:
+    time.sleep(random.uniform(0.0, 0.1))  # anywhere within a step
+    victim = random.randrange(RANKS)
+    before = {step.incarnation for steps in _diaries(folder) for step in steps}
+    killed_at = time.monotonic()
+    os.kill(_diaries(folder)[victim][-1].pid, signal.SIGKILL)
+
+    def trains_again() -> bool:
+        return all(any(step.incarnation not in before for step in steps) for steps in _diaries(folder))
+
+    if _wait(trains_again, run, RECOVERY_TIMEOUT):
+        firsts = [next(step.at for step in steps if step.incarnation not in before) for steps in _diaries(folder)]
+        side.seconds.append(max(firsts) - killed_at)
+    elif run.poll() is None:
+        side.hung += 1
+    else:
+        side.failed += 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a rank's diary."""
+
+    at: float
+    pid: int
+    incarnation: str
+    number: int
+
+
+def _diaries(folder: Path) -> list[list[Step]]:
+    """Of every rank."""
+    return [_diary(folder / f"rank-{rank}") for rank in range(RANKS)]
+
+
+def _diary(path: Path) -> list[Step]:
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    fields = (line.split() for line in lines)
+    return [Step(float(at), int(pid), incarnation, int(step)) for at, pid, incarnation, step in fields]
+
+
+def _wait(condition: Any, run: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the condition came true in time, while the run was alive."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _end(run: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher, then what it may have left behind: ranks lead process groups of their own, in its session."""
+    if run.poll() is None:
+        run.send_signal(signal.SIGTERM)
+        try:
+            run.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == run.pid:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def _newest(side: Side) -> str:
+    counted = f"({len(side.seconds)} recovered, {side.failed} failed, {side.hung} hung)"
+    return f"{side.seconds[-1]:.2f} s {counted}" if side.seconds else counted
+
+
+if __name__ == "__main__":
+    main()
