@@ -158,22 +158,13 @@ class Cluster:
 @asynccontextmanager
 async def connect() -> AsyncIterator[Cluster]:
     """By the pod's service account, or outside of a cluster by the kubeconfig ($KUBECONFIG)."""
-    configuration = in_cluster()
-    if configuration is None:
-        configuration = client.Configuration()
-        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    async with client.ApiClient(configuration) as connection:
-        yield Cluster(connection)
-
-
-def in_cluster() -> client.Configuration | None:
-    """By the pod's service account, at the address that the kubelet tells: no DNS needed. None: this is not a pod."""
     configuration = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except config.ConfigException:
-        return None
-    return configuration
+        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    async with client.ApiClient(configuration) as connection:
+        yield Cluster(connection)
 
 
 async def update(cluster: Cluster, kind: Kind, name: str, namespace: str, change: Any, tries: int = 5) -> Object:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import kopf
 
-from .. import cluster
 from ..api import FINALIZER_JOB, LABEL_JOB
 from ..services.operator import Operator
 
