@@ -131,7 +131,7 @@ def test_shares_cover_the_batch_in_rank_order() -> None:
     assert [microbatch_count((9, 3, 1), rank, 4, alike=True) for rank in range(3)] == [3, 3, 3]
 
 
-def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: int) -> list[Loader]:
+def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: Any) -> list[Loader]:
     return [
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
