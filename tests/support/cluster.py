@@ -6,9 +6,11 @@ against a cluster of your own; tests that make faults on the machine itself are 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ import pytest
 import testcluster.cluster
 from testcluster import programs
 from testcluster.settings import KUBECONFIG
+from testcluster.shell import say
 
 Value = TypeVar("Value")
 
@@ -78,10 +81,23 @@ def cluster() -> Iterator[Cluster]:
     else:
         testcluster.cluster.up()
         found = Cluster(KUBECONFIG, is_testcluster=True)
-    yield found
-    # A namespace that stays has something in it whose finalizer nobody serves.
-    selector = f"--selector={_SCRATCH}"
-    found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+    with _alone():
+        yield found
+        # A namespace that stays has something in it whose finalizer nobody serves.
+        selector = f"--selector={_SCRATCH}"
+        found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One session of tests at a time: there is one operator, and each session takes it away from the others."""
+    with (Path(tempfile.gettempdir()) / "pacekeeper-cluster-tests.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another session of tests uses the cluster: waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture
