@@ -247,10 +247,10 @@ class TestSidecarCalls:
 
     def test_expired(self, job: Job) -> None:
         """The signature alone would be good: the same token with other times is let in."""
-        good = token(job, job.worker(0))
-        now = int(time.time())
-        assert call(job, "/v1/plan", resigned(good, now, now + 600), {})[0] == 200
-        assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), {})[0] == 401
+        worker, now = job.worker(0), int(time.time())
+        good, me = token(job, worker), {"worker": worker}
+        assert call(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
+        assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
 
     def test_of_a_pod_that_is_gone(self, job: Job) -> None:
         worker = job.worker(1)

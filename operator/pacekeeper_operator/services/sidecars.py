@@ -84,7 +84,11 @@ class Sidecars:
         return Caller(review.namespace, match["job"], review.pod)
 
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
-        """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds."""
+        """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
+
+        Raises Forbidden.
+        """
+        _speaks_for_itself(caller, heartbeat.worker)
         job = self._job(caller)
         contact = self._hear(job, caller, heartbeat)
         contact.polling += 1
@@ -100,8 +104,7 @@ class Sidecars:
 
     async def take_fault(self, caller: Caller, fault: Fault) -> None:
         """Returns once what was decided about the fault is written. Raises NotYet, Forbidden."""
-        if fault.worker != caller.worker:
-            raise Forbidden(f"{caller.worker} may not speak for {fault.worker}")
+        _speaks_for_itself(caller, fault.worker)
         job = self._job(caller)
         if job.draft is not None and fault.name in job.draft.state.settled:
             return
@@ -114,9 +117,8 @@ class Sidecars:
             raise NotYet(f"fault {fault.name} is being looked into") from None
 
     def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
-        """Answers to a request that is no longer out are of no use to anybody, and dropped."""
-        if evidence.worker != caller.worker:
-            raise Forbidden(f"{caller.worker} may not speak for {evidence.worker}")
+        """Answers to a request that is no longer out are of no use to anybody, and dropped. Raises Forbidden."""
+        _speaks_for_itself(caller, evidence.worker)
         job = self._job(caller)
         if job.plan is not None and evidence.request == job.plan.evidence_request:
             job.evidence[caller.worker] = evidence
@@ -158,6 +160,11 @@ class Sidecars:
             self._reviews = {d: r for d, r in self._reviews.items() if now - r.at < REVIEW_SECONDS}
         self._reviews[digest] = review
         return review
+
+
+def _speaks_for_itself(caller: Caller, worker: str) -> None:
+    if worker != caller.worker:
+        raise Forbidden(f"{caller.worker} may not speak for {worker or 'nobody: say `worker`'}")
 
 
 def _read(status: Mapping[str, Any], now: float) -> _Review:
