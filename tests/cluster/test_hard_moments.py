@@ -158,7 +158,7 @@ class TestNeighbours:
         job.until_phase("Recovering", timeout=20)
         job.delete()
         (incident,) = job.incidents()
-        assert incident["spec"]["cause"] == "worker-lost"
+        assert (incident["spec"]["cause"], incident["status"]["outcome"]) == ("worker-lost", "Superseded")
 
 
 THREE = ["node-2", "node-3", "node-4"]

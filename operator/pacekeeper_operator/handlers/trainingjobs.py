@@ -14,7 +14,7 @@ from pacekeeper_analysis.errors import InputError
 from .. import metrics
 from ..api import GROUP, VERSION, Job
 from ..services.operator import Operator
-from ..services.reconcile import Desk, clean_up, gone, reconcile
+from ..services.reconcile import Desk, clean_up, close_incidents, gone, reconcile
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
@@ -53,6 +53,10 @@ async def keep(
 
 async def _take_down(operator: Operator, desk: Desk) -> None:
     """Until nothing of the job is left but its incidents; then kopf takes the finalizer off."""
+    try:
+        await close_incidents(operator, desk)
+    except (kopf.TemporaryError, kopf.PermanentError) as error:  # its namespace may be going, too
+        log.warning("job %s/%s is being deleted, its incidents stay open: %s", desk.job.namespace, desk.job.name, error)
     while True:
         try:
             await clean_up(operator, desk)

@@ -97,6 +97,14 @@ async def clean_up(operator: Operator, desk: Desk) -> None:
             await operator.cluster.delete(PODS, pod.name, desk.job.namespace, uid=pod.uid, grace=grace)
 
 
+async def close_incidents(operator: Operator, desk: Desk) -> None:
+    """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
+    draft = desk.memory.draft or await plans.load(operator.cluster, desk.job, desk.memory)
+    for incident in draft.state.open_incidents if draft is not None else ():
+        ended = replace(incident, outcome=Outcome.SUPERSEDED)
+        await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
+
+
 async def gone(operator: Operator, desk: Desk) -> bool:
     """Whether no pod of the job is left."""
     return not await gather.pods(operator.cluster, desk.job)
