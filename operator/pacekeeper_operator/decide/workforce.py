@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
 from ..observation import Observation, WorkerView
@@ -142,13 +143,13 @@ def _let_go(observation: Observation) -> tuple[WorkerView, ...]:
     return tuple(
         view
         for view in observation.workers
-        if view.pod is not None and not view.pod.deleting and (view.pod.ended or late or _never_trained(view))
+        if view.pod is not None and not view.pod.deleting and (view.pod.ended or late or _holds_nothing(view))
     )
 
 
-def _never_trained(view: WorkerView) -> bool:
-    """It holds nothing that a checkpoint could save."""
-    return view.heartbeat is None or view.heartbeat.round == 0
+def _holds_nothing(view: WorkerView) -> bool:
+    """It has no ranks (any more), and so nothing that a checkpoint could save."""
+    return view.heartbeat is None or view.heartbeat.round == 0 or view.heartbeat.state is LauncherState.WARM
 
 
 def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
@@ -165,5 +166,5 @@ def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
     return tuple(
         view
         for view in chosen
-        if view.pod is not None and not _going(view) and (view.pod.ended or failed or late or _never_trained(view))
+        if view.pod is not None and not _going(view) and (view.pod.ended or failed or late or _holds_nothing(view))
     )
