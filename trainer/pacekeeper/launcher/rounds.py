@@ -209,9 +209,9 @@ def _look_at_ranks(turn: _Turn) -> None:
             turn.set(stage=LauncherState.FINISHED)
             _end_ranks(turn)
     elif all(rank.gone for rank in ranks):
-        finished = state.stage is LauncherState.FINISHED
+        stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
         turn.set(running=0, ending_since=None, killed_at=None, gathering_since=turn.now)
-        turn.set(stage=LauncherState.FINISHED if finished else LauncherState.GATHERING)
+        turn.set(stage=state.stage if stays else LauncherState.GATHERING)
 
 
 def _note_failure(turn: _Turn, rank: RankSeen) -> None:

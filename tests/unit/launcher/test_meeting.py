@@ -1,0 +1,107 @@
+"""What the launchers agree on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pacekeeper.launcher.meeting import Ending, Meeting, Phase, Report, Status, View, advance
+
+
+def report(worker: str, status: Status = Status.READY, round_: int = 0, **fields: object) -> Report:
+    base = Report(worker, "first", membership=1, status=status, round=round_, workers=2, restart_limit=5)
+    return replace(base, **fields)  # type: ignore[arg-type]  # fields of Report
+
+
+def by_worker(*reports: Report) -> dict[str, Report]:
+    return {report.worker: report for report in reports}
+
+
+def running(round_: int = 4) -> Meeting:
+    """Workers a and b in a round."""
+    return Meeting(1, Phase.RUNNING, round_, port=7, participants={"a": "first", "b": "first"})
+
+
+def test_a_round_starts_when_all_are_ready_and_not_before() -> None:
+    assert advance(Meeting(1), by_worker(report("a"))).phase is Phase.GATHERING
+    assert advance(Meeting(1), by_worker(report("a"), report("b", Status.ENDING))).phase is Phase.GATHERING
+    meeting = advance(Meeting(1), by_worker(report("a"), report("b")))
+    assert (meeting.phase, meeting.round, meeting.restarts) == (Phase.RUNNING, 1, 0)
+    assert meeting.view("a", "first").included
+    assert not meeting.view("a", "second").included
+
+
+def test_the_rounds_number_is_above_all_that_were_seen_and_not_below_the_plans() -> None:
+    assert advance(Meeting(1), by_worker(report("a", round_=6), report("b"))).round == 7
+    assert advance(Meeting(1), by_worker(report("a", first_round=9), report("b", first_round=9))).round == 9
+
+
+def test_a_launcher_whose_ranks_have_ended_ends_the_round() -> None:
+    for status in (Status.ENDING, Status.READY):
+        reports = by_worker(report("a", Status.RUNNING, 4), report("b", status, 4, ending=Ending.SIGNAL))
+        view = advance(running(), reports).view("a", "first")
+        assert (view.phase, view.ended_by, view.ending) == (Phase.GATHERING, "b", Ending.SIGNAL)
+
+
+def test_a_report_from_before_the_round_ends_nothing() -> None:
+    assert advance(running(), by_worker(report("a", Status.READY, 3), report("b", Status.RUNNING, 4))) == running()
+
+
+def test_a_restarted_launcher_ends_the_round_that_its_ranks_were_in() -> None:
+    reports = by_worker(report("a", Status.RUNNING, 4), report("b", incarnation="second"))
+    assert advance(running(), reports).phase is Phase.GATHERING
+
+
+def test_a_launcher_that_does_not_know_of_the_rounds_end_is_not_counted_as_ready() -> None:
+    gathering = replace(running(), phase=Phase.GATHERING)
+    reports = by_worker(report("a", round_=4), report("b", round_=3))
+    assert advance(gathering, reports).phase is Phase.GATHERING
+    assert advance(gathering, by_worker(report("a", round_=4), report("b", round_=4))).round == 5
+
+
+def test_the_best_explanation_of_a_rounds_end_wins_over_the_first() -> None:
+    victim = report("a", Status.ENDING, 4, ending=Ending.CONNECTION)
+    first = advance(running(), by_worker(victim, report("b", Status.RUNNING, 4)))
+    assert first.view("a", "first").ended_by == "a"
+    both = advance(first, by_worker(victim, report("b", Status.ENDING, 4, ending=Ending.SIGNAL)))
+    assert both.view("a", "first").ended_by == "b"
+    next_round = advance(
+        both, by_worker(replace(victim, status=Status.READY), report("b", round_=4, ending=Ending.SIGNAL))
+    )
+    assert (next_round.round, next_round.view("a", "first").ended_by) == (5, "b")
+
+
+def test_the_meeting_is_over_when_all_have_finished_the_round() -> None:
+    half = by_worker(report("a", Status.FINISHED, 4), report("b", Status.RUNNING, 4))
+    assert advance(running(), half).phase is Phase.RUNNING
+    whole = by_worker(report("a", Status.FINISHED, 4), report("b", Status.FINISHED, 4))
+    assert advance(running(), whole).phase is Phase.FINISHED
+
+
+def test_restarts_are_counted_over_a_restarted_host_and_end_with_the_budget() -> None:
+    ready = {"round_": 4, "ran": True, "restarts": 4}
+    meeting = advance(Meeting(1), by_worker(report("a"), report("b", **ready)))  # type: ignore[arg-type]
+    assert (meeting.phase, meeting.restarts) == (Phase.RUNNING, 5)
+    ready["restarts"] = 5
+    halted = advance(Meeting(1), by_worker(report("a"), report("b", **ready)))  # type: ignore[arg-type]
+    assert halted.phase is Phase.HALTED
+    assert "5 restarts" in halted.reason
+
+
+def test_two_barren_rounds_halt_unless_one_launcher_has_seen_a_step() -> None:
+    barren = by_worker(report("a", round_=4, ran=True, barren=2), report("b", round_=4, ran=True, barren=2))
+    assert advance(replace(running(), phase=Phase.GATHERING), barren).phase is Phase.HALTED
+    one_step = by_worker(report("a", round_=4, ran=True, barren=2), report("b", round_=4, ran=True, barren=0))
+    assert advance(replace(running(), phase=Phase.GATHERING), one_step).phase is Phase.RUNNING
+
+
+def test_nothing_changes_when_nothing_is_new() -> None:
+    reports = by_worker(report("a"), report("b"))
+    meeting = advance(Meeting(1), reports)
+    assert advance(meeting, reports) == meeting
+
+
+def test_reports_and_views_survive_the_wire() -> None:
+    sent = report("a", Status.ENDING, 4, ending=Ending.LEFT, ran=True, restarts=2, barren=1)
+    assert Report.from_json(sent.to_json()) == sent
+    view = View(1, Phase.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why")
+    assert View.from_json(view.to_json()) == view

@@ -1,0 +1,323 @@
+"""What the launcher does next, without a process or a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from pacekeeper.launcher.meeting import Ending, Phase, Status, View
+from pacekeeper.launcher.rounds import (
+    Command,
+    Exit,
+    Kill,
+    Notify,
+    RankSeen,
+    Seen,
+    Start,
+    State,
+    Terminate,
+    decide,
+    report,
+)
+from pacekeeper.launcher.settings import Settings
+from pacekeeper_analysis.plan import Role, Stop, WorkerPlan
+from pacekeeper_analysis.reports import FaultKind, LauncherState
+
+SETTINGS = Settings(worker="w", address="127.0.0.1")
+PLAN = WorkerPlan(
+    version=1, membership=1, role=Role.MEMBER, ranks=(0, 1), world_size=4, workers=2, store="127.0.0.1:1", restarts=5
+)
+ROUND_1 = View(1, Phase.RUNNING, 1, port=9, included=True)
+GATHERING = View(1, Phase.GATHERING, 1)
+ALIVE = (RankSeen(0), RankSeen(1))
+GONE = (RankSeen(0, gone=True, exit_code=-9), RankSeen(1, gone=True, exit_code=-9))
+
+
+@dataclass
+class Machine:
+    """The state machine with a hand on its clock; `seen` is the world as it was last shown."""
+
+    now: float = 100.0
+    state: State = field(default_factory=State)
+    seen: Seen = field(default_factory=lambda: Seen(wall=0.0, operator_age=0.0, peers_age=0.0))
+
+    def see(self, after: float = 0.0, **changes: object) -> list[Command]:
+        """The commands, when the world has changed and `after` seconds have passed."""
+        self.now += after
+        self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]  # fields of Seen
+        self.state, commands = decide(self.state, self.seen, self.now, SETTINGS)
+        return commands
+
+    def status(self) -> Status:
+        return report(self.state, self.seen.plan or PLAN, SETTINGS).status
+
+    def stage(self) -> LauncherState:
+        return self.state.stage
+
+
+@pytest.fixture
+def running() -> Machine:
+    """A launcher whose two ranks run in round 1."""
+    machine = Machine()
+    machine.see(plan=PLAN)
+    (start,) = machine.see(view=ROUND_1)
+    assert start == Start(1, 9, PLAN)
+    machine.see(ranks=ALIVE)
+    assert (machine.stage(), machine.status()) == (LauncherState.RUNNING, Status.RUNNING)
+    return machine
+
+
+def notified(commands: list[Command]) -> list[FaultKind]:
+    return [command.fault.kind for command in commands if isinstance(command, Notify)]
+
+
+def failed(rank: int, exit_code: int, **fields: object) -> tuple[RankSeen, ...]:
+    seen = [RankSeen(0), RankSeen(1)]
+    seen[rank] = RankSeen(rank, exit_code=exit_code, **fields)  # type: ignore[arg-type]
+    return tuple(seen)
+
+
+def test_a_launcher_without_a_plan_is_warm() -> None:
+    machine = Machine()
+    assert machine.see() == []
+    assert machine.stage() is LauncherState.WARM
+
+
+def test_a_member_is_ready_until_the_meeting_starts_a_round() -> None:
+    machine = Machine()
+    assert machine.see(plan=PLAN) == []
+    assert (machine.stage(), machine.status()) == (LauncherState.GATHERING, Status.READY)
+    assert machine.see(view=replace(ROUND_1, included=False)) == []
+    assert machine.see(view=replace(ROUND_1, membership=2)) == []
+
+
+def test_a_round_is_started_once(running: Machine) -> None:
+    assert running.see() == []
+
+
+def test_a_failure_kills_the_rest_and_waits_for_the_peers_word(running: Machine) -> None:
+    assert running.see(ranks=failed(1, -9, step=7, completed_step=True)) == [Kill()]
+    assert running.status() is Status.ENDING
+    assert running.see(ranks=GONE, view=GATHERING) == []
+    assert running.status() is Status.READY
+    notify, start = running.see(view=replace(ROUND_1, round=2, ended_by="w"))
+    assert isinstance(notify, Notify)
+    fault = notify.fault
+    assert (fault.rank, fault.exit_code, fault.step, fault.round, fault.completed_step) == (1, -9, 7, 1, True)
+    assert isinstance(start, Start)
+
+
+def test_a_failure_that_followed_from_a_peers_is_kept_quiet(running: Machine) -> None:
+    running.see(ranks=failed(1, 1, lost_peer=True))
+    running.see(ranks=GONE, view=GATHERING)
+    assert notified(running.see(view=replace(ROUND_1, round=2, ended_by="other"))) == []
+    assert notified(running.see(after=60)) == []
+
+
+def test_a_failure_is_told_when_the_peers_say_nothing(running: Machine) -> None:
+    running.see(ranks=failed(1, 1))
+    assert notified(running.see(ranks=GONE)) == []
+    assert notified(running.see(after=SETTINGS.settle)) == [FaultKind.RANK_FAILED]
+    assert notified(running.see(after=SETTINGS.settle)) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ending", "rank"),
+    [
+        (RankSeen(0, exit_code=1, lost_peer=True), RankSeen(1, exit_code=-11), Ending.SIGNAL, 1),
+        (RankSeen(0, exit_code=1), RankSeen(1, exit_code=1, lost_peer=True), Ending.ERROR, 0),
+    ],
+)
+def test_of_several_failures_the_best_explanation_is_told(
+    running: Machine, first: RankSeen, second: RankSeen, ending: Ending, rank: int
+) -> None:
+    running.see(ranks=(first, second))
+    assert running.state.ending is ending
+    assert running.state.failure is not None
+    assert running.state.failure.rank == rank
+
+
+def test_the_peers_end_a_round_without_a_fault(running: Machine) -> None:
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.SIGNAL)) == [Kill()]
+    assert notified(running.see(ranks=GONE, after=60)) == []
+    assert running.state.ending is Ending.ENDED
+
+
+def test_ranks_get_time_when_a_peer_has_left_because_it_was_told_to(running: Machine) -> None:
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.LEFT)) == []
+    assert running.status() is Status.ENDING
+    assert running.see(after=SETTINGS.settle) == [Kill()]
+
+
+def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(running: Machine) -> None:
+    running.see(ranks=failed(0, -9), view=GATHERING)
+    stuck = (RankSeen(0, exit_code=-9, gone=True), RankSeen(1))
+    started = running.see(ranks=stuck, view=replace(ROUND_1, round=2), after=1)
+    assert not any(isinstance(command, Start) for command in started)
+    commands = running.see(after=SETTINGS.kill_timeout)
+    assert FaultKind.ROUND_FAILED in notified(commands)
+    assert running.stage() is LauncherState.FAILED
+    assert not any(isinstance(command, Start) for command in commands)
+    assert FaultKind.ROUND_FAILED not in notified(running.see(after=60))
+
+
+def test_a_new_membership_ends_the_ranks_before_it_is_joined(running: Machine) -> None:
+    second = replace(PLAN, version=2, membership=2, round=2)
+    assert running.see(plan=second) == [Kill()]
+    assert running.status() is Status.ENDING
+    running.see(ranks=GONE)
+    assert (running.state.membership, running.status()) == (2, Status.READY)
+    assert running.see(view=ROUND_1) == []  # of the old membership
+    assert running.see(view=replace(ROUND_1, membership=2, round=2)) == [Start(2, 9, second)]
+
+
+def test_a_new_version_of_the_same_membership_changes_nothing(running: Machine) -> None:
+    assert running.see(plan=replace(PLAN, version=2, checkpoint_request=1)) == []
+
+
+def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> None:
+    commands = running.see(told_to_end=True)
+    assert notified(commands) == [FaultKind.TERMINATING]
+    assert Terminate() in commands
+    assert running.see(after=1) == []
+    assert running.status() is Status.RUNNING, "the peers must not be killed while a checkpoint is written"
+    assert running.see(ranks=failed(0, 143)) == []
+    assert running.status() is Status.ENDING
+    (end,) = running.see(ranks=tuple(replace(rank, exit_code=143, gone=True) for rank in ALIVE))
+    assert isinstance(end, Exit)
+    assert end.code == 143
+
+
+def test_ranks_that_do_not_leave_are_killed_when_the_grace_period_ends(running: Machine) -> None:
+    running.see(told_to_end=True)
+    assert running.see(after=SETTINGS.grace - 1) == []
+    assert running.see(after=1) == [Kill()]
+
+
+def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finished(running: Machine) -> None:
+    running.see(told_to_end=True)
+    ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
+    running.see(ranks=ended)
+    (end,) = running.see()
+    assert isinstance(end, Exit)
+    assert end.code == 143
+
+
+def test_a_rank_that_leaves_unasked_is_no_failure(running: Machine) -> None:
+    """The library's ranks leave together when one of them is told to."""
+    assert running.see(ranks=failed(0, 143)) == []
+    assert running.see(after=SETTINGS.settle) == [Kill()]
+    assert notified(running.see(ranks=GONE, after=60)) == []
+    assert running.state.ending is Ending.LEFT
+
+
+def test_finished_ranks_wait_for_the_others_and_exit_with_them(running: Machine) -> None:
+    ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
+    running.see(ranks=ended)
+    running.see()
+    assert running.status() is Status.FINISHED
+    assert running.see(after=600) == []
+    (end,) = running.see(view=replace(ROUND_1, phase=Phase.FINISHED))
+    assert isinstance(end, Exit)
+    assert end.code == 0
+
+
+def test_a_finished_launcher_is_ready_again_when_a_peer_fails(running: Machine) -> None:
+    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see()
+    running.see(view=GATHERING)
+    assert running.status() is Status.READY
+
+
+def test_a_finished_launcher_that_is_told_to_end_has_succeeded(running: Machine) -> None:
+    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see()
+    assert Exit(0, "its ranks have finished") in running.see(told_to_end=True)
+
+
+def test_what_a_finished_rank_has_left_running_is_killed(running: Machine) -> None:
+    ended = tuple(RankSeen(rank, gone=False, exit_code=0) for rank in (0, 1))
+    assert running.see(ranks=ended) == [Kill()]
+    assert running.status() is Status.FINISHED
+
+
+@pytest.mark.parametrize(("operator", "peers", "lost"), [(9, 9, True), (9, 7, False), (7, 9, False)])
+def test_ranks_end_only_without_operator_and_peers(running: Machine, operator: float, peers: float, lost: bool) -> None:
+    commands = running.see(operator_age=operator, peers_age=peers)
+    assert (running.stage() is LauncherState.LOST) == lost
+    assert (Kill() in commands) == lost
+
+
+def test_a_lost_launcher_comes_back_with_the_first_word_of_either(running: Machine) -> None:
+    running.see(operator_age=9.0, peers_age=9.0)
+    running.see(ranks=GONE)
+    assert running.stage() is LauncherState.LOST
+    running.see(operator_age=0.0, after=100)
+    assert (running.stage(), running.status()) == (LauncherState.GATHERING, Status.READY)
+
+
+def test_a_launcher_without_ranks_is_never_lost() -> None:
+    machine = Machine()
+    machine.see(plan=PLAN, operator_age=99.0, peers_age=99.0)
+    assert machine.stage() is LauncherState.GATHERING
+
+
+def test_peers_that_do_not_come_are_complained_of_once() -> None:
+    machine = Machine()
+    machine.see(plan=PLAN)
+    assert notified(machine.see(after=SETTINGS.gather_timeout)) == [FaultKind.ROUND_FAILED]
+    assert notified(machine.see(after=SETTINGS.gather_timeout)) == []
+    assert machine.status() is Status.READY, "it goes on waiting"
+
+
+def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machine) -> None:
+    running.see(ranks=failed(0, 1))
+    running.see(ranks=GONE, view=replace(GATHERING, phase=Phase.HALTED, reason="budget", ended_by="w"))
+    assert running.stage() is LauncherState.FAILED
+    running.see(plan=replace(PLAN, version=2, membership=2))
+    assert running.stage() is LauncherState.GATHERING
+
+
+@pytest.mark.parametrize(
+    ("rank", "seconds", "barren"),
+    [
+        (RankSeen(0, exit_code=1, watched=True, completed_step=True), 1, 0),
+        (RankSeen(0, exit_code=1, watched=True), 100, 1),
+        (RankSeen(0, exit_code=1), 1, 1),
+        (RankSeen(0, exit_code=1), 100, 0),
+    ],
+)
+def test_a_round_without_a_step_is_barren_and_without_records_a_short_one(
+    running: Machine, rank: RankSeen, seconds: float, barren: int
+) -> None:
+    running.see(ranks=(rank, RankSeen(1, watched=rank.watched)), after=seconds)
+    assert running.state.barren == barren
+
+
+def test_a_member_that_becomes_a_spare_ends_its_ranks_and_stays(running: Machine) -> None:
+    assert running.see(plan=replace(PLAN, version=2, role=Role.SPARE)) == [Kill()]
+    running.see(ranks=GONE)
+    assert running.stage() is LauncherState.WARM
+    assert running.see(after=600) == []
+
+
+def test_leaving_is_no_success_but_the_jobs_end_is() -> None:
+    for plan, code in (
+        (WorkerPlan(role=Role.LEAVE), 143),
+        (WorkerPlan(role=Role.LEAVE, stop=Stop.FINISH), 0),
+        (replace(PLAN, stop=Stop.FINISH), 0),
+    ):
+        (end,) = Machine().see(plan=plan)
+        assert isinstance(end, Exit)
+        assert end.code == code
+
+
+def test_suspension_lets_the_ranks_leave_and_keeps_the_launcher_warm(running: Machine) -> None:
+    assert running.see(plan=replace(PLAN, version=2, stop=Stop.SUSPEND)) == [Terminate()]
+    left = tuple(RankSeen(rank, gone=True, exit_code=143) for rank in (0, 1))
+    running.see(ranks=left)
+    assert running.see() == []
+    assert running.stage() is LauncherState.WARM
+    running.see(plan=replace(PLAN, version=3, membership=2), ranks=left)
+    assert running.status() is Status.READY
