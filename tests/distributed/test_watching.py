@@ -255,6 +255,35 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     assert (found["kind"] == Kind.GARBAGE).sum() >= 1
 
 
+def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    def rank_main(_: int) -> None:
+        import pacekeeper.auto  # noqa: F401
+
+        model = torch.compile(nn.Linear(4, 1), backend="eager", dynamic=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for size in (2, 2, 3, 3):  # another shape is compiled anew
+            model(torch.ones(size, 4)).sum().backward()
+            optimizer.step()
+
+    run_ranks(rank_main, 1, runtime=tmp_path)
+    found = records(tmp_path, 0)
+    compiled = found[(found["kind"] == Kind.PHASE) & (found["phase"] == Phase.COMPILE)]
+    assert {1, 3} <= set(compiled["step"].tolist())
+    assert not {2, 4} & set(compiled["step"].tolist())
+    assert found[found["kind"] == Kind.STEP]["phase"].tolist() == [Phase.START, *[Phase.TRAIN] * 3]
+
+
+def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        import pacekeeper.auto  # noqa: F401
+
+        steered_script(sharded=False)(rank)
+
+    run_ranks(rank_main, 2, runtime=tmp_path)
+    found = records(tmp_path, 0)
+    assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
+
+
 def test_without_a_launcher_nothing_is_watched() -> None:
     def rank_main(_: int) -> bool:
         from torch._C._distributed_c10d import Work

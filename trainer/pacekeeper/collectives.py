@@ -32,29 +32,33 @@ _HOOK = 0x504B
 
 engine = torch.autograd.Variable._execution_engine
 
-_Entry = tuple[Collective, int, int, int, int, int, Phase, bool]
+_Entry = tuple[int, int, int, int, int, int, Phase, bool]
 """Collective, group, sequence, start (ns), bytes, step, phase, whether it is of CPU tensors."""
 
-_COLLECTIVES = {
-    HookOpName.SEND: Collective.SEND,
-    HookOpName.RECV: Collective.RECV,
-    HookOpName.BROADCAST: Collective.BROADCAST,
-    HookOpName.ALLREDUCE: Collective.ALL_REDUCE,
-    HookOpName.ALLREDUCE_COALESCED: Collective.ALL_REDUCE,
-    HookOpName.REDUCE: Collective.REDUCE,
-    HookOpName.ALLGATHER: Collective.ALL_GATHER,
-    HookOpName.ALLGATHER_BASE: Collective.ALL_GATHER,
-    HookOpName.ALLGATHER_COALESCED: Collective.ALL_GATHER,
-    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: Collective.ALL_GATHER,
-    HookOpName.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
-    HookOpName.REDUCE_SCATTER_BASE: Collective.REDUCE_SCATTER,
-    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: Collective.REDUCE_SCATTER,
-    HookOpName.ALLTOALL: Collective.ALL_TO_ALL,
-    HookOpName.ALLTOALL_BASE: Collective.ALL_TO_ALL,
-    HookOpName.BARRIER: Collective.BARRIER,
-    HookOpName.SCATTER: Collective.SCATTER,
-    HookOpName.GATHER: Collective.GATHER,
+# Plain numbers: an enumeration's member takes a call in Python to be looked up.
+_COLLECTIVES: dict[Any, int] = {
+    HookOpName.SEND: int(Collective.SEND),
+    HookOpName.RECV: int(Collective.RECV),
+    HookOpName.BROADCAST: int(Collective.BROADCAST),
+    HookOpName.ALLREDUCE: int(Collective.ALL_REDUCE),
+    HookOpName.ALLREDUCE_COALESCED: int(Collective.ALL_REDUCE),
+    HookOpName.REDUCE: int(Collective.REDUCE),
+    HookOpName.ALLGATHER: int(Collective.ALL_GATHER),
+    HookOpName.ALLGATHER_BASE: int(Collective.ALL_GATHER),
+    HookOpName.ALLGATHER_COALESCED: int(Collective.ALL_GATHER),
+    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: int(Collective.ALL_GATHER),
+    HookOpName.REDUCE_SCATTER: int(Collective.REDUCE_SCATTER),
+    HookOpName.REDUCE_SCATTER_BASE: int(Collective.REDUCE_SCATTER),
+    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: int(Collective.REDUCE_SCATTER),
+    HookOpName.ALLTOALL: int(Collective.ALL_TO_ALL),
+    HookOpName.ALLTOALL_BASE: int(Collective.ALL_TO_ALL),
+    HookOpName.BARRIER: int(Collective.BARRIER),
+    HookOpName.SCATTER: int(Collective.SCATTER),
+    HookOpName.GATHER: int(Collective.GATHER),
 }
+_SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
+_BROADCAST = int(Collective.BROADCAST)
+_RECORD = int(Kind.COLLECTIVE)
 
 
 def watch_collectives(recorder: Recorder) -> None:
@@ -94,7 +98,7 @@ class _Watcher:
         self._recorder = recorder
         self._ring = recorder.ring
         self._pending: dict[Work, _Entry] = {}
-        self._without_future: set[Collective] = set()
+        self._without_future: set[int] = set()
         self._backward = -1
         """The backward pass at whose end we are called back."""
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -110,14 +114,14 @@ class _Watcher:
             if collective is None:
                 return
             if pending:
-                self._notice_ends(NOTICED_LATE)
+                self._notice_ends(late=True)
             number, start = next(sequence), clock()
             ring.enter_collective(collective, identity, number, start)
             tensors = call.input_tensors or call.output_tensors
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
             on_cpu = not tensors or tensors[0].is_cpu
             entering[call.op_id] = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_cpu)
-            if collective in SYMMETRIC:
+            if collective in _SYMMETRIC:
                 recorder.last_entry = start
             backward = graph_task()
             if backward not in (-1, self._backward):
@@ -128,7 +132,7 @@ class _Watcher:
             entry = entering.pop(call.op_id, None)
             if entry is None:
                 return
-            if entry[0] is Collective.BROADCAST and call.async_op:
+            if entry[0] == _BROADCAST and call.async_op:
                 call.work.get_future().add_done_callback(lambda _: self._broadcast_ended(entry))
             else:
                 pending[call.work] = entry
@@ -158,25 +162,25 @@ class _Watcher:
     def notice_ends(self) -> None:
         """Called where the training thread has just waited for what is under way, if it waits at all."""
         if self._pending:
-            self._notice_ends(0)
+            self._notice_ends(late=False)
 
     def stop(self) -> None:
         """Python ends: hooks must not outlive it."""
         for group in self._groups:
             unwatch(group)
 
-    def _notice_ends(self, flags: int) -> None:
+    def _notice_ends(self, late: bool) -> None:
         now = time.monotonic_ns()
         for work, entry in list(self._pending.items()):
-            if self._is_done(work, entry):
+            if work.is_completed() or (not late and self._is_nearly_done(work, entry)):
                 del self._pending[work]
-                self._end(entry, now, flags)
+                self._end(entry, now, NOTICED_LATE if late else 0)
 
-    def _is_done(self, work: Work, entry: _Entry) -> bool:
+    def _is_nearly_done(self, work: Work, entry: _Entry) -> bool:
         """gloo completes a future, on which DDP waits, a moment before the work that it belongs to."""
         collective, on_cpu = entry[0], entry[-1]
-        if work.is_completed() or not on_cpu or collective in self._without_future:
-            return work.is_completed()
+        if not on_cpu or collective in self._without_future:
+            return False
         try:
             return work.get_future().done()
         except RuntimeError:
@@ -186,7 +190,7 @@ class _Watcher:
     def _end(self, entry: _Entry, end: int, flags: int = 0) -> None:
         collective, group, number, start, nbytes, step, phase, _ = entry
         self._ring.write(
-            Kind.COLLECTIVE, start, end, step, phase, 0.0, collective, group, number, nbytes, -1, flags
+            _RECORD, start, end, step, phase, 0.0, collective, group, number, nbytes, -1, flags
         )  # fmt: skip
         if not self._pending:
             self._ring.leave_collective()

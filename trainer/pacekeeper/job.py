@@ -118,6 +118,7 @@ class Job:
     ) -> None:
         self.environment = environment
         self.recorder = recorder
+        recorder.steered = True
         self.rank = environment.rank
         self.world_size = environment.world_size
         self.step = 0

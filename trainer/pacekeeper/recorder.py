@@ -35,6 +35,8 @@ class Recorder:
         self.step = 0
         """The step that is under way: the number it will have when it is complete."""
         self.phase = Phase.START
+        self.steered = False
+        """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
         self._training_thread = threading.get_ident()
         self._step_start = time.monotonic_ns()
         self._waits: list[int] = []

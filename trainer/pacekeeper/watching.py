@@ -47,13 +47,13 @@ def watch_steps() -> None:
     owner: list[int] = []
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not owner:
+        if not owner and not watched.steered:
             owner.append(id(optimizer))
-        if owner[0] == id(optimizer):
+        if owner == [id(optimizer)]:
             watched.optimizer_begins()
 
     def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if owner[0] == id(optimizer):
+        if owner == [id(optimizer)]:
             watched.end_step()
 
     register_optimizer_step_pre_hook(begins)
