@@ -1,4 +1,4 @@
-"""Prometheus: a few queries answer for all jobs and all their ranks at once.
+"""Prometheus: one query answers for all jobs and all their ranks at once.
 
 The client is synchronous, so it works in a thread, with a time-out and without retries: the next look comes soon.
 """
@@ -26,18 +26,24 @@ COMPUTE = "pacekeeper_rank_compute_seconds"
 PER_SAMPLE = "pacekeeper_rank_compute_seconds_per_sample"
 SHARE = "pacekeeper_rank_share"
 STEP = "pacekeeper_rank_step_seconds"
-SLOWER_THAN_AT_FIRST = "(pacekeeper_rank_step_seconds / pacekeeper_rank_first_steps_seconds)"
-QUERIES: Mapping[str, str] = {
+FIRST_STEPS = "pacekeeper_rank_first_steps_seconds"
+FIGURES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
     "behind": f"max {BY_JOB} ({COMPUTE}) / (quantile {BY_JOB} (0.5, {PER_SAMPLE}) * avg {BY_JOB} ({SHARE}))",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
-    "slowest_rank": f"topk {BY_JOB} (1, {PER_SAMPLE})",
-    "uniform": f"min {BY_JOB} ({SLOWER_THAN_AT_FIRST})",
+    "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
 }
-"""One number a job, by namespace and job."""
-GPU_METRICS = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
-GPU_QUERY = f'{{__name__=~"{GPU_METRICS}"}} > 0'
+"""One number a job."""
+SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
+"""The series of the slowest rank of each job."""
+GPU = '{__name__=~"DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"} > 0'
+"""The GPUs of the cluster that have something to say."""
+QUERY = " or ".join(
+    f'label_replace({expression}, "figure", "{name}", "", "")'
+    for name, expression in {**FIGURES, "slowest": SLOWEST, "gpu": GPU}.items()
+)
+"""All of it in one request; the label `figure` tells the answers apart."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +89,23 @@ class Prometheus:
             return Sample(now, unavailable=reason)
 
     def _ask(self, now: float) -> Sample:
-        results = {name: self._query(query) for name, query in QUERIES.items()}
-        figures = {
-            name: {_job(series): value for series, value in rows if math.isfinite(value)}
-            for name, rows in results.items()
-            if name != "slowest_rank"
-        }
-        slowest = {_job(series): int(series.get("rank", -1)) for series, _ in results["slowest_rank"]}
-        gpu = tuple(
-            GpuValue(
-                node=series.get(self._dcgm_node_label) or series.get("node", ""),
-                gpu=series.get("gpu", ""),
-                metric=series["__name__"],
-                value=value,
-            )
-            for series, value in self._query(GPU_QUERY)
-        )
-        return Sample(now, figures, slowest, gpu, unavailable="")
-
-    def _query(self, query: str) -> list[tuple[Mapping[str, str], float]]:
         assert self._client is not None
-        rows: list[dict[str, Any]] = self._client.custom_query(query)
-        return [(row["metric"], float(row["value"][1])) for row in rows]
+        figures: dict[str, dict[tuple[str, str], float]] = {name: {} for name in FIGURES}
+        slowest: dict[tuple[str, str], int] = {}
+        gpu = []
+        rows: list[dict[str, Any]] = self._client.custom_query(QUERY)
+        for row in rows:
+            series, value = row["metric"], float(row["value"][1])
+            job = series.get("namespace", ""), series.get("trainingjob", "")
+            match series["figure"]:
+                case "gpu":
+                    gpu.append(self._gpu(series, value))
+                case "slowest":
+                    slowest[job] = int(series["rank"])
+                case figure if math.isfinite(value):
+                    figures[figure][job] = value
+        return Sample(now, figures, slowest, tuple(gpu), unavailable="")
 
-
-def _job(series: Mapping[str, str]) -> tuple[str, str]:
-    return series.get("namespace", ""), series.get("trainingjob", "")
+    def _gpu(self, series: Mapping[str, str], value: float) -> GpuValue:
+        node = series.get(self._dcgm_node_label) or series.get("node", "")
+        return GpuValue(node, series.get("gpu", ""), series["__name__"], value)

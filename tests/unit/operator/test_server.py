@@ -121,8 +121,7 @@ async def test_a_huge_body_is_refused(client: Client) -> None:
 async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobMemory) -> None:
     version = WORLD.plan.version
     poll = asyncio.create_task(client.post(f"/v1/plan?after={version}&wait=10", json=BEAT, **W0))
-    while not (job.contacts and job.contacts["j-w0-0"].polling):
-        await asyncio.sleep(0.01)
+    await asyncio.wait_for(job.wake.wait(), 5)  # the operator hears of a worker for the first time
     assert not poll.done()
     changed = WORLD.draft.with_plan(checkpoint_request=7)
     await job.publish(changed, "2")
