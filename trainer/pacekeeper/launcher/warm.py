@@ -29,6 +29,7 @@ PREIMPORTS = (
     "torch.distributed.fsdp",
     "torch.utils.data",
     "torch._dynamo",  # an optimizer's first zero_grad() imports it
+    "pacekeeper.job",
 )
 """What training scripts import, and what torch itself imports at first use."""
 

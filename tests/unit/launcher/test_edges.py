@@ -1,0 +1,242 @@
+"""The launcher's small edges: control groups, interfaces, output, NVML, words, settings, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pacekeeper import cli
+from pacekeeper.launcher import cgroup, network
+from pacekeeper.launcher.gpu import GpuEvent, Nvml
+from pacekeeper.launcher.launcher import Script, rank_starts
+from pacekeeper.launcher.output import TAIL_LINES, Stream
+from pacekeeper.launcher.plans import PlanFile
+from pacekeeper.launcher.rounds import Start
+from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.words import describe
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.reports import Fault, FaultKind
+
+FAULT = Fault("n", FaultKind.RANK_FAILED, "w", round=2, noticed_at=0.0, rank=3, exit_code=-9, step=7)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "kills", "processors"),
+    [
+        ("0::/pod\n", {"pod/memory.events": "oom 3\noom_kill 2\n", "pod/cpu.max": "50000 100000\n"}, 2, 0.5),
+        ("0::/\n", {"memory.events": "oom_kill 1\n", "cpu.max": "max 100000\n"}, 1, float("inf")),
+        (
+            "4:memory:/kubepods/x\n3:cpu,cpuacct:/kubepods/x\n",
+            {
+                "memory/kubepods/x/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+                "cpu,cpuacct/kubepods/x/cpu.cfs_quota_us": "150000\n",
+                "cpu,cpuacct/kubepods/x/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+            1.5,
+        ),
+        (
+            "4:memory:/outside\n3:cpu:/outside\n",
+            {
+                "memory/memory.oom_control": "oom_kill 5\n",
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            5,
+            float("inf"),
+        ),
+        ("0::/\n", {}, 0, float("inf")),
+    ],
+)
+def test_control_groups_of_both_versions_are_read(
+    tmp_path: Path, membership: str, files: dict[str, str], kills: int, processors: float
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert cgroup.oom_kills(tmp_path, tmp_path / "membership") == kills
+    assert cgroup.cpu_limit(tmp_path, tmp_path / "membership") == processors
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert network.interface_of("127.0.0.3") == "lo"
+    assert network.interface_of("203.0.113.1") is None
+    assert set(network._interfaces_v4()) >= {"127.0.0.1"}
+
+
+async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is_kept() -> None:
+    target = io.BytesIO()
+    stream = Stream(target, b"[3] ")
+    os.write(stream.write_end, b"".join(b"line %d\n" % number for number in range(100)) + b"no end")
+    os.close(stream.write_end)
+    await asyncio.sleep(0)
+    stream.pump()
+    lines = target.getvalue().splitlines()
+    assert (lines[0], lines[-1], len(lines)) == (b"[3] line 0", b"[3] no end", 101)
+    assert stream.tail().splitlines()[0] == f"line {101 - TAIL_LINES}"
+
+
+async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
+    target = io.BytesIO()
+    stream = Stream(target)
+    os.write(stream.write_end, b"\r 10 %")
+    stream.pump()
+    assert target.getvalue() == b"\r 10 %"
+    os.close(stream.write_end)
+    stream.close()
+
+
+class FakeNvml:
+    """The part of pynvml that is used, with a script of events."""
+
+    nvmlEventTypeXidCriticalError = 8
+    nvmlEventTypeDoubleBitEccError = 2
+    NVML_ERROR_TIMEOUT = 10
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(value)
+            self.value = value
+
+    def __init__(self, *events: tuple[int, int]) -> None:
+        self.events = list(events)
+        self.registered: list[tuple[int, int]] = []
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetSupportedEventTypes(self, handle: int) -> int:
+        return 8 if handle else 8 | 2 | 1
+
+    def nvmlDeviceRegisterEvents(self, handle: int, wanted: int, _events: str) -> None:
+        self.registered.append((handle, wanted))
+
+    def nvmlEventSetWait_v2(self, _events: str, timeout: int) -> Any:
+        assert timeout == 0
+        if not self.events:
+            raise self.NVMLError(self.NVML_ERROR_TIMEOUT)
+        kind, data = self.events.pop(0)
+        return SimpleNamespace(eventType=kind, eventData=data, device=1)
+
+    def nvmlDeviceGetUUID(self, device: int) -> str:
+        return f"GPU-{device}"
+
+
+def test_gpu_events_are_read_until_there_are_none() -> None:
+    nvml = FakeNvml((8, 79), (2, 0))
+    gpus = Nvml(nvml)
+    assert nvml.registered == [(0, 10), (1, 8)]
+    assert gpus.poll() == [
+        GpuEvent("GPU-1", 79, "XID 79 on GPU-1"),
+        GpuEvent("GPU-1", 48, "double-bit ECC error on GPU-1"),
+    ]
+    assert gpus.poll() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (FAULT, "rank 3 was killed by SIGKILL in round 2 after step 7"),
+        (replace(FAULT, out_of_memory=True), "rank 3 was killed by SIGKILL, out of memory in round 2 after step 7"),
+        (
+            replace(FAULT, exit_code=1, step=-1, error="Traceback\nValueError: no\n"),
+            "rank 3 ended with code 1 in round 2 before its first step: ValueError: no",
+        ),
+        (replace(FAULT, kind=FaultKind.TERMINATING), "Terminating in round 2"),
+    ],
+)
+def test_faults_in_words(fault: Fault, words: str) -> None:
+    assert describe(fault) == words
+
+
+def test_settings_name_the_variable_and_the_remedy() -> None:
+    good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
+    assert Settings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
+    assert Settings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
+    with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
+        Settings.from_environment({"PACEKEEPER_WORKER": "w"})
+    for text in ("soon", "-1", "0"):
+        with pytest.raises(InputError, match="PACEKEEPER_GRACE_SECONDS"):
+            Settings.from_environment({**good, "PACEKEEPER_GRACE_SECONDS": text})
+
+
+def test_a_plan_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Path) -> None:
+    file = PlanFile(tmp_path / "plan.json")
+    assert file.read() is None
+    write_json(tmp_path / "plan.json", WorkerPlan(version=1).to_json())
+    assert file.read() == WorkerPlan(version=1)
+    write_json(tmp_path / "plan.json", {"role": "Emperor"})
+    assert file.read() == WorkerPlan(version=1)
+    write_json(tmp_path / "plan.json", WorkerPlan(version=2).to_json())
+    assert file.read() == WorkerPlan(version=2)
+
+
+def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
+    settings = Settings(worker="w", address="127.0.0.1")
+    first, second = rank_starts(Start(3, 4711, plan), Script("s.py", False, ("-x",)), settings, Runtime(tmp_path))
+    expected = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.2",
+        "MASTER_PORT": "4711",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "PACEKEEPER_ROUND": "3",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert {name: second.environment[name] for name in expected} == expected
+    assert (first.rank, first.threads, first.arguments) == (4, 1, ["-x"])
+    assert first.ring != second.ring
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    first, _ = rank_starts(Start(3, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+    assert first.threads == 0
+    assert "OMP_NUM_THREADS" not in first.environment
+    assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "missing.py"], "missing.py: no such file"),
+        (["run", __file__], "PACEKEEPER_WORKER is not set"),
+        (["walk"], "no command 'walk'"),
+        ([], "usage"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACEKEEPER_WORKER", raising=False)
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert words in output.out + output.err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_the_number_of_local_ranks_is_checked(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--local", number, __file__])
+    assert "at least 1" in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""When ranks count as stalled, and what is reported of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher.rounds import State
+from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.stacks import Look, StackFile, main_stack, process_state
+from pacekeeper.launcher.watch import Watch, deadline, is_reachable, rank_state
+from pacekeeper.ring import RingReader, RingWriter, create_ring
+from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.reports import Fault, LauncherState
+
+SETTINGS = Settings(worker="w", address="127.0.0.1")
+RUNNING = State(stage=LauncherState.RUNNING, membership=1, round=3, running=3)
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps", "step_seconds", "hang", "expected"),
+    [
+        (Phase.TRAIN, 5, 0.1, None, 2.0),
+        (Phase.TRAIN, 5, 3.0, None, 30.0),
+        (Phase.TRAIN, 4, 0.1, None, 1800.0),
+        (Phase.TRAIN, 1, 0.1, 7.0, 7.0),
+        *[(phase, 100, 0.1, hang, 1800.0) for phase in Phase if phase is not Phase.TRAIN for hang in (None, 7.0)],
+    ],
+)
+def test_each_phase_has_its_deadline(
+    phase: Phase, steps: int, step_seconds: float, hang: float | None, expected: float
+) -> None:
+    assert deadline(phase, steps, step_seconds, replace(SETTINGS, hang=hang)) == expected
+
+
+@dataclass
+class Bench:
+    """A watch over one made-up rank that takes a tenth of a second for a step."""
+
+    path: Path
+    watch: Watch = field(init=False)
+    faults: list[Fault] = field(default_factory=list)
+    now: float = 1_000.0
+
+    def __post_init__(self) -> None:
+        create_ring(self.path, rank=5, round_=3, capacity=64)
+        self.writer, self.reader = RingWriter(self.path), RingReader(self.path)
+        self.watch = Watch(SETTINGS, lambda _: self.reader.records(), self.faults.append)
+        self.writer.enter_phase(Phase.TRAIN)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            end = int(self.now * 1e9)
+            self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
+            self.writer.end_step(1, end)
+
+    async def look(self, after: float) -> int:
+        """How many stalls have been reported after a further look."""
+        self.now += after
+        self.watch.look(RUNNING, {0: self.reader.state()}, {}, {}, [], self.now)
+        if self.watch._inspection is not None:
+            await self.watch._inspection
+        return len(self.faults)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "0")
+
+
+async def test_a_rank_that_steps_is_not_stalled(bench: Bench) -> None:
+    for _ in range(30):
+        bench.steps(1)
+        assert await bench.look(after=1.9) == 0
+
+
+async def test_a_rank_stalls_after_its_deadline_and_is_reported_ever_more_seldom(bench: Bench) -> None:
+    bench.steps(10)
+    assert [await bench.look(after) for after in (0.0, 1.9, 0.2, 2.0, 1.1, 5.0, 1.1, 11.0, 1.1, 13.0, 2.1)] == [
+        0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5,
+    ]  # fmt: skip
+    assert len({fault.name for fault in bench.faults}) == 5
+    (rank,) = bench.faults[0].ranks
+    assert (rank.rank, rank.phase, rank.step, rank.process_state) == (5, "TRAIN", 1, "")
+    assert bench.faults[0].completed_step
+
+
+async def test_progress_ends_the_stall(bench: Bench) -> None:
+    bench.steps(10)
+    await bench.look(0.0)
+    assert await bench.look(2.1) == 1
+    bench.steps(1)
+    assert await bench.look(60.0) == 1
+    assert await bench.look(1.9) == 1
+    assert await bench.look(0.2) == 2
+
+
+async def test_the_first_steps_of_a_round_have_time(bench: Bench) -> None:
+    bench.steps(4)
+    await bench.look(0.0)
+    assert await bench.look(600.0) == 0
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAIN])
+async def test_a_minute_in_another_phase_is_no_stall(bench: Bench, phase: Phase) -> None:
+    bench.steps(10)
+    bench.writer.enter_phase(phase)
+    await bench.look(0.0)
+    assert await bench.look(60.0) == 0
+    assert await bench.look(1800.0) == 1
+
+
+async def test_entering_another_collective_is_progress(bench: Bench) -> None:
+    bench.steps(10)
+    for number in range(10):
+        bench.writer.enter_collective(Collective.ALL_REDUCE, 1, number, 0)
+        assert await bench.look(after=1.5) == 0
+
+
+def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
+    create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
+    writer = RingWriter(tmp_path / "0")
+    writer.enter_phase(Phase.TRAIN, 90_000_000_000)
+    writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000)
+    state = RingReader(tmp_path / "0").state()
+    reported = rank_state(state, Look("S", 3, "a"), Look("S", 3, "a"), since=91.0, now=100.0)
+    assert (reported.phase_seconds, reported.waiting_seconds) == (10.0, 5.0)
+    assert (reported.collective, reported.group, reported.sequence) == ("ALL_REDUCE", 4, 17)
+    assert not reported.moving
+    writer.leave_collective()
+    state = RingReader(tmp_path / "0").state()
+    reported = rank_state(state, Look("R", 3, "a"), Look("R", 4, "a"), since=91.0, now=100.0)
+    assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
+
+
+DUMP = """Thread 0x00007f0000000002 (most recent call first):
+  File "other.py", line 1 in wait
+
+Current thread 0x00007f0000000001 (most recent call first):
+  File "train.py", line 9 in forward
+  File "train.py", line 5 in main
+"""
+
+
+def test_the_main_threads_stack_is_read_with_the_innermost_call_last() -> None:
+    frames = 'File "train.py", line 5 in main\nFile "train.py", line 9 in forward'
+    assert main_stack(DUMP, "0x00007f0000000001") == frames
+    assert main_stack("", "0x00007f0000000001") == ""
+
+
+def test_only_what_was_dumped_behind_the_offset_counts(tmp_path: Path) -> None:
+    path = tmp_path / "0"
+    path.write_text("main thread 0x00007f0000000001\n" + DUMP)
+    file = StackFile(path)
+    assert file.stack_behind(file.size()) == ""
+    offset = file.size()
+    with path.open("a") as more:
+        more.write(DUMP.replace("train.py", "eval.py"))
+    assert 'File "eval.py", line 9' in file.stack_behind(offset)
+    assert "train.py" not in file.stack_behind(offset)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield process
+        process.kill()
+
+
+def test_the_process_state_tells_a_stopped_process_and_a_gone_one(sleeper: subprocess.Popen[bytes]) -> None:
+    assert process_state(sleeper.pid)[0] in {"S", "R", "D"}
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    assert process_state(sleeper.pid)[0] == "T"
+    sleeper.kill()
+    sleeper.wait()
+    assert process_state(sleeper.pid) == ("", 0)
+
+
+async def test_a_refused_connection_is_an_answer_and_silence_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        open_port = server.getsockname()[1]
+        assert await is_reachable("127.0.0.1", open_port)
+    assert await is_reachable("127.0.0.1", open_port), "the host is there, its port is closed"
+    with socket.socket() as deaf, ExitStack() as stack:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(3):  # its queue is full now, and the kernel drops whoever else knocks
+            knocking = stack.enter_context(socket.socket())
+            knocking.setblocking(False)
+            knocking.connect_ex(deaf.getsockname())
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert not await is_reachable("127.0.0.1", deaf.getsockname()[1])
+        assert loop.time() - began < 2
