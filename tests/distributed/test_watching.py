@@ -259,7 +259,7 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
     def rank_main(_: int) -> None:
         import pacekeeper.auto  # noqa: F401
 
-        model = torch.compile(nn.Linear(4, 1), backend="eager", dynamic=False)
+        model: Any = torch.compile(nn.Linear(4, 1), backend="eager", dynamic=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for size in (2, 2, 3, 3):  # another shape is compiled anew
             model(torch.ones(size, 4)).sum().backward()
