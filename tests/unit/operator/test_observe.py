@@ -1,0 +1,115 @@
+"""Pods as the API server shows them, and what follows from what workers have said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import Heartbeat
+from pacekeeper_operator.api import Phase
+from pacekeeper_operator.observation import Metrics, Surroundings
+from pacekeeper_operator.observe.gather import observe, surroundings
+from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_operator.observe.pods import view_node, view_pod
+from pacekeeper_operator.state import Draft, State
+from tests.support.worlds import NOW, crash, job, training
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "j-w0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running", "podIP": "10.0.0.1", **status},
+    }
+
+
+def container(name: str, **state: Any) -> dict[str, Any]:
+    return {"name": name, "state": state}
+
+
+def test_a_running_pod() -> None:
+    view = view_pod(pod(containerStatuses=[container("trainer", running={})]))
+    assert (view.node, view.address, view.ended, view.deleting) == ("node-1", "10.0.0.1", False, False)
+
+
+def test_how_the_trainer_ended_not_the_sidecar() -> None:
+    ended = container("trainer", terminated={"exitCode": 137, "reason": "OOMKilled", "message": "last words"})
+    other = container("debug", terminated={"exitCode": 0})
+    view = view_pod(pod(containerStatuses=[other, ended]))
+    assert (view.exit_code, view.exit_reason, view.exit_message) == (137, "OOMKilled", "last words")
+
+
+@pytest.mark.parametrize("field", ["initContainerStatuses", "containerStatuses"])
+def test_why_a_container_waits(field: str) -> None:
+    waiting = {"reason": "ErrImagePull", "message": "no such host"}
+    assert view_pod(pod(**{field: [container("x", waiting=waiting)]})).waiting_message == "no such host"
+    harmless = {"reason": "PodInitializing"}
+    assert not view_pod(pod(**{field: [container("x", waiting=harmless)]})).waiting_reason
+
+
+def test_disruption_and_deletion() -> None:
+    body = pod(conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}])
+    body["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:00Z"
+    view = view_pod(body)
+    assert (view.disrupted, view.deleting) == ("EvictionByEvictionAPI", True)
+
+
+def test_a_pod_that_cannot_be_placed() -> None:
+    reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/6 nodes"}
+    assert view_pod(pod(conditions=[reason])).unschedulable == "0/6 nodes"
+
+
+def test_a_node() -> None:
+    node = {
+        "metadata": {"name": "n", "uid": "u", "labels": {}},
+        "spec": {"unschedulable": True},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "Unknown"}],
+            "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
+        },
+    }
+    view = view_node(node)
+    assert (view.ready, view.cordoned, view.address) == (False, True, "192.0.2.1")
+
+
+def test_silence_counts_from_the_operators_own_start() -> None:
+    world = training()
+    memory = Memory().of("ns", "j")
+    seen = observe(world.job, world.draft, (), memory, NOW - 4, Metrics(), Surroundings(), NOW)
+    assert {view.silent_seconds for view in seen.workers} == {4.0}
+    memory.contacts["j-w0-0"] = Contact(Heartbeat(worker="j-w0-0"), NOW - 3)
+    memory.contacts["j-w1-0"] = Contact(Heartbeat(worker="j-w1-0"), NOW - 30, polling=1)
+    seen = observe(world.job, world.draft, (), memory, NOW - 60, Metrics(), Surroundings(), NOW)
+    assert [view.silent_seconds for view in seen.workers[:3]] == [3.0, 0.0, 60.0]
+
+
+async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
+    world = training()
+    memory = Memory().of("ns", "j")
+    fault = crash("j-w0-0", 0)
+    memory.faults[fault.name] = fault
+    await memory.publish(world.draft, "1")
+    assert memory.faults
+    await memory.publish(Draft(world.plan, world.state.settle((fault.name,))), "2")
+    assert not memory.faults
+
+
+async def test_an_older_job_goes_first_but_not_for_ever() -> None:
+    memory = Memory()
+    older = memory.of("ns", "older")
+    older.job = job()
+    waiting = Draft(Plan(), State(attempts=2))
+    older.draft = waiting
+    older.phase = Phase.PENDING
+    younger = replace(job(), uid="other", created_at=NOW)
+
+    def waits(attempts: int) -> bool:
+        draft = replace(waiting, state=State(attempts=attempts))
+        return bool(surroundings(memory, younger, draft, {}, NOW).older_job_waits)
+
+    assert not waits(0)  # its first attempt is free
+    assert waits(2)
+    assert not waits(1)  # the older one has had its turn and failed once more

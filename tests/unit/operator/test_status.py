@@ -1,0 +1,108 @@
+"""What the operator says of a job: phase, conditions, figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason
+from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation
+from pacekeeper_operator.services.think import think
+from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, stalls, training, with_pods
+
+
+def conditions(world: Observation, before: JobStatus | None = None, **of_policy: object) -> dict[str, ConditionStatus]:
+    return {c.type: c for c in report(world, policy(**of_policy), before or JobStatus()).conditions}
+
+
+def test_a_training_job() -> None:
+    status = report(training(), policy(), JobStatus())
+    assert (status.phase, status.round, status.step, status.last_checkpoint_step) == (Phase.RUNNING, 1, 500, 490)
+    assert status.workers.summary == "4/4+1"
+    assert status.goodput == 1.0
+    assert conditions(training())[Condition.RUNNING].status == "True"
+    assert conditions(training())[Condition.DEGRADED].status == "False"
+
+
+def test_a_job_that_waits_says_for_what() -> None:
+    start = fresh()
+    world = with_pods(start.with_draft(think(start, policy()).draft), placed=False)
+    world = change_worker(world, "j-w0-0", pod={"unschedulable": "0/6 nodes are available: Insufficient cpu"})
+    running = conditions(world)[Condition.RUNNING]
+    assert running.reason == Reason.WAITING_FOR_PODS
+    assert "Insufficient cpu" in running.message
+
+
+def test_an_open_incident_is_a_recovery_until_it_is_over() -> None:
+    world = training()
+    thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
+    status = report(thought.observation, policy(), JobStatus())
+    assert status.phase is Phase.RECOVERING
+    assert "rank 2" in (status.message or "")
+
+
+def test_times_of_transition_stay_while_nothing_changes() -> None:
+    before = report(training(), policy(), JobStatus())
+    later = report(replace(training(), now=NOW + 60), policy(), before)
+    assert [c.last_transition_time for c in later.conditions] == [NOW] * len(later.conditions)
+    stopped = training(job=job(4, 1, suspend=True))
+    stopped = replace(stopped.with_draft(stopped.draft.with_plan(stop=Stop.SUSPEND)), now=NOW + 60, workers=())
+    changed = {c.type: c.last_transition_time for c in report(stopped, policy(), before).conditions}
+    assert changed[Condition.SUSPENDED] == changed[Condition.RUNNING] == NOW + 60
+    assert changed[Condition.FAILED] == NOW
+
+
+def test_all_slow_alike_is_said_and_nothing_is_done_about_nodes() -> None:
+    world = replace(training(), metrics=Metrics(step_seconds=0.2, pace=1.02, slowdown=1.0, uniform=2.0))
+    degraded = conditions(world)[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.ALL_SLOW)
+    assert "2.00 ×" in degraded.message
+    assert not think(world, policy()).decisions
+
+
+def test_a_straggler_is_not_all_slow_alike() -> None:
+    world = replace(training(), metrics=Metrics(step_seconds=0.2, pace=2.0, slowdown=1.6, uniform=2.0, slowest_rank=3))
+    assert conditions(world)[Condition.DEGRADED].reason == Reason.STRAGGLER
+
+
+@pytest.mark.parametrize(
+    ("unavailable", "status"), [("", "True"), ("Prometheus at x does not answer", "False"), (NOT_ASKED, "Unknown")]
+)
+def test_what_prometheus_lets_see(unavailable: str, status: str) -> None:
+    world = replace(training(), metrics=Metrics(unavailable=unavailable))
+    assert conditions(world)[Condition.METRICS_AVAILABLE].status == status
+
+
+def test_a_pause_shows() -> None:
+    degraded = conditions(training(), paused="remedies are paused: maintenance")[Condition.DEGRADED]
+    assert (degraded.reason, degraded.message) == (Reason.PAUSED, "remedies are paused: maintenance")
+
+
+def test_a_young_operator_does_not_cry_wolf() -> None:
+    before = report(training(), policy(), JobStatus())
+    world = replace(training(), operator_age=1.0)
+    for view in world.members:
+        world = change_worker(world, view.name, heartbeat=None)
+    unheard = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
+    assert report(unheard, policy(), before).phase is Phase.RUNNING
+    assert report(replace(unheard, operator_age=60.0), policy(), before).phase is Phase.RECOVERING
+
+
+def test_no_spare_left_is_a_risk_that_is_said() -> None:
+    world = change_worker(training(), "j-w4-0", gone=True)
+    assert conditions(world)[Condition.DEGRADED].reason == Reason.NO_SPARE
+
+
+def test_goodput_falls_by_what_incidents_have_cost() -> None:
+    world = training()
+    world = world.with_draft(world.draft.with_state(lost_seconds=30.0))
+    assert report(world, policy(), JobStatus()).goodput == pytest.approx(0.9)
+
+
+def test_before_the_first_step_it_is_starting() -> None:
+    world = change_members(training(), first_step_at=0.0)
+    world = world.with_draft(world.draft.with_state(training_since=0.0))
+    assert report(world, policy(), JobStatus()).phase is Phase.STARTING
