@@ -128,27 +128,6 @@ def test_a_slow_rank_gets_fewer_samples_without_a_restart(calm: JobOnCluster) ->
     faults.set_cpu_quota(calm.namespace, worker, "trainer", 400)
 
 
-def test_without_prometheus_the_rest_goes_on_and_the_condition_says_what_is_not_seen(calm: JobOnCluster) -> None:
-    faults.stop_prometheus()
-    try:
-        wait_for(lambda: calm.condition("MetricsAvailable")["status"] == "False", timeout=30, what="it is said")
-        assert "stragglers" in calm.condition("MetricsAvailable")["message"]
-        known = calm.incidents()
-        faults.signal_process(calm.rank_process(calm.worker(0)), signal.SIGSTOP)
-        status_of(calm.wait_for_incident("hang", known))
-    finally:
-        faults.start_prometheus()
-    wait_for(lambda: calm.condition("MetricsAvailable")["status"] == "True", timeout=30, what="it is back")
-
-
-def test_a_restart_of_the_api_server_is_outlived(calm: JobOnCluster, operator: OperatorProcess) -> None:
-    faults.restart_api_server()
-    known = calm.incidents()
-    faults.signal_process(calm.rank_process(calm.worker(0)), signal.SIGKILL)
-    status_of(calm.wait_for_incident("crash", known, 90))
-    assert operator.alive()
-
-
 def test_a_lost_node_is_left_within_seconds_and_quarantined(calm: JobOnCluster, cluster: Cluster) -> None:
     known, worker = calm.incidents(), calm.worker(2)
     node = calm.node(worker)
@@ -192,16 +171,3 @@ def test_an_operator_that_dies_in_a_recovery_loses_and_repeats_nothing(
     assert calm.plan()["membership"] == membership + 1
     assert len({pod["metadata"]["name"] for pod in calm.pods()} - names) == 1
     assert len(calm.pods()) == 4
-
-
-def test_a_job_that_is_deleted_in_mid_recovery_is_gone(
-    cluster: Cluster,
-    operator: OperatorProcess,  # noqa: ARG001  # it serves the job
-    namespace: str,
-) -> None:
-    job = submit(cluster, namespace, manifest("short", steps=10_000_000))
-    job.wait_for_phase("Running")
-    cluster.kubectl("delete", "pod", job.worker(0), "-n", namespace, "--wait=false")
-    wait_for(lambda: job.phase() == "Recovering", timeout=30, what="the recovery has begun")
-    cluster.kubectl("delete", "trainingjob", "short", "-n", namespace, "--timeout=60s")
-    assert not job.pods()
