@@ -77,7 +77,7 @@ class Past:
     rank: int | None = None
     worker: str | None = None
     node: str | None = None
-    error: str = ""
+    class_: Class = Class.UNKNOWN
 
 
 @dataclass(frozen=True)

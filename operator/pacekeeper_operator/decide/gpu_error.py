@@ -97,7 +97,9 @@ def _reported(observation: Observation) -> Iterator[GpuFault]:
 def _measured(observation: Observation) -> Iterator[GpuFault]:
     state = observation.state
     for value in observation.metrics.gpu:
-        if value.node not in state.gpu_nodes or state.gpu_values.get(value.key, 0.0) == value.value:
+        seen = state.gpu_values.get(value.key, 0.0)
+        news = value.value != seen if value.metric == XID else value.value > seen
+        if value.node not in state.gpu_nodes or not news:
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
         if workers:

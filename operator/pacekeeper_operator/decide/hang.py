@@ -18,6 +18,8 @@ from .pricing import choose_at_standstill, replace_option, restart_option, writt
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     stalls = observation.faults_of(FaultKind.STALLED)
+    if any(view.record.leaving for view in observation.members):
+        return None  # the next membership ends the stall, whoever holds it
     verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
     if verdict is None or any(fault.round < observation.round for fault in stalls):
         return None

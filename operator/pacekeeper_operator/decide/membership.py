@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pacekeeper_analysis.plan import Member, Stop
+from pacekeeper_analysis.reports import FaultKind
 
 from .. import rounds
 from ..api import Job, Remedy
@@ -17,64 +19,62 @@ SHRINK_SECONDS = 10.0
 """A seat that cannot be filled for so long is given up where spec.minReplicas allows."""
 
 
-def step(observation: Observation, policy: Policy) -> Draft:
-    """The plan with the members that are possible now: unchanged where they are what they should be, or must wait."""
+def step(observation: Observation) -> Draft:
+    """The plan with the members that are possible now: unchanged where they are what they should be, or must wait.
+
+    Nobody loses a seat here but those who have been given up (`Worker.leaving`), which is a remedy's doing.
+    """
     draft = observation.draft
     if draft.plan.stop is not Stop.NO or draft.state.finished_for_good or draft.state.finished:
         return draft
-    if not policy.acts and draft.plan.members:
-        return draft
-    if not draft.plan.members:
-        return _found(observation)
-    return _change(observation)
+    return _change(observation) if draft.plan.members else _found(observation)
 
 
 def _found(observation: Observation) -> Draft:
-    """The first members of a job that starts or resumes: all seats at once, or none."""
-    warm = sorted((view for view in observation.workers if view.warm), key=lambda view: view.record.ordinal)
-    seats = observation.job.spec.replicas
-    if len(warm) < seats:
+    """The first members of a job that starts or resumes: all seats at once, or none.
+
+    Who was made to be a spare takes a seat only where a worker has been given up: spares keep off the others' nodes.
+    """
+    wanted = observation.job.spec.replicas
+    views = sorted((view for view in observation.workers if view.usable), key=lambda view: view.record.ordinal)
+    seats = views[:wanted]
+    if len(seats) < wanted or not all(view.warm for view in seats):
         return observation.draft
-    return rounds.begin(observation, _seat(observation.job, warm[:seats]))
+    return rounds.begin(observation, _numbered(observation.job, [_member(view) for view in seats]))
 
 
 def _change(observation: Observation) -> Draft:
-    draft, job = observation.draft, observation.job
-    stay = [view for view in observation.members if view.usable or _only_told_to_leave(view)]
-    staying = {view.name for view in stay if not view.record.leaving}
-    spares = [view for view in observation.spares if view.warm]
-    wanted = job.spec.replicas
-    seats: list[WorkerView] = []
-    for member in observation.plan.members[:wanted]:
+    draft, plan = observation.draft, observation.plan
+    wanted = observation.job.spec.replicas
+    spares = [_member(view) for view in observation.spares if view.warm]
+    seats: list[Member] = []
+    for member in plan.members[:wanted]:
         view = observation.worker(member.worker)
-        if member.worker in staying and view is not None:
-            seats.append(view)
+        if view is not None and not view.record.leaving:
+            seats.append(member)
         elif spares:
             seats.append(spares.pop(0))
-        elif view is not None and view in stay:
-            seats.append(view)
-    seats += spares[: max(0, wanted - max(len(seats), len(observation.plan.members)))]
-    vacant = min(wanted, len(observation.plan.members)) - len(seats)
-    if vacant > 0:
+        elif view is not None and _trains(view):
+            seats.append(member)
+    if len(seats) < min(wanted, len(plan.members)):
         return _wait_or_shrink(observation, seats)
-    draft = draft.with_state(vacant_since=0.0) if draft.state.vacant_since else draft
-    observation = observation.with_draft(draft)
-    if not seats or [view.name for view in seats] == [member.worker for member in observation.plan.members]:
-        return draft
-    forced = any(view.record.dead or view.pod is None or view.pod.ended for view in observation.members)
-    if len(observation.members) == len(observation.plan.members) and not forced:
+    seats += spares[: wanted - len(seats)]
+    if [member.worker for member in seats] == [member.worker for member in plan.members]:
+        calm = draft.state.vacant_since or draft.state.checkpoint_asked_at
+        return draft.with_state(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft
+    if all(_trains(view) for view in observation.members) and len(observation.members) == len(plan.members):
         waiting = _await_checkpoint(observation)
         if waiting is not None:
             return waiting
-    return rounds.begin(observation, _seat(job, seats))
+    return rounds.begin(observation, _numbered(observation.job, seats))
 
 
-def _only_told_to_leave(view: WorkerView) -> bool:
-    """It is to be replaced, but trains on until that can be done."""
-    return view.pod is not None and not view.pod.ended and bool(view.record.leaving) and not view.record.dead
+def _trains(view: WorkerView) -> bool:
+    """It can still take part in a checkpoint, even if it is to be replaced."""
+    return view.pod is not None and not view.pod.ended and not view.record.dead
 
 
-def _wait_or_shrink(observation: Observation, seats: Sequence[WorkerView]) -> Draft:
+def _wait_or_shrink(observation: Observation, seats: Sequence[Member]) -> Draft:
     """Some rank has no worker. The others wait for it, or go on without where that is allowed."""
     state, job = observation.state, observation.job
     if not state.vacant_since:
@@ -82,10 +82,11 @@ def _wait_or_shrink(observation: Observation, seats: Sequence[WorkerView]) -> Dr
     enough = len(seats) >= max(1, job.spec.fewest_replicas)
     if not enough or observation.now - state.vacant_since < SHRINK_SECONDS:
         return observation.draft
-    coming = any(_comes(view) for view in observation.workers if view not in observation.members)
+    seated = {member.worker for member in observation.plan.members}
+    coming = any(_comes(view) for view in observation.workers if view.name not in seated)
     if coming and observation.now - state.vacant_since < job.spec.scheduling_timeout:
         return observation.draft
-    return rounds.begin(observation, _seat(job, seats))
+    return rounds.begin(observation, _numbered(job, seats))
 
 
 def _comes(view: WorkerView) -> bool:
@@ -106,18 +107,21 @@ def _await_checkpoint(observation: Observation) -> Draft | None:
     answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= draft.plan.checkpoint_request
     late = observation.now - draft.state.checkpoint_asked_at > CHECKPOINT_SECONDS
-    return None if answered or late else draft
+    return None if answered or late or observation.faults_of(FaultKind.STALLED) else draft
 
 
-def _seat(job: Job, views: Sequence[WorkerView]) -> tuple[Member, ...]:
+def _member(view: WorkerView) -> Member:
+    assert view.pod is not None
+    return Member(view.name, view.pod.address, ())
+
+
+def _numbered(job: Job, seats: Sequence[Member]) -> tuple[Member, ...]:
     """Consecutive ranks, `nprocPerNode` a worker."""
     each = job.spec.nproc_per_node
-    members = []
-    for position, view in enumerate(views):
-        assert view.pod is not None
-        ranks = tuple(range(position * each, (position + 1) * each))
-        members.append(Member(view.name, view.pod.address, ranks))
-    return tuple(members)
+    return tuple(
+        replace(member, ranks=tuple(range(position * each, (position + 1) * each)))
+        for position, member in enumerate(seats)
+    )
 
 
 def allow_restarts(draft: Draft, policy: Policy, now: float) -> Draft:

@@ -94,6 +94,7 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
         rank=incident.rank,
         worker=incident.worker,
         node=incident.node,
+        class_=incident.class_,
     )
     recent = tuple(item for item in state.past if item.at > now - policy.restart_window)
     return replace(
@@ -104,6 +105,12 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
             recommended=state.recommended if acted else (*state.recommended, incident.name)[-MAX_PAST:],
             past=(*recent, past)[-MAX_PAST:],
             lost_seconds=state.lost_seconds + (seconds if standstill else 0.0),
-            restart_seconds=(incident.recovered or now) - incident.decided if standstill else state.restart_seconds,
+            restart_seconds=_restart_seconds(incident) if standstill else state.restart_seconds,
         ),
     )
+
+
+def _restart_seconds(incident: Incident) -> float:
+    """What the remedy took. Crashed ranks are restarted by their launchers, before anything is decided here."""
+    assert incident.recovered is not None
+    return incident.recovered - (incident.first_sign if incident.cause is Cause.CRASH else incident.decided)

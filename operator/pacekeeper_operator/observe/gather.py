@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..api import LABEL_JOB, Cause, Job, Phase
+from ..api import LABEL_JOB, Cause, Class, Job, Phase
 from ..cluster import NODES, PODS, Cluster
 from ..observation import Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
-from ..state import Draft
+from ..state import Draft, Incident, Past
 from . import probe
 from .memory import JobMemory, Memory
 from .pods import view_node, view_pod
@@ -96,11 +96,11 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
         if other.draft is None or other.job is None:
             continue
         for incident in other.draft.state.incidents:
-            if incident.cause in (Cause.NODE_LOST, Cause.GPU_ERROR) and incident.node:
-                suspects |= {incident.node} if now - incident.detected < SUSPECT_SECONDS else set()
+            if _blames_the_node(incident) and now - incident.detected < SUSPECT_SECONDS:
+                suspects.add(incident.node or "")
         for past in other.draft.state.past:
-            if past.cause in (Cause.NODE_LOST, Cause.GPU_ERROR) and past.node and now - past.at < SUSPECT_SECONDS:
-                suspects.add(past.node)
+            if _blames_the_node(past) and now - past.at < SUSPECT_SECONDS:
+                suspects.add(past.node or "")
             if past.cause is Cause.STRAGGLER:
                 durations.append(past.seconds)
             if past.cause is Cause.HANG and past.node and other.job.uid != job.uid:
@@ -114,6 +114,11 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
         hung_nodes=hung,
         past_seconds=tuple(durations),
     )
+
+
+def _blames_the_node(incident: Incident | Past) -> bool:
+    lost = incident.cause in (Cause.NODE_LOST, Cause.GPU_ERROR)
+    return lost and incident.class_ is Class.INFRASTRUCTURE and bool(incident.node)
 
 
 def _goes_first(other: JobMemory, job: Job, draft: Draft) -> bool:

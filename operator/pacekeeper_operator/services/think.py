@@ -44,7 +44,7 @@ def think(observation: Observation, policy: Policy) -> Thought:
     if not observation.state.finished_for_good and observation.plan.stop is Stop.NO:
         observation = observation.with_draft(straggler.suspect(observation))
         observation, decisions = _decide(observation, policy)
-        observation = observation.with_draft(membership.step(observation, policy))
+        observation = observation.with_draft(membership.step(observation))
         observation = observation.with_draft(membership.allow_restarts(observation.draft, policy, observation.now))
     observation = observation.with_draft(verify.step(observation, policy))
     staffing = workforce.staff(observation)

@@ -54,6 +54,8 @@ class TestBeginning:
         starting = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.STARTING})
         starting = change_worker(starting, "j-w2-0", heartbeat={"state": LauncherState.STARTING})
         assert think(starting, policy()).draft.plan.members == ()
+        only_the_spare = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.STARTING})
+        assert think(only_the_spare, policy()).draft.plan.members == ()  # a spare keeps off the others' nodes
         plan = think(world, policy()).draft.plan
         assert seats(Draft(plan, world.state)) == ["j-w0-0", "j-w1-0"]
         assert (plan.membership, plan.round, plan.restarts) == (1, 1, 10)
@@ -387,6 +389,18 @@ class TestGpuError:
         assert thought.draft.plan.membership == 1
         assert thought.draft.state.incidents[0].class_ is Class.APPLICATION
 
+    def test_a_counter_that_falls_is_no_error(self) -> None:
+        world = self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0)
+        seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
+        assert not think(world.with_draft(world.draft.with_state(gpu_values=seen)), policy()).decisions
+
+    def test_a_job_that_stands_still_gets_no_checkpoint_and_waits_for_none(self) -> None:
+        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0)
+        world = again(think(world, policy()), world, faults=stalls(world, culprit=1))
+        thought = think(world, policy())
+        assert seats(thought.draft)[1] == "j-w4-0"
+        assert len(thought.draft.state.incidents) == 1
+
     def test_a_gauge_that_never_resets_fires_once(self) -> None:
         world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 45.0)
         thought = think(world, policy())
@@ -431,6 +445,19 @@ class TestRecommend:
         assert len(thought.decisions) == 1
         assert not repeated.decisions
         assert seats(repeated.draft)[1] == "j-w1-0"
+
+    def test_a_remedy_that_is_not_allowed_is_not_done_in_another_way(self) -> None:
+        world = change_worker(training(), "j-w1-0", gone=True)
+        thought = think(world, policy(allow=frozenset({Remedy.RESTART_RANKS})))
+        assert seats(thought.draft)[1] == "j-w1-0"
+        (incident,) = thought.draft.state.incidents
+        assert "spec.remediation.allow" in incident.remedies[0].reason
+
+    def test_scaling_is_the_users_wish_not_a_remedy(self, watching: Policy) -> None:
+        world = training(2, 2, job=job(3, 1))
+        thought = think(world, watching)
+        grown = think(change_members(again(thought, world), checkpoint_request=1), watching)
+        assert len(grown.draft.plan.members) == 3
 
     def test_what_was_recommended_is_done_once_it_may_be(self, watching: Policy) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
