@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -104,7 +105,7 @@ def _body(settings: Settings, now: float) -> Object:
         "metadata": {"name": LEASE, "namespace": settings.namespace},
         "spec": {
             "holderIdentity": settings.identity,
-            "leaseDurationSeconds": int(settings.lease_seconds),
+            "leaseDurationSeconds": math.ceil(settings.lease_seconds),
             "renewTime": format_time(now),
         },
     }

@@ -1,0 +1,50 @@
+"""An API server in memory, for the few promises that pure tests need: unique names and compare-and-swap."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from pacekeeper_operator.cluster import Cluster, Conflict, Kind, NotFound, Object
+
+
+class FakeCluster(Cluster):
+    """Objects by kind, namespace and name; every write gives them a new resourceVersion."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str, str], Object] = {}
+        self._version = 0
+
+    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
+        found = self.objects.get((kind.plural, namespace, name))
+        if found is None:
+            raise NotFound(f"{kind.plural} {namespace}/{name}")
+        return copy.deepcopy(found)
+
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        key = self._key(kind, body)
+        if key in self.objects:
+            raise Conflict(f"{key} exists already")
+        return body if dry_run else self._store(key, body)
+
+    async def replace(self, kind: Kind, body: Object) -> Object:
+        key = self._key(kind, body)
+        if key not in self.objects:
+            raise NotFound(str(key))
+        if body["metadata"].get("resourceVersion") != self.objects[key]["metadata"]["resourceVersion"]:
+            raise Conflict(f"{key} has changed")
+        return self._store(key, body)
+
+    async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **_: Any) -> Object:
+        key = (kind.plural, namespace, name)
+        return self._store(key, {**self.objects[key], **body})
+
+    def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
+        return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
+
+    def _store(self, key: tuple[str, str, str], body: Object) -> Object:
+        self._version += 1
+        stored = copy.deepcopy(body)
+        stored["metadata"]["resourceVersion"] = str(self._version)
+        self.objects[key] = stored
+        return copy.deepcopy(stored)
