@@ -38,6 +38,7 @@ SMALLEST_WIN = 0.02
 """A change of shares must make the step shorter by at least this part."""
 SLOWDOWN = 1.1
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "pacekeeper-"
 _ENOUGH_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class LocalController:
             self._runtime.contact.touch()
             beat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
             outcome = judge_faults(self._plan, self._faults, self._take_faults(), beat)
-            if outcome.plan is self._plan and self._is_time_to_balance(beat):
+            if outcome == Outcome(self._plan) and self._is_time_to_balance(beat):
                 windows = self._windows.evidence("", WORKER, beat.round).windows
-                outcome = replace(judge_paces(self._plan, windows), words=outcome.words)
+                outcome = judge_paces(self._plan, windows)
             for words in outcome.words:
                 log.warning("%s", words)
             if outcome.plan is not self._plan:
@@ -144,12 +145,22 @@ def local_settings(environment: dict[str, str]) -> Settings:
 def local_runtime() -> Iterator[Runtime]:
     """A runtime folder for one run, in shared memory where that is large enough; gone afterwards."""
     shared = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ENOUGH_BYTES
+    parent = _SHARED_MEMORY if shared else Path(tempfile.gettempdir())
+    _sweep(parent)
     # Not a TemporaryDirectory: its finalizer would also run in every rank that ends.
-    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-", dir=_SHARED_MEMORY if shared else None))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
     try:
         yield Runtime(folder).make()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what killed runs of this user have left: the name tells whose process it was."""
+    for folder in parent.glob(f"{_PREFIX}*-*"):
+        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if process.isdecimal() and not Path(f"/proc/{process}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _last_words(faults: Sequence[Fault]) -> str:
