@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
@@ -46,6 +47,7 @@ class WorkerView:
     pod: PodView | None = None  # None: there is no such pod
     heartbeat: Heartbeat | None = None
     silent_seconds: float = 0.0  # since it was heard last; counted from the operator's own start at the earliest
+    state_seconds: float = math.inf  # since it was first heard to be in the state that it is in
     reachable: bool | None = None  # by the operator's own probe; None: there was no reason to probe
     node_reachable: bool | None = None
 
@@ -185,15 +187,19 @@ class Observation:
         )
 
     def worker(self, name: str) -> WorkerView | None:
-        return next((view for view in self.workers if view.name == name), None)
+        return self._by_name.get(name)
 
-    @property
+    @cached_property
+    def _by_name(self) -> Mapping[str, WorkerView]:
+        return {view.name: view for view in self.workers}
+
+    @cached_property
     def members(self) -> tuple[WorkerView, ...]:
         """The workers of the plan's members that are still known, in rank order."""
         found = (self.worker(member.worker) for member in self.plan.members)
         return tuple(view for view in found if view is not None)
 
-    @property
+    @cached_property
     def spares(self) -> tuple[WorkerView, ...]:
         """Workers without ranks that stay, lowest ordinal first."""
         seated = {member.worker for member in self.plan.members}
@@ -207,7 +213,7 @@ class Observation:
         member = self.member_of_rank(rank)
         return None if member is None else member.worker
 
-    @property
+    @cached_property
     def round(self) -> int:
         """The highest round that a member has seen in this membership; the plan's, where none has spoken."""
         rounds = [
@@ -226,7 +232,7 @@ class Observation:
     def checkpoint_step(self) -> int:
         return max((view.heartbeat.checkpoint_step for view in self.members if view.heartbeat is not None), default=-1)
 
-    @property
+    @cached_property
     def training_since(self) -> float | None:
         """When the present round's first step was complete on every member; None: not all have come so far."""
         times = [

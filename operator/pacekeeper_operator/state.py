@@ -192,9 +192,12 @@ class Draft:
 
     def to_data(self) -> dict[str, str]:
         """Of the job's ConfigMap."""
+        state = to_json(self.state, {})
+        # A ConfigMap holds 1 MiB: thousands of workers must not spend it on what they do not say.
+        state["workers"] = [_without_defaults(worker) for worker in state["workers"]]
         return {
             "plan.json": json.dumps(self.plan.to_json(), separators=(",", ":")),
-            "state.json": json.dumps(to_json(self.state, {}), separators=(",", ":")),
+            "state.json": json.dumps(state, separators=(",", ":")),
         }
 
     @classmethod
@@ -207,3 +210,7 @@ class Draft:
             raise InputError(
                 f"the plan's ConfigMap cannot be read ({error!r}); delete it to have it made anew"
             ) from error
+
+
+def _without_defaults(worker: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in worker.items() if value is not False and value != ""}

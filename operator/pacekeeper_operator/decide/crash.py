@@ -58,7 +58,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[
         cause=Cause.OUT_OF_MEMORY if memory else Cause.CRASH,
         class_=Class.APPLICATION if fault.exit_code > 0 or follows_rank else Class.UNKNOWN,
         round=fault.round,
-        message=f"rank {fault.rank} on {fault.worker} {_ending(fault)} after step {fault.step}",
+        message=f"rank {fault.rank} on {fault.worker} {_ending(fault)} {_progress(fault)}",
         first_sign=fault.noticed_at,
         actions=actions,
         remedy=remedy,
@@ -104,6 +104,10 @@ def error_line(error: str) -> str:
     """The last line of the script's words: `ValueError: …`, by which a repetition is known."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def _progress(fault: Fault) -> str:
+    return f"after step {fault.step}" if fault.step >= 0 else "before its first step"
 
 
 def _ending(fault: Fault) -> str:

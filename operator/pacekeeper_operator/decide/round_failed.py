@@ -10,7 +10,8 @@ from ..observation import Observation, Policy
 from .pricing import choose_at_standstill, restart_option, written
 
 SETTLE_SECONDS = 3.0
-"""A lost worker or node is looked for first; it is the usual reason."""
+"""A lost worker or node is looked for first; it is the usual reason. And of whoever gives up for good the faults that say
+why may come after the news that he has."""
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -28,6 +29,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     if observation.faults_of(FaultKind.RANK_FAILED):
         return None  # why they gave up is judged first
+    if any(view.state_seconds < SETTLE_SECONDS for view in given_up):
+        return None
     if any(not view.alive or view.record.leaving for view in observation.members):
         return None
     option = restart_option(observation, policy)

@@ -51,6 +51,7 @@ def observe(
                 by_name.get(record.name),
                 contact.heartbeat if contact else None,
                 silent_seconds=0.0 if contact and contact.polling else now - last_sign,
+                state_seconds=now - contact.state_since if contact else 0.0,
             )
         )
     return Observation(

@@ -28,6 +28,7 @@ class Contact:
     heartbeat: Heartbeat
     at: float  # of its last sign, seconds since the epoch
     polling: int = 0  # polls that are being held
+    state_since: float = 0.0  # when it was first heard to be in the state that it is in
 
 
 @dataclass

@@ -132,11 +132,13 @@ class Sidecars:
         contact = job.contacts.get(caller.worker)
         now = time.time()
         if contact is None:
-            contact = job.contacts[caller.worker] = Contact(heartbeat, now)
+            contact = job.contacts[caller.worker] = Contact(heartbeat, now, state_since=now)
             job.wake.set()
             return contact
         if any(getattr(contact.heartbeat, name) != getattr(heartbeat, name) for name in _WAKING):
             job.wake.set()
+        if contact.heartbeat.state is not heartbeat.state:
+            contact.state_since = now
         contact.heartbeat, contact.at = heartbeat, now
         return contact
 

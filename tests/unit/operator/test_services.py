@@ -62,6 +62,12 @@ class TestPlan:
         assert draft.state.incarnations == {str(n): 0 for n in range(5)}
         assert all(worker.leaving for worker in draft.state.workers)
 
+    def test_five_thousand_workers_fit_a_config_map(self) -> None:
+        draft = training(replicas=5000, spares=50).draft
+        data = draft.to_data()
+        assert sum(map(len, data.values())) < 2**20
+        assert Draft.from_data(data) == draft
+
     def test_garbage_is_named(self) -> None:
         with pytest.raises(InputError, match="delete it"):
             Draft.from_data({"plan.json": "{", "state.json": "{}"})
