@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from pacekeeper.launcher import command
+from pacekeeper.launcher.launcher import Script
+from pacekeeper.launcher.settings import Settings
+from pacekeeper.runtime import Runtime, read_json
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import FaultKind, LauncherState
-from tests.support.launchers import Team, team
+from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
+from tests.support.launchers import Team, eventually, fork, team
 
 
 def one_worker(team_: Team, ranks: int = 2, restarts: int = 5) -> None:
@@ -73,6 +78,24 @@ def test_sigterm_lets_the_ranks_leave_and_does_not_look_finished(tmp_path: Path)
         assert one.workers["a"].wait() == 143, one.logs()
         assert [one.diary(rank)[-1] for rank in (0, 1)] == ["round 1 leave"] * 2
         assert [fault.kind for fault in one.workers["a"].faults()] == [FaultKind.TERMINATING]
+
+
+def test_sigterm_while_torch_is_being_imported_ends_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime(tmp_path / "a").make()
+    settings = Settings(worker="a", address="127.0.0.1")
+
+    def import_for_long() -> None:
+        (tmp_path / "importing").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr(command, "preimport", import_for_long)
+    pid = fork(lambda: command.launch(Script("script.py", False, ()), settings, runtime), tmp_path / "log", {})
+    eventually((tmp_path / "importing").exists, "the import has begun")
+    assert Heartbeat.from_json(read_json(runtime.heartbeat) or {}).state is LauncherState.STARTING
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:

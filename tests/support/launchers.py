@@ -29,7 +29,7 @@ PATIENCE = 40.0
 Value = TypeVar("Value")
 
 
-def eventually(look: Callable[[], Value], what: str, seconds: float = PATIENCE) -> Value:
+def eventually(look: Callable[[], Value | None], what: str, seconds: float = PATIENCE) -> Value:
     """The first truthy answer of `look`."""
     deadline = time.monotonic() + seconds
     while not (value := look()):
@@ -133,7 +133,7 @@ class Team:
     def logs(self) -> str:
         return "\n".join(f"--- {worker.name}\n{worker.log.read_text()}" for worker in self.workers.values())
 
-    def wait_for(self, look: Callable[[], Value], what: str, seconds: float = PATIENCE) -> Value:
+    def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = PATIENCE) -> Value:
         try:
             return eventually(look, what, seconds)
         except AssertionError as error:
@@ -174,6 +174,8 @@ def _become(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -
         logging.getLogger().handlers.clear()
         os.environ.update(environment)
         code = run()
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

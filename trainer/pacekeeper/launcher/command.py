@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from .heartbeat import HeartbeatFile
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
+from .rounds import LEFT_EXIT_CODE
 from .settings import Settings
 from .warm import Warm, preimport, start_warm
 
@@ -78,11 +80,16 @@ def launch_locally(script: Script, ranks: int, restarts: int) -> int:
 def _prepare(settings: Settings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
     logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
+    signal.signal(signal.SIGTERM, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler
     adopt_orphans()
     preimport()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what is still in there would come out of every rank again
     return heartbeat, start_warm()
+
+
+def _leave_early(*_: object) -> None:
+    raise SystemExit(LEFT_EXIT_CODE)
 
 
 def _at_least_one(text: str) -> int:

@@ -34,7 +34,7 @@ from .words import describe
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-TICK = 0.02
+TICK = 0.05
 """Seconds between two looks at the plan file, the rings and the clock; all else wakes the launcher at once."""
 
 _BIND_PAUSE = 0.2
