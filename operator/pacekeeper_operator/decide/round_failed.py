@@ -10,8 +10,7 @@ from ..observation import Observation, Policy
 from .pricing import choose_at_standstill, restart_option, written
 
 SETTLE_SECONDS = 3.0
-"""A lost worker or node is looked for first; it is the usual reason. And of whoever gives up for good the faults that say
-why may come after the news that he has."""
+"""A lost worker or node is looked for first; it is the usual reason. Who gives up says so before his faults say why."""
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
