@@ -153,6 +153,10 @@ class Job:
         """What a rank of PACED has written: one entry a round begun ("restored") and one a step."""
         return [json.loads(line) for line in (self.folder() / f"seen-{rank}.jsonl").read_text().splitlines()]
 
+    def began_behind(self) -> list[int]:
+        """The steps behind which PACED began its rounds, one a round; a claim that was empty: 0."""
+        return [max(entry["restored"], 0) for entry in self.diary() if "restored" in entry]
+
     # What can be done
 
     def patch(self, **spec: Any) -> None:
