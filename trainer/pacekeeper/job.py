@@ -263,10 +263,8 @@ class Job:
             if until is not None and self.step >= until:
                 break
             self._exchange(step)
-            with self.recorder.loading():
-                draw, batches = loader.next_step()
-                step = Step(self, self.step + 1, draw, batches)
-            self._share = state.share = draw.samples
+            step = self.recorder.load(self._next_step)
+            self._share = state.share = step.samples
             self._stepping = True
             yield step
             step.finish()
@@ -310,6 +308,10 @@ class Job:
         self._my_samples += self._share
         self.recorder.ring.state.samples = self._my_samples
         self.recorder.end_step(self._share)
+
+    def _next_step(self) -> Step:
+        draw, batches = self.loader.next_step()
+        return Step(self, self.step + 1, draw, batches)
 
     def _exchange(self, step: Step | None) -> None:
         """Begins to agree on what is in force after the next step."""

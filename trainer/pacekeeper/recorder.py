@@ -19,12 +19,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
 from .environment import Environment
 from .ring import RingWriter
+
+Loaded = TypeVar("Loaded")
+
+# Plain numbers: an enumeration's member takes a call in Python to be looked up.
+_STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
 
 
 class Recorder:
@@ -51,8 +56,8 @@ class Recorder:
         start, self._step_start = self._step_start, end
         own = max(0, end - start - sum(self._waits))
         self._waits.clear()
-        self.ring.write(Kind.STEP, start, end, self.step, self.phase, samples)
-        self.ring.write(Kind.COMPUTE, start, start + own, self.step, self.phase, samples)
+        self.ring.write(_STEP, start, end, self.step, self.phase, samples)
+        self.ring.write(_COMPUTE, start, start + own, self.step, self.phase, samples)
         self.ring.end_step(self.step, end)
         self.step += 1
         if self.phase is Phase.START:
@@ -91,20 +96,18 @@ class Recorder:
         self.enter(before, end)
         self.ring.write(Kind.PHASE, start, end, self.step, phase)
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Waiting for the loader: a phase with a deadline of its own, and part of the step. Nested ones count once."""
+    def load(self, fetch: Callable[[], Loaded]) -> Loaded:
+        """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
         if self.phase is Phase.DATA:
-            yield
-            return
+            return fetch()
         before, start = self.phase, time.monotonic_ns()
         self.enter(Phase.DATA, start)
         try:
-            yield
+            return fetch()
         finally:
             end = time.monotonic_ns()
             self.enter(before, end)
-            self.ring.write(Kind.DATA, start, end, self.step, before)
+            self.ring.write(_DATA, start, end, self.step, before)
 
     def waited(self, start: int, end: int) -> None:
         """The calling thread was blocked on its peers; other threads than the training one cost the step nothing."""

@@ -64,8 +64,7 @@ def _watch_loaders(watched: Recorder) -> None:
     following = dataloader._BaseDataLoaderIter.__next__
 
     def timed_next(iterator: Any) -> Any:
-        with watched.loading():
-            return following(iterator)
+        return watched.load(lambda: following(iterator))
 
     dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
 
