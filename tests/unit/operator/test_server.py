@@ -155,8 +155,9 @@ async def test_a_fault_that_is_looked_into_is_to_be_sent_again(client: Client, m
 
 
 async def test_nobody_speaks_for_another(client: Client) -> None:
-    answer = await client.post("/v1/faults", json=crash("j-w1-0", 1).to_json(), **W0)
-    assert answer.status == 403
+    for path, body in (("/v1/faults", crash("j-w1-0", 1)), ("/v1/plan", Heartbeat(worker="j-w1-0"))):
+        answer = await client.post(path, json=body.to_json(), **W0)
+        assert answer.status == 403, path
 
 
 async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMemory) -> None:
