@@ -121,13 +121,14 @@ def _reset_signals() -> None:
 
 
 def _connect_output(stdout: int, stderr: int) -> None:
-    """Standard output and error are the launcher's pipes, line by line, so that nothing is lost in a kill."""
+    """No input; output and error are the launcher's pipes, line by line, so that nothing is lost in a kill."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
 
 
 def _write_stacks_on_signal(path: str) -> None:

@@ -1,0 +1,159 @@
+"""A rank forked from the warm process behaves as `python script.py` would."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher.processes import group_exists
+from pacekeeper.launcher.rank import STACK_SIGNAL, RankStart
+from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm
+from pacekeeper.ring import RingReader
+
+
+@dataclass
+class Ended:
+    """A rank that has run."""
+
+    pid: int
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Runner:
+    """Runs scripts in ranks of a warm process, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.warm: Warm = start_warm()
+
+    def start(self, script: str, *arguments: str, module: str = "", **environment: str) -> int:
+        """The rank's process id."""
+        path = self.folder / f"{module or 'script'}.py"
+        path.write_text(script)
+        start = RankStart(
+            key="1",
+            rank=3,
+            round=2,
+            script=module or str(path),
+            is_module=bool(module),
+            arguments=list(arguments),
+            environment=environment,
+            ring=str(self.folder / "ring"),
+            stack=str(self.folder / "stack"),
+            threads=0,
+        )
+        outputs = [os.open(self.folder / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) for name in ("out", "err")]
+        self.warm.fork(start, *outputs)
+        for output in outputs:
+            os.close(output)
+        news = self._next()
+        assert isinstance(news, Forked)
+        return news.pid
+
+    def end(self, pid: int) -> Ended:
+        news = self._next()
+        assert isinstance(news, Exited)
+        return Ended(pid, news.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
+
+    def run(self, script: str, *arguments: str, module: str = "", **environment: str) -> Ended:
+        return self.end(self.start(script, *arguments, module=module, **environment))
+
+    def _next(self) -> Forked | Exited:
+        ready, _, _ = select.select([self.warm.connection], [], [], 30)
+        assert ready, "no news of the warm process"
+        return next(iter(self.warm.news()))
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    monkeypatch.chdir(tmp_path)
+    one = Runner(tmp_path)
+    yield one
+    one.warm.connection.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(one.warm.pid, 0)[1]) == 0, "the warm process ends with its launcher"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "error"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no data')", 1, "no data"),
+        ("raise ValueError('bad')", 1, "ValueError: bad"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import threading; threading.Thread(target=lambda: print('late')).start()", 0, ""),
+        ("import atexit; atexit.register(print, 'late')", 0, ""),
+    ],
+)
+def test_a_script_ends_as_it_would_alone(runner: Runner, script: str, code: int, error: str) -> None:
+    ended = runner.run(script)
+    assert ended.code == code
+    assert error in ended.stderr
+    assert ("late" in ended.stdout) == ("late" in script)
+
+
+def test_a_traceback_begins_with_the_script(runner: Runner) -> None:
+    ended = runner.run("def main():\n    1 / 0\nmain()\n")
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert "script.py" in lines[1]
+    assert "rank.py" not in ended.stderr
+
+
+def test_arguments_environment_and_main_are_the_scripts(runner: Runner) -> None:
+    script = (
+        "import os, pickle, sys\n"
+        "import beside\n"
+        "class Thing: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "print(__name__, sys.argv[1:], os.environ['RANK'], beside.value, sys.stdin.read() == '')\n"
+    )
+    (runner.folder / "beside.py").write_text("value = 5")
+    assert runner.run(script, "-x", "y", RANK="3").stdout == "__main__ ['-x', 'y'] 3 5 True\n"
+
+
+def test_a_module_is_run_as_python_m_would(runner: Runner) -> None:
+    assert runner.run("print(__name__, __spec__.name)", module="job").stdout == "__main__ job\n"
+
+
+def test_ranks_do_not_share_random_numbers(runner: Runner) -> None:
+    script = "import random, numpy; print(random.random(), numpy.random.rand())"
+    first, second = runner.run(script).stdout.split(), runner.run(script).stdout.split()
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_a_rank_leads_a_group_of_its_own_and_takes_it_along(runner: Runner) -> None:
+    script = "import os, subprocess, time\nsubprocess.Popen(['sleep', '60'])\nprint(os.getpgid(0))\ntime.sleep(60)"
+    pid = runner.start(script)
+    wait_for(lambda: (runner.folder / "out").read_text().strip() == str(pid))
+    os.killpg(pid, signal.SIGKILL)
+    assert runner.end(pid).code == -signal.SIGKILL
+    wait_for(lambda: not group_exists(pid))
+
+
+def test_a_rank_has_a_fresh_ring_and_gives_its_stack_on_a_signal(runner: Runner) -> None:
+    pid = runner.start("import time\ndef wait_here():\n    time.sleep(60)\nprint('ready')\nwait_here()")
+    wait_for(lambda: "ready" in (runner.folder / "out").read_text())
+    state = RingReader(runner.folder / "ring").state()
+    assert (state["rank"], state["round"], state["pid"]) == (3, 2, 0)
+    os.kill(pid, STACK_SIGNAL)
+    wait_for(lambda: "in wait_here" in (runner.folder / "stack").read_text())
+    os.kill(pid, signal.SIGTERM)
+    assert runner.end(pid).code == -signal.SIGTERM
+
+
+def wait_for(look: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
