@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from demo import job, kube
-from testcluster import faults
+from testcluster import faults, release
 
 TRAINER = "trainer"
 XID_FALLEN_OFF_THE_BUS = 79
@@ -88,7 +88,10 @@ class NodeFault:
     node: str = ""
 
     def inject(self) -> str:
-        worker = job.worker_of_rank(3)
+        """Any worker's node but the operator's own: that one is healed only once Kubernetes has moved the operator."""
+        (operator,) = kube.get("pod", namespace=release.SYSTEM)
+        workers = [job.worker_of_rank(rank) for rank in (3, 2)]
+        worker = next(name for name in workers if job.node_of(name) != operator["spec"]["nodeName"])
         self.node = job.node_of(worker)
         faults.node_down(self.node)
         return f"link of {self.node} down, which runs {worker}"

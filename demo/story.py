@@ -18,7 +18,7 @@ from testcluster.settings import REPOSITORY
 
 STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
 STEADY_SECONDS = 60.0
-COMPLETE_SECONDS = 180.0
+COMPLETE_SECONDS = 400.0
 _SELECTOR = f'{{namespace="{job.NAMESPACE}",trainingjob="{job.NAME}"}}'
 
 
