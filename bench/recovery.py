@@ -1,9 +1,9 @@
 """SIGKILL of one of four ranks → first optimizer step of the next round: `pacekeeper run` against torchrun.
 
-All run the same script, turn by turn, on CPU and gloo; every try is a run of its own, so that one that goes wrong spoils
-no other. The checkpoint is the script's own: what is measured is to notice the crash and to start anew. torchrun runs at
-its best, with a fresh store for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), and a few times as it comes: there
-the restarted ranks read the dead ones' addresses from the store. QUICK=1: fewer tries.
+All run the same script, turn by turn, on CPU and gloo; every try is a run of its own, so that one that goes wrong
+spoils no other. The checkpoint is the script's own: what is measured is to notice the crash and to start anew.
+torchrun runs at its best, with a fresh store for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), and a few times
+as it comes: there the restarted ranks read the dead ones' addresses from the store. QUICK=1: fewer tries.
 """
 
 from __future__ import annotations
