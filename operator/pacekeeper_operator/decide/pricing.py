@@ -44,9 +44,7 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     """The same for a worker that is gone: without a spare its ranks wait for the worker that is made in its place."""
     wait = SPARE_SECONDS if _spare_is_warm(observation) else NEW_WORKER_SECONDS
-    return Option(
-        Remedy.REPLACE_WORKER, observation.restart_cost + wait, 1.0, policy.refusal(Remedy.REPLACE_WORKER)
-    )
+    return Option(Remedy.REPLACE_WORKER, observation.restart_cost + wait, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
 
 def _spare_is_warm(observation: Observation) -> bool:
