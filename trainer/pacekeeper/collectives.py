@@ -6,7 +6,7 @@ would cost tens of microseconds each in contention for Python's lock:
 
 - exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU),
 - exactly, at the end of a backward pass, where DDP's reducer has waited for what was still under way,
-- at the next collective, for those that ended in between: an upper bound, flagged NOTICED_LATE.
+- at a later collective, for those that ended in between: an upper bound, flagged NOTICED_LATE.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ _SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
 _BROADCAST = int(Collective.BROADCAST)
 _RECORD = int(Kind.COLLECTIVE)
 
+_RESOLUTION_NS = 1_000_000
+"""Ends that are noticed late are looked for no more often than this: buckets may follow each other in microseconds."""
+
 
 def watch_collectives(recorder: Recorder) -> None:
     """From now on records the collectives of all process groups, those that exist and those to come."""
@@ -98,6 +101,8 @@ class _Watcher:
         self._recorder = recorder
         self._ring = recorder.ring
         self._pending: dict[Work, _Entry] = {}
+        self._noticed = 0
+        """When we last looked for ends."""
         self._without_future: set[int] = set()
         self._backward = -1
         """The backward pass at whose end we are called back."""
@@ -113,9 +118,9 @@ class _Watcher:
             collective = _COLLECTIVES.get(call.name)
             if collective is None:
                 return
-            if pending:
-                self._notice_ends(late=True)
             number, start = next(sequence), clock()
+            if pending and start - self._noticed > _RESOLUTION_NS:
+                self._notice_ends(start, late=True)
             ring.enter_collective(collective, identity, number, start)
             tensors = call.input_tensors or call.output_tensors
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
@@ -162,15 +167,15 @@ class _Watcher:
     def notice_ends(self) -> None:
         """Called where the training thread has just waited for what is under way, if it waits at all."""
         if self._pending:
-            self._notice_ends(late=False)
+            self._notice_ends(time.monotonic_ns(), late=False)
 
     def stop(self) -> None:
         """Python ends: hooks must not outlive it."""
         for group in self._groups:
             unwatch(group)
 
-    def _notice_ends(self, late: bool) -> None:
-        now = time.monotonic_ns()
+    def _notice_ends(self, now: int, late: bool) -> None:
+        self._noticed = now
         for work, entry in list(self._pending.items()):
             if work.is_completed() or (not late and self._is_nearly_done(work, entry)):
                 del self._pending[work]

@@ -266,7 +266,11 @@ class Job:
             step = self.recorder.load(self._next_step)
             self._share = state.share = step.samples
             self._stepping = True
-            yield step
+            try:
+                yield step
+            except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
+                self._keep().wait_for_checkpoint()
+                raise
             step.finish()
             self._complete_step()
         self._finish()

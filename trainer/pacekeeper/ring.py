@@ -82,8 +82,8 @@ class RingWriter:
     def enter_phase(self, phase: Phase, now_ns: int | None = None) -> None:
         """From now on the rank is in `phase`, and judged by that phase's deadline."""
         state = self.state
-        state.phase_since_ns = time.monotonic_ns() if now_ns is None else now_ns
-        state.phase = phase
+        state._words[_PHASE_SINCE] = time.monotonic_ns() if now_ns is None else now_ns
+        state._halves[_PHASE] = phase
 
     def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None:
         """The rank is now inside the `sequence`-th collective of `group`."""
@@ -219,4 +219,5 @@ _COLLECTIVE, _GROUP = _PLACES["collective"][1], _PLACES["group"][1]
 _SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
     _PLACES[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")
 )
+_PHASE, _PHASE_SINCE = _PLACES["phase"][1], _PLACES["phase_since_ns"][1]
 _STEP, _STEPS_IN_ROUND, _STEP_END = (_PLACES[name][1] for name in ("step", "steps_in_round", "step_end_ns"))
