@@ -6,7 +6,7 @@ import asyncio
 
 from ..api import METRICS_PORT
 
-TIMEOUT_SECONDS = 0.6
+TIMEOUT_SECONDS = 0.4
 TRIES = 2
 """The second try is the retransmission that a lost packet deserves."""
 KUBELET_PORT = 10250
