@@ -13,3 +13,8 @@ __all__ = ["cluster", "namespace", "operator", "resources"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.parent.name == "cluster", item.path.name != "test_testcluster.py"))
+    for item in items:
+        if item.path.parent.name == "cluster":
+            # Six nodes and a training job share the machine's cores: one that a neighbour takes for a while is no bug.
+            # A second try is shown as RERUN in the summary.
+            item.add_marker(pytest.mark.flaky(reruns=1))
