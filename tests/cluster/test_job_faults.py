@@ -17,7 +17,7 @@ from tests.support.operators import OperatorProcess, log_file, running
 
 pytestmark = pytest.mark.usefixtures("resources")
 
-NODE_LOST_SECONDS = 15.0  # on workers of 400m that share two cores with the cluster itself; 10 where they have their own
+NODE_LOST_SECONDS = 15.0  # 10, where workers have cores of their own; these have 400m of two that the cluster shares
 HANG_SECONDS = 6.0
 CRASH_SECONDS = 3.0
 
