@@ -8,7 +8,7 @@ from typing import Any
 
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankState
-from pacekeeper_operator.api import Job, JobSpec, Mode, Remedy, RemediationSpec
+from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
 from pacekeeper_operator.state import Draft, State, Worker
 
