@@ -170,7 +170,7 @@ class Outcome(StrEnum):
     NOT_HELPED = "NotHelped"
     RECOMMENDED = "Recommended"  # mode Recommend: nothing was done
     FAILED = "Failed"  # the job failed of it
-    SUPERSEDED = "Superseded"  # another incident took over
+    SUPERSEDED = "Superseded"  # overtaken by another round, or by the job's suspension, completion or deletion
 
 
 class QuarantinePhase(StrEnum):
