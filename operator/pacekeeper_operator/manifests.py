@@ -87,6 +87,8 @@ def worker_pod(
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
     mounts = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
+    # A script that fails before there is a launcher to say why: its last lines are the pod's message.
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _token()]
     spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
     _place(job, spec, spare, avoid_nodes)
