@@ -88,24 +88,27 @@ class TestMistakes:
     """Jobs that cannot train, side by side: each says why."""
 
     @pytest.fixture(scope="class")
-    def jobs(self, cluster: Cluster, operator: None) -> Iterator[Callable[[str], Job]]:  # noqa: ARG002
+    @classmethod
+    def jobs(cls, cluster: Cluster, operator: None) -> Iterator[Callable[[str], Job]]:  # noqa: ARG002
         with scratch_namespace(cluster) as namespace:
-            for body in self.manifests():
+            for body in cls.manifests():
                 Job.apply(cluster, namespace, body)
             yield lambda name: Job(cluster, namespace, name)
 
-    def manifests(self) -> Iterator[dict[str, Any]]:
+    @classmethod
+    def manifests(cls) -> Iterator[dict[str, Any]]:
         yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
         unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
         yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
         mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
         volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
         yield manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
-        yield self.without_a_volume()
+        yield cls.without_a_volume()
         policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
         yield manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
 
-    def without_a_volume(self, **pod: Any) -> dict[str, Any]:
+    @classmethod
+    def without_a_volume(cls, **pod: Any) -> dict[str, Any]:
         """The trainer mounts what the pod does not have, unless `pod` adds it."""
         mount = {"volumeMounts": [{"name": "scratch", "mountPath": "/checkpoints"}]}
         return manifest("template", [*GPT, "--steps=5"], trainer=mount, pod=pod, replicas=1)
@@ -201,7 +204,8 @@ class TestSidecarCalls:
     """A worker speaks for itself, and nobody else speaks at all."""
 
     @pytest.fixture(scope="class")
-    def job(self, cluster: Cluster, operator: None) -> Iterator[Job]:  # noqa: ARG002
+    @classmethod
+    def job(cls, cluster: Cluster, operator: None) -> Iterator[Job]:  # noqa: ARG002
         with scratch_namespace(cluster) as namespace:
             job = Job.apply(cluster, namespace, paced("speaks", LONG))
             job.until_phase("Running", timeout=120)

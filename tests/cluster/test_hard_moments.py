@@ -20,7 +20,7 @@ from tests.support.live_jobs import Job, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 
-STEPS = 1200  # a minute
+STEPS = 900  # three quarters of a minute
 LONG = 100_000  # until the test ends it
 FIRST, SECOND = "node-5", "node-6"
 
