@@ -89,7 +89,7 @@ class TestMistakes:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def jobs(cls, cluster: Cluster, operator: None) -> Iterator[Callable[[str], Job]]:  # noqa: ARG002
+    def jobs(cls, cluster: Cluster) -> Iterator[Callable[[str], Job]]:
         with scratch_namespace(cluster) as namespace:
             for body in cls.manifests():
                 Job.apply(cluster, namespace, body)
@@ -205,7 +205,7 @@ class TestSidecarCalls:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def job(cls, cluster: Cluster, operator: None) -> Iterator[Job]:  # noqa: ARG002
+    def job(cls, cluster: Cluster) -> Iterator[Job]:
         with scratch_namespace(cluster) as namespace:
             job = Job.apply(cluster, namespace, paced("speaks", LONG))
             job.until_phase("Running", timeout=120)
