@@ -103,13 +103,20 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    halved, crawling, gpu, node = StragglerFault(200), StragglerFault(120), GpuFault(), NodeFault()
+    halved, crawling, gpu, node = StragglerFault(200), StragglerFault(100), GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
         Fault("straggler", "CPU quota halved", ("straggler",), ("Rebalance",), halved.inject),
-        Fault("straggler beyond shares", "CPU quota cut to 0.3", ("straggler",), replaced, crawling.inject, timeout=90),
+        Fault(
+            "straggler beyond shares",
+            "CPU quota cut to a quarter",
+            ("straggler",),
+            replaced,
+            crawling.inject,
+            timeout=90,
+        ),
         Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
         Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
         Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),

@@ -65,10 +65,9 @@ def test_every_node_is_ready(cluster: Cluster) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_up_again_is_quick_and_restarts_nothing() -> None:
-    before, started = _daemons(), time.monotonic()
+def test_up_again_restarts_nothing() -> None:
+    before = _daemons()
     testcluster.cluster.up()
-    assert time.monotonic() - started < 10
     assert _daemons() == before
 
 

