@@ -33,7 +33,7 @@ from .agreement import Agreement, new_cpu_group
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .environment import Environment
 from .parallel import equalise_buffers, unwrap
-from .snapshots import NOTHING, Slot, Snapshots, Version, choose, receive_or_send, unpack
+from .snapshots import NOTHING, SLOTS, Slot, Snapshots, Version, choose, receive_or_send, unpack
 from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, fingerprint, restore_rank_state
 
 _RANK_STATE = "rank_state"
@@ -72,6 +72,7 @@ class Keeper:
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._snapshot_costs: deque[float] = deque(maxlen=5)
+        self._snapshots_taken = 0
 
     # Snapshots
 
@@ -87,7 +88,9 @@ class Keeper:
             try:
                 start = time.perf_counter()
                 slot = self._snapshots.write(step, self._state())
-                self._snapshot_costs.append(time.perf_counter() - start)
+                self._snapshots_taken += 1
+                if self._snapshots_taken > SLOTS:  # the first ones make their slots, which is dear
+                    self._snapshot_costs.append(time.perf_counter() - start)
             except OSError as error:
                 self._keeps_snapshots = False
                 _log.warning("no more snapshots on rank %d: %s; give the runtime volume more memory", self._rank, error)
@@ -99,8 +102,7 @@ class Keeper:
 
     @property
     def snapshot_seconds(self) -> float:
-        """What a snapshot costs the training; 0: none was taken yet."""
-        # The median, since the first two make their slots, which is dear.
+        """What a snapshot costs the training; 0: not known yet."""
         return median(self._snapshot_costs) if self._snapshot_costs else 0.0
 
     def settle(self) -> int:

@@ -33,6 +33,8 @@ _MAGIC = 0x504B_534E_4150_0001
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _LARGEST_INTERVAL = 100
+SLOTS = 2
+"""One is valid while the other is being written."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,11 +71,11 @@ class Snapshots:
 
     def __init__(self, folder: Path, name: str, *, round_: int, world_size: int, fingerprint: int) -> None:
         """`name`: of the copy; "replica", or the shard's."""
-        self._paths = [folder / f"{name}.{slot}" for slot in (0, 1)]
+        self._paths = [folder / f"{name}.{slot}" for slot in range(SLOTS)]
         self._round = round_
         self._world_size = world_size
         self._fingerprint = fingerprint
-        self._slots: list[Slot | None] = [None, None]
+        self._slots: list[Slot | None] = [None] * SLOTS
         self._next = 0
 
     def held(self) -> list[Version]:
@@ -92,7 +94,7 @@ class Snapshots:
             slot = Slot(self._paths[self._next], self._world_size, tensors, len(skeleton))
             self._slots[self._next] = slot
         slot.fill(step, self._round, self._fingerprint, tensors, skeleton)
-        self._next = 1 - self._next
+        self._next = (self._next + 1) % SLOTS
         return slot
 
     def read(self, version: Version) -> torch.Tensor:
