@@ -71,7 +71,8 @@ def next_beat(
         step=beat.step if step < 0 else step,
         steps_in_round=int(slowest["steps_in_round"]),
         checkpoint_step=max(beat.checkpoint_step, *(int(rank["checkpoint_step"]) for rank in ranks)),
-        snapshot_step=min(int(rank["snapshot_step"]) for rank in ranks),
+        # Of replicas one rank a worker keeps snapshots, for all.
+        snapshot_step=min((int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0), default=-1),
         restored_step=int(slowest["restored_step"]),
         checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
         global_batch=int(slowest["global_batch"]),
