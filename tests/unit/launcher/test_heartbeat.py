@@ -14,7 +14,7 @@ from pacekeeper_analysis.reports import Heartbeat, LauncherState
 def rank(step: int, snapshot_step: int) -> np.void:
     state = np.zeros((), STATE)
     state["step"], state["steps_in_round"], state["snapshot_step"] = step, step, snapshot_step
-    copy: np.void = state[()]
+    copy: np.void = np.frombuffer(state.tobytes(), STATE)[0]
     return copy
 
 
