@@ -60,8 +60,10 @@ def look(memo: kopf.Memo, **_: Any) -> float:
 
 @kopf.on.probe(id="watches")
 def watches(memo: kopf.Memo, **_: Any) -> int:
-    """Changes of pods that no watch has told. Raises where the watch is dead."""
+    """Changes of pods that no watch has told. Raises where the watch is dead, or never came to life."""
     operator: Operator = memo.operator
+    if not operator.watching and time.time() - operator.memory.started_at > LOOK_SECONDS:
+        raise RuntimeError(f"no watch has told anything for {LOOK_SECONDS:.0f} s: kopf does not reach the API server")
     if operator.missed_events >= MISSED_EVENTS:
         raise RuntimeError(f"the watch of pods is dead: {operator.missed_events} changes were seen by lists only")
     return operator.missed_events

@@ -46,6 +46,7 @@ class Operator:
     nodes_at: float = 0.0
     paused: str = ""
     looked_at: float = 0.0  # when `watch_over` last came round
+    watching: bool = False  # some watch has told something: each cluster has a node to tell of
     missed_events: int = 0  # changes of pods that lists have shown since a watch last told one
 
     async def known_nodes(self, *, fresh: bool = False) -> Mapping[str, NodeView]:
@@ -63,6 +64,7 @@ class Operator:
 
     def node_changed(self, name: str, body: Object | None) -> None:
         """A watch's word of a node; None: it is gone. Jobs look anew where it changes what decisions need."""
+        self.watching = True
         known = dict(self.nodes)
         before = known.pop(name, None)
         after = None if body is None else view_node(body)
