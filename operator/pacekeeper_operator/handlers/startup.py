@@ -14,8 +14,6 @@ from ..services.operator import Operator
 
 LOOK_SECONDS = 60.0
 """An operator that has not looked around for so long is stuck."""
-MISSED_EVENTS = 3
-"""So many times in a row the list has shown changes of pods that no watch told: the watch is dead."""
 
 
 @kopf.on.startup()
@@ -60,10 +58,8 @@ def look(memo: kopf.Memo, **_: Any) -> float:
 
 @kopf.on.probe(id="watches")
 def watches(memo: kopf.Memo, **_: Any) -> int:
-    """Changes of pods that no watch has told. Raises where the watch is dead, or never came to life."""
+    """Changes of pods that no watch has told. Raises where the operator is blind."""
     operator: Operator = memo.operator
-    if not operator.watching and time.time() - operator.memory.started_at > LOOK_SECONDS:
-        raise RuntimeError(f"no watch has told anything for {LOOK_SECONDS:.0f} s: kopf does not reach the API server")
-    if operator.missed_events >= MISSED_EVENTS:
-        raise RuntimeError(f"the watch of pods is dead: {operator.missed_events} changes were seen by lists only")
+    if why := operator.blind(time.time()):
+        raise RuntimeError(why)
     return operator.missed_events

@@ -25,6 +25,10 @@ from . import incidents
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 NODES_SECONDS = 30.0
+FIRST_WORD_SECONDS = 60.0
+"""Every cluster has a node that the watches tell of within this time."""
+MISSED_EVENTS = 3
+"""So many times in a row the list has shown changes of pods that no watch told: the watch is dead."""
 RETENTION_SECONDS = 600.0
 ACTIVE = frozenset({Phase.PENDING, Phase.STARTING, Phase.RUNNING, Phase.RECOVERING})
 STALE_SECONDS = 30.0
@@ -73,6 +77,14 @@ class Operator:
         self.nodes = known
         if before != after:
             self.memory.wake_all()
+
+    def blind(self, now: float) -> str:
+        """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""
+        if not self.watching and now - self.memory.started_at > FIRST_WORD_SECONDS:
+            return f"no watch has told anything for {FIRST_WORD_SECONDS:.0f} s: kopf does not reach the API server"
+        if self.missed_events >= MISSED_EVENTS:
+            return f"the watch of pods is dead: {self.missed_events} changes were seen by lists only"
+        return ""
 
     async def watch_over(self) -> None:
         """Ask Prometheus while some job trains, look whether remedies are paused, expire incidents: until cancelled."""

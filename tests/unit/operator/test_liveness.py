@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import cast
 
-import kopf
 import pytest
 
-from pacekeeper_operator.handlers.startup import LOOK_SECONDS, MISSED_EVENTS, watches
+from pacekeeper_operator.cluster import Cluster
+from pacekeeper_operator.manifests import Installation
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.services.operator import FIRST_WORD_SECONDS, MISSED_EVENTS, Operator
+from pacekeeper_operator.settings import Settings
 
 
 @pytest.fixture
-def memo() -> kopf.Memo:
-    long_ago = SimpleNamespace(started_at=-2 * LOOK_SECONDS)
-    return kopf.Memo(operator=SimpleNamespace(watching=True, missed_events=0, memory=long_ago))
+def operator() -> Operator:
+    """One whose watches have told of a node. It calls nobody."""
+    nobody = cast(Cluster, None)
+    operator = Operator(Settings(), nobody, Memory(), Installation("", "", "", ""), Prometheus("", ""))
+    operator.node_changed("node-1", None)
+    return operator
 
 
-def test_watches_that_tell_are_alive(memo: kopf.Memo) -> None:
-    assert watches(memo=memo) == 0
+def later(operator: Operator) -> float:
+    return operator.memory.started_at + 2 * FIRST_WORD_SECONDS
 
 
-def test_changes_that_only_lists_have_shown_are_a_dead_watch(memo: kopf.Memo) -> None:
-    memo.operator.missed_events = MISSED_EVENTS
-    with pytest.raises(RuntimeError, match="the watch of pods is dead"):
-        watches(memo=memo)
+def test_watches_that_tell_are_alive(operator: Operator) -> None:
+    assert operator.blind(later(operator)) == ""
 
 
-def test_a_watch_that_never_came_to_life_is_dead(memo: kopf.Memo) -> None:
-    memo.operator.watching = False
-    with pytest.raises(RuntimeError, match="no watch has told anything"):
-        watches(memo=memo)
+def test_changes_that_only_lists_have_shown_are_a_dead_watch(operator: Operator) -> None:
+    operator.missed_events = MISSED_EVENTS
+    assert "the watch of pods is dead" in operator.blind(later(operator))
+
+
+def test_watches_that_never_came_to_life_are_dead_after_a_while(operator: Operator) -> None:
+    operator.watching = False
+    assert operator.blind(operator.memory.started_at + 1) == ""
+    assert "no watch has told anything" in operator.blind(later(operator))
