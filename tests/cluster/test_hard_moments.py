@@ -111,11 +111,18 @@ class TestOutages:
             assert "cannot be seen" in job.condition("MetricsAvailable")["message"]
             job.crash(0)
             job.until_healed("crash")
+            job.until_trained_on(steps=20)  # a watch that has seen no steps accuses nobody
+            job.hang(1)
+            job.until_healed("crash", "hang")
             job.delete_worker(1)
-            job.until_healed("crash", "worker-lost")
+            job.until_healed("crash", "hang", "worker-lost")
+            job.until(lambda: job.status["workers"].get("spare"), 60, "the next spare is warm")
+            with unplugged(job):
+                job.until_healed("crash", "hang", "worker-lost", "node-lost")
             job.until_trained_on()
         finally:
             faults.start_prometheus()
+            cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
         job.until(lambda: job.condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it")
 
 
@@ -162,6 +169,19 @@ class TestNeighbours:
 
 
 THREE = ["node-2", "node-3", "node-4"]
+
+
+@contextmanager
+def unplugged(job: Job) -> Iterator[None]:
+    """The node of a worker is out of reach; not the operator's own, which Kubernetes has to move first."""
+    (operator,) = job.cluster.list("pods", release.SYSTEM)
+    nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
+    lost = next(node for rank in (0, 1) if (node := nodes[job.worker(rank)]) != operator["spec"]["nodeName"])
+    faults.node_down(lost)
+    try:
+        yield
+    finally:
+        faults.node_up(lost)
 
 
 @contextmanager

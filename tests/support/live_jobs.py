@@ -166,13 +166,20 @@ class Job:
 
     def crash(self, rank: int) -> None:
         """SIGKILL, as soon as the rank runs."""
+        self._signal(rank, signal.SIGKILL)
+
+    def hang(self, rank: int) -> None:
+        """SIGSTOP, as soon as the rank runs."""
+        self._signal(rank, signal.SIGSTOP)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
         worker = self.worker(rank)
 
         def rank_process() -> int | None:
             pids = faults.container_pids(self.namespace, worker, "trainer")
             return pids[-1] if len(pids) > 2 else None  # launcher, warm process, and the rank, which is the youngest
 
-        faults.signal_process(self.until(rank_process, 20, f"a rank on {worker}"), signal.SIGKILL)
+        faults.signal_process(self.until(rank_process, 20, f"a rank on {worker}"), number)
 
     def delete_worker(self, rank: int) -> str:
         """`kubectl delete pod`; its name."""
