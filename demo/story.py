@@ -93,7 +93,13 @@ def steady(view: View) -> None:
         if now is None or now.ended:
             raise kube.DemoError(f"the job is {now.phase if now else 'gone'}, too early for the next fault")
         step = job.live_step()
-        if now.phase != "Running" or now.spares < 1 or any(is_open(incident) for incident in job.incidents()):
+        starting = step < 0  # the ranks of a new round have not said yet where they are
+        if (
+            starting
+            or now.phase != "Running"
+            or now.spares < 1
+            or any(is_open(incident) for incident in job.incidents())
+        ):
             since.clear()
             return False
         since.append(step)
