@@ -58,11 +58,6 @@ def node_of(pod: str) -> str:
     return str(kube.get("pod", pod, NAMESPACE)["spec"]["nodeName"])
 
 
-def shares() -> list[int] | None:
-    found: list[int] | None = _plan().get("shares")
-    return found
-
-
 def incidents() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = kube.get("incident", namespace=NAMESPACE)
     return found

@@ -48,9 +48,9 @@ def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -
         time.sleep(0.25)
 
 
-def query(expression: str, at: float | None = None) -> list[dict[str, Any]]:
+def query(expression: str) -> list[dict[str, Any]]:
     """The result of an instant PromQL query."""
-    return _prometheus("query", {"query": expression} | ({"time": f"{at:.3f}"} if at else {}))
+    return _prometheus("query", {"query": expression})
 
 
 def curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:

@@ -103,12 +103,6 @@ def status() -> str:
     return "\n".join([*lines, f"API server {API_URL}", f"Prometheus {PROMETHEUS_URL}", f"KUBECONFIG {KUBECONFIG}"])
 
 
-def is_up() -> bool:
-    """Every daemon runs and every node is Ready."""
-    running = [cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in _daemon_folders()]
-    return bool(running) and all(running) and api.is_ready() and _all_ready({member.name for member in members()})
-
-
 def _members(count: int | None) -> list[Node]:
     present = len(members())
     wanted = count or present or DEFAULT_NODES

@@ -1,11 +1,11 @@
-"""Stragglers and uniform slowness from windows of the ranks' own work."""
+"""Stragglers from windows of the ranks' own work."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.diagnose import straggler, uniform
+from pacekeeper_analysis.diagnose import straggler
 from pacekeeper_analysis.reports import RankWindow
 
 
@@ -61,14 +61,3 @@ def test_windows_without_common_steps_are_refused() -> None:
     other = RankWindow(1, (7, 8, 9), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     assert straggler.align([one, other]) is None
     assert straggler.align([one]) is None
-
-
-def test_all_slow_alike_is_uniform() -> None:
-    found = uniform.find([2.0, 2.02, 1.98, 2.0], [1.0, 1.0, 1.0, 1.0], threshold=1.1)
-    assert found is not None
-    assert found.ratio == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("now", [[2.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0]])
-def test_one_slow_rank_is_not_uniform(now: list[float]) -> None:
-    assert uniform.find(now, [1.0] * 4, threshold=1.1) is None
