@@ -65,7 +65,10 @@ class Plan:
     store_port: int = 29400  # the store of a membership is served by the launcher of members[0]
     restarts: int = 0
     sync_mode: SyncMode = SyncMode.SYNC
+    sync_every: int = 16  # EDiT: steps of each rank between two synchronisations
+    sync_seconds: float = 2.0  # AsyncEDiT: between two synchronisations
     shares: tuple[int, ...] | None = None  # samples of each rank in a step; None: as equal as integers allow
+    garbage_every: int = 0  # steps between two garbage collections, on all ranks in the same step; 0: as Python likes
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
     profile_request: str = ""
@@ -80,6 +83,11 @@ class Plan:
                 raise InputError(f"plan.shares: {len(self.shares)} shares for {len(ranks)} ranks; give one a rank")
             if min(self.shares, default=1) < 1:
                 raise InputError(f"plan.shares: {list(self.shares)} must all be at least 1")
+        if self.sync_every < 1 or not self.sync_seconds > 0 or self.garbage_every < 0:
+            raise InputError(
+                f"plan: sync_every={self.sync_every} must be at least 1 step, sync_seconds={self.sync_seconds} above 0, "
+                f"garbage_every={self.garbage_every} 0 or a number of steps"
+            )
 
     @property
     def world_size(self) -> int:
@@ -96,6 +104,9 @@ class Plan:
             "checkpoint_request": self.checkpoint_request,
             "evidence_request": self.evidence_request,
             "profile_request": self.profile_request,
+            "sync_every": self.sync_every,
+            "sync_seconds": self.sync_seconds,
+            "garbage_every": self.garbage_every,
             "stop": self.stop,
         }
         if position is None:
@@ -152,6 +163,9 @@ class WorkerPlan:
     neighbours: tuple[str, ...] = field(default=())  # addresses to probe when the ranks stall
     restarts: int = 0
     sync_mode: SyncMode = SyncMode.SYNC
+    sync_every: int = 16
+    sync_seconds: float = 2.0
+    garbage_every: int = 0
     shares: tuple[int, ...] | None = None  # of all ranks; only the worker of rank 0 is told
     checkpoint_request: int = 0
     evidence_request: str = ""

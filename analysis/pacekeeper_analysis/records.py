@@ -23,6 +23,7 @@ class Kind(IntEnum):
     PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
     GARBAGE = 6  # a Python garbage collection
     LOSS = 7  # value = the training loss of the step, as this rank saw it
+    SYNCHRONISATION = 8  # of a Local-SGD mode; start = this rank came, end = its parameters are the common ones
 
 
 class Phase(IntEnum):
@@ -112,6 +113,8 @@ STATE = np.dtype(
         ("plan_version", "<i8"),  # version of the plan in force on this rank
         ("checkpoint_request", "<i8"),  # the last checkpoint request this rank has answered
         ("share", "<i8"),  # samples of this rank in a step now; 0: unknown
+        ("sync_mode", "<i8"),  # position in plan.SyncMode of the mode in force; -1: the script is only watched
+        ("bad_loss_step", "<i8"),  # first step of this round whose loss was not finite; -1: none
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

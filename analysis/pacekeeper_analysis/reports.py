@@ -45,6 +45,10 @@ class Heartbeat:
     round_started_at: float = 0.0
     first_step_at: float = 0.0  # end of the first optimizer step of the round; 0: none yet
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
+    sync_mode: str = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet
+    refused: str = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
+    bad_loss_rank: int = -1  # a rank here whose loss is not finite; -1: none
+    bad_loss_step: int = -1  # first step of this round in which that was so
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,13 +117,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class RankWindow:
-    """A rank's last steps, one number a step (seconds), oldest first; the four lists are equally long."""
+    """A rank's last steps, one number a step (seconds), oldest first; the lists by step are equally long."""
 
     rank: int
     steps: tuple[int, ...]
     step_seconds: tuple[float, ...]
     compute_seconds: tuple[float, ...]  # own work, without the waits for peers
     samples: tuple[int, ...]
+    garbage_seconds: tuple[float, ...] = ()  # of each step; (): not recorded
+    weight: tuple[float, ...] = ()  # cost units of each step's samples (sequence lengths, say); (): not known
+    sync_mode: str = ""  # a plan.SyncMode, in force during the whole window
+    transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: this rank's seconds inside
+    baseline_seconds: float = 0.0  # median time of the job's first steady steps as seen here; 0: not known
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,8 @@ class Evidence:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        sequences = dict.fromkeys(("steps", "step_seconds", "compute_seconds", "samples"), tuple)
+        names = ("steps", "step_seconds", "compute_seconds", "samples", "garbage_seconds", "weight", "transfers")
+        sequences = dict.fromkeys(names, tuple)
         windows = tuple(_read(RankWindow, item, sequences) for item in data.get("windows", ()))
         return _read(cls, {**data, "windows": windows}, {})
 

@@ -171,7 +171,7 @@ class State:
 def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY) -> None:
     """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start."""
     header = np.zeros((), STATE)
-    for name in ("step", "checkpoint_step", "snapshot_step", "restored_step"):
+    for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step"):
         header[name] = _UNWRITTEN
     header["magic"], header["capacity"] = MAGIC, capacity
     header["rank"], header["round"] = rank, round_

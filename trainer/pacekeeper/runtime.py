@@ -42,6 +42,11 @@ class Runtime:
         return self.root / "contact"
 
     @property
+    def refused(self) -> Path:
+        """Written by rank 0: why it does not follow the newest plan, in words for people; missing or empty: it does."""
+        return self.root / "refused"
+
+    @property
     def faults(self) -> Path:
         return self.root / "faults"
 
