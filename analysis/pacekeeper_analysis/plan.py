@@ -85,8 +85,8 @@ class Plan:
                 raise InputError(f"plan.shares: {list(self.shares)} must all be at least 1")
         if self.sync_every < 1 or not self.sync_seconds > 0 or self.garbage_every < 0:
             raise InputError(
-                f"plan: sync_every={self.sync_every} must be at least 1 step, sync_seconds={self.sync_seconds} above 0, "
-                f"garbage_every={self.garbage_every} 0 or a number of steps"
+                f"plan: sync_every={self.sync_every} must be 1 step or more, "
+                f"sync_seconds={self.sync_seconds} above 0, garbage_every={self.garbage_every} 0 or a number of steps"
             )
 
     @property
