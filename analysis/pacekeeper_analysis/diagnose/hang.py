@@ -15,6 +15,9 @@ from enum import StrEnum
 from ..records import Collective, Phase
 from ..reports import Fault, FaultKind, RankState
 
+COMMUNICATION_SECONDS = 10.0
+"""So long all ranks must have been inside the same collective before it is taken for one that never ends."""
+
 
 class HangKind(StrEnum):
     """What kind of hang it is, which decides what may be done about it."""
@@ -37,14 +40,14 @@ class HangVerdict:
 def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
     """Judge the stalls that the workers of one round have reported; earlier reports of a worker do not count.
 
-    None as long as nobody can be blamed: a rank has not reported (its worker has nothing to complain of, so the job is
-    in a phase that may take long; or it is lost, which is not for this function to say), is in a phase with a deadline
-    of its own, or still moves. A rank that stays in such a phase without moving for `ceiling_seconds` is blamed all
-    the same.
+    A stopped process is to blame whatever the others say: no phase excuses it. Otherwise None as long as nobody can be
+    blamed: a rank has not reported (its worker has nothing to complain of, so the job is in a phase that may take long;
+    or it is lost, which is not for this function to say), is in a phase with a deadline of its own, or still moves. A
+    rank that stays in such a phase without moving for `ceiling_seconds` is blamed all the same.
     """
     ranks = _latest(faults)
     if len(ranks) < world_size:
-        return None
+        return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
     for judge in (_stopped, _beyond_ceiling, _busy, _never_entered, _mismatch, _communication):
         found = judge(ranks, ceiling_seconds)
         if found is not None:
@@ -89,6 +92,9 @@ def _mismatch(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None
 
 
 def _communication(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+    """Their bytes may still be on the way, over a link that has become slow: this one has more time than the others."""
+    if min(rank.waiting_seconds for rank in ranks) < COMMUNICATION_SECONDS:
+        return None
     first = ranks[0]
     return HangVerdict(
         HangKind.COMMUNICATION,

@@ -82,8 +82,18 @@ def test_one_behind_in_the_same_group_is_a_mismatch() -> None:
     assert (found.kind, found.ranks) == (HangKind.MISMATCH, (1,))
 
 
+def test_a_stopped_process_is_blamed_before_all_have_reported() -> None:
+    """In the first steps of a round its peers have long deadlines, and nothing to complain of."""
+    stopped = replace(OUTSIDE, rank=2, process_state="T", stack="", phase="START")
+    found = verdict(stalls(WAITING, WAITING, stopped)[2:], world_size=4)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.STOPPED, (2,))
+
+
 def test_all_inside_the_same_collective_is_a_link_and_no_ranks_fault() -> None:
-    found = verdict(stalls(WAITING, WAITING, WAITING), world_size=3)
+    assert verdict(stalls(WAITING, WAITING, WAITING), world_size=3) is None, "bytes may still come over a slow link"
+    long = replace(WAITING, waiting_seconds=10.5)
+    found = verdict(stalls(long, long, long), world_size=3)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.COMMUNICATION, ())
 

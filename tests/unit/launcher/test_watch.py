@@ -43,6 +43,12 @@ def test_each_phase_has_its_deadline(
     assert deadline(phase, steps, step_seconds, replace(SETTINGS, hang=hang)) == expected
 
 
+@pytest.mark.parametrize(("earlier", "expected"), [(0.0, 1800.0), (0.1, 30.0), (0.5, 50.0)])
+def test_the_first_steps_of_a_later_round_have_a_deadline_too(earlier: float, expected: float) -> None:
+    assert deadline(Phase.TRAIN, 1, 0.1, SETTINGS, earlier) == expected
+    assert deadline(Phase.START, 0, 0.0, SETTINGS, earlier) == 1800.0
+
+
 @dataclass
 class Bench:
     """A watch over one made-up rank that takes a tenth of a second for a step."""
@@ -64,10 +70,11 @@ class Bench:
             self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
             self.writer.end_step(1, end)
 
-    async def look(self, after: float) -> int:
+    async def look(self, after: float, pid: int | None = None) -> int:
         """How many stalls have been reported after a further look."""
         self.now += after
-        self.watch.look(RUNNING, {0: self.reader.state()}, {}, {}, [], self.now)
+        pids, stacks = ({}, {}) if pid is None else ({0: pid}, {0: StackFile(self.path.with_suffix(".stack"))})
+        self.watch.look(RUNNING, {0: self.reader.state()}, pids, stacks, [], self.now)
         if self.watch._inspection is not None:
             await self.watch._inspection
         return len(self.faults)
@@ -109,6 +116,25 @@ async def test_the_first_steps_of_a_round_have_time(bench: Bench) -> None:
     bench.steps(4)
     await bench.look(0.0)
     assert await bench.look(600.0) == 0
+
+
+async def test_a_stopped_process_is_a_stall_from_the_first_moment_on(
+    bench: Bench, sleeper: subprocess.Popen[bytes]
+) -> None:
+    _stop(sleeper)
+    assert await bench.look(0.0, sleeper.pid) == 0
+    assert await bench.look(2.1, sleeper.pid) == 1
+    assert bench.faults[0].ranks[0].process_state == "T"
+
+
+async def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
+    assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
+    bench.steps(4)
+    assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
+    bench.steps(1)
+    assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.1)
+    bench.writer.write(Kind.SYNCHRONISATION, 0, 700_000_000, 1, Phase.TRAIN)
+    assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAIN])
@@ -177,10 +203,14 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
 def test_the_process_state_tells_a_stopped_process_and_a_gone_one(sleeper: subprocess.Popen[bytes]) -> None:
     assert process_state(sleeper.pid)[0] in {"S", "R", "D"}
-    os.kill(sleeper.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    _stop(sleeper)
     assert process_state(sleeper.pid)[0] == "T"
     sleeper.kill()
     sleeper.wait()

@@ -73,7 +73,7 @@ class Launcher:
         self._host: MeetingHost | None = None
         self._hosting = ""  # address that the host serves
         self._store: TCPStore | None = None  # of the newest round that is hosted here
-        self._watch = self._new_watch()
+        self._watch = Watch(settings, self._ranks.records, self.notify)
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._told_to_end = False
@@ -142,9 +142,6 @@ class Launcher:
             self._gpus_at = now + _GPU_PERIOD
             for event in self._gpus.poll():
                 self.notify(gpu_fault(event, self._state, self._settings))
-
-    def _new_watch(self) -> Watch:
-        return Watch(self._settings, self._ranks.records, self.notify)
 
     def _see(self, plan: WorkerPlan | None) -> Seen:
         return Seen(
@@ -233,10 +230,10 @@ class Launcher:
         log.info(
             "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
         )
-        starts = rank_starts(command, self._script, self._settings, self._runtime)
-        self._ranks.start(starts)
         self._watch.stop()
-        self._watch = self._new_watch()
+        earlier = self._watch.step_seconds(self._ranks.states())
+        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
+        self._watch = Watch(self._settings, self._ranks.records, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""

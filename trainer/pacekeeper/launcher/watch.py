@@ -22,13 +22,17 @@ from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
 from .rounds import State
 from .settings import Settings
-from .stacks import Look, StackFile, look_at
+from .stacks import Look, StackFile, look_at, process_state
 
 ARMED_AFTER = 5
 """Steps of the round before the training phase's deadline is taken from them."""
 SHORTEST, STEPS_LONG = 2.0, 10
 """The training phase's deadline: so many seconds, or so many of the rank's steps where they are longer."""
+SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
+"""The same for the first steps of a round whose step time is known from the round before only."""
 RECENT_STEPS = 32
+STOPPED = "T"
+"""State letter of a process that a signal has stopped."""
 BETWEEN_LOOKS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
@@ -38,15 +42,23 @@ _PROBE_TIMEOUT = 1.0
 log = logging.getLogger(__name__)
 
 
-def deadline(phase: Phase, steps_in_round: int, step_seconds: float, settings: Settings) -> float:
-    """How long a rank may show no progress (seconds). `step_seconds`: the median of its recent steps."""
+def deadline(
+    phase: Phase, steps_in_round: int, step_seconds: float, settings: Settings, earlier_step_seconds: float = 0.0
+) -> float:
+    """How long a rank may show no progress (seconds).
+
+    step_seconds: the median of its recent steps, or of its synchronisations where those take longer.
+    earlier_step_seconds: the same of the round before; 0: unknown.
+    """
     if phase is not Phase.TRAIN:
         return settings.phase_deadline
     if settings.hang is not None:
         return settings.hang
-    if steps_in_round < ARMED_AFTER:
-        return settings.phase_deadline
-    return max(SHORTEST, STEPS_LONG * step_seconds)
+    if steps_in_round >= ARMED_AFTER:
+        return max(SHORTEST, STEPS_LONG * step_seconds)
+    if earlier_step_seconds > 0:
+        return max(SHORTEST_UNARMED, STEPS_LONG_UNARMED * earlier_step_seconds)
+    return settings.phase_deadline
 
 
 @dataclass
@@ -55,7 +67,7 @@ class _Progress:
 
     state: bytes
     since: float
-    step_seconds: float | None = None  # median of the recent steps; read from the ring only when it matters
+    step_seconds: float | None = None  # read from the ring only when it matters
 
 
 @dataclass
@@ -65,6 +77,8 @@ class Watch:
     settings: Settings
     records: Callable[[int], NDArray[np.void]]
     notify: Callable[[Fault], None]
+    earlier_step_seconds: float = 0.0
+    """That of the round before; 0: there was none that got so far."""
     _progress: dict[int, _Progress] = field(default_factory=dict)
     _inspection: asyncio.Task[None] | None = None
     _reports: int = 0
@@ -80,7 +94,7 @@ class Watch:
         now: float,
     ) -> None:
         """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
-        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now)]
+        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, pids.get(local), now)]
         if not stalled:
             self._reports = 0
             self._report_at = 0.0
@@ -95,7 +109,12 @@ class Watch:
         if self._inspection is not None:
             self._inspection.cancel()
 
-    def _is_stalled(self, local_rank: int, rank: np.void, now: float) -> bool:
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
+        """For the next round: how long a step takes the slowest rank here; what was known before, in a young round."""
+        armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= ARMED_AFTER]
+        return max((_longest_step(self.records(local)) for local in armed), default=self.earlier_step_seconds)
+
+    def _is_stalled(self, local_rank: int, rank: np.void, pid: int | None, now: float) -> bool:
         content = rank.tobytes()
         progress = self._progress.get(local_rank)
         if progress is None or progress.state != content:
@@ -104,10 +123,13 @@ class Watch:
         silent = now - progress.since
         if silent < min(SHORTEST, self.settings.hang or SHORTEST):
             return False
+        if pid is not None and process_state(pid)[0] == STOPPED:
+            return True  # whatever it was busy with
         if progress.step_seconds is None:
-            progress.step_seconds = _median_step(self.records(local_rank))
+            progress.step_seconds = _longest_step(self.records(local_rank))
         phase, steps = Phase(int(rank["phase"])), int(rank["steps_in_round"])
-        return silent >= deadline(phase, steps, progress.step_seconds, self.settings)
+        allowed = deadline(phase, steps, progress.step_seconds, self.settings, self.earlier_step_seconds)
+        return silent >= allowed
 
     async def _inspect(
         self,
@@ -182,7 +204,13 @@ async def is_reachable(address: str, port: int) -> bool:
     return True
 
 
-def _median_step(records: NDArray[np.void]) -> float:
-    """Median duration of the last training steps, seconds; 0 where there is none."""
-    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)][-RECENT_STEPS:]
-    return median((steps["end_ns"] - steps["start_ns"]).tolist()) * 1e-9 if len(steps) else 0.0
+def _longest_step(records: NDArray[np.void]) -> float:
+    """Median duration of the last training steps, seconds, or of the last synchronisations if those take longer; 0:
+    there was none."""
+    training = records[records["phase"] == Phase.TRAIN]
+    return max(_median(training[training["kind"] == kind]) for kind in (Kind.STEP, Kind.SYNCHRONISATION))
+
+
+def _median(records: NDArray[np.void]) -> float:
+    recent = records[-RECENT_STEPS:]
+    return median((recent["end_ns"] - recent["start_ns"]).tolist()) * 1e-9 if len(recent) else 0.0
