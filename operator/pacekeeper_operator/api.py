@@ -114,6 +114,9 @@ class Reason(StrEnum):
     # Degraded
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"
+    SLOW_COMMUNICATION = "SlowCommunication"
+    NON_FINITE_LOSS = "NonFiniteLoss"
+    PLAN_REFUSED = "PlanRefused"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
     QUARANTINE_BREAKER = "QuarantineBreaker"

@@ -128,6 +128,8 @@ class State:
     gpu_values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
     suspicion: Suspicion | None = None
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
+    plan_refused: str = ""  # why the plan as somebody had edited it could not be followed
+    plan_refused_at: float = 0.0
     barren_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some
     barren_error: str = ""
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
@@ -185,7 +187,7 @@ class Draft:
 
     def with_plan(self, **changes: Any) -> Draft:
         """Changes of the plan, with the next version."""
-        return replace(self, plan=replace(self.plan, version=self.plan.version + 1, **changes))
+        return replace(self, plan=replace(self.plan, **{"version": self.plan.version + 1, **changes}))
 
     def with_state(self, **changes: Any) -> Draft:
         return replace(self, state=replace(self.state, **changes))
@@ -210,6 +212,21 @@ class Draft:
             raise InputError(
                 f"the plan's ConfigMap cannot be read ({error!r}); delete it to have it made anew"
             ) from error
+
+    @classmethod
+    def without_steering(cls, data: Mapping[str, str]) -> Self:
+        """As `from_data`, but for what can be steered live: mode and shares are those that a new job has.
+
+        For a plan that this operator cannot read and has never known otherwise. Raises InputError.
+        """
+        try:
+            plan = {name: value for name, value in json.loads(data["plan.json"]).items() if name not in _STEERING}
+        except (KeyError, AttributeError, ValueError) as error:
+            raise InputError(f"the plan is not JSON ({error!r}); delete its ConfigMap to have it made anew") from error
+        return cls.from_data({**data, "plan.json": json.dumps(plan)})
+
+
+_STEERING = ("sync_mode", "sync_every", "sync_seconds", "shares", "garbage_every")
 
 
 def _without_defaults(worker: Mapping[str, Any]) -> dict[str, Any]:

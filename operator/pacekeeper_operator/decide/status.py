@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts
@@ -15,6 +15,9 @@ from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
+
+PLAN_REFUSED_SECONDS = 600.0
+"""So long the condition tells of a plan that somebody had edited into something unreadable; the event stays longer."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         selector=job.selector,
         slowdown=slowdown,
         goodput=_goodput(observation) if not ended else before.goodput,
-        sync_mode=observation.plan.sync_mode,
+        sync_mode=_sync_mode(observation),
         restarts=state.restarts_total,
         bottleneck=_bottleneck(observation) if phase is Phase.RUNNING else None,
     )
@@ -180,6 +183,9 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
         return _Found(Condition.DEGRADED, True, Reason.PAUSED, policy.paused)
     if phase is not Phase.RUNNING:
         return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
+    bad = _bad_input(observation)
+    if bad is not None:
+        return bad
     if len(plan.members) < spec.replicas:
         words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
@@ -198,6 +204,26 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
     return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
 
 
+def _bad_input(observation: Observation) -> _Found | None:
+    """What only the user can put right: a loss that is not finite, a plan that cannot be followed."""
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    bad = next((beat for beat in beats if beat.bad_loss_rank >= 0), None)
+    if bad is not None:
+        words = (
+            f"the loss of rank {bad.bad_loss_rank} on {bad.worker} is not finite since step {bad.bad_loss_step}: look "
+            "at the samples of that step and at the learning rate; to go back, suspend the job, delete the checkpoints "
+            "from that step on, and resume it"
+        )
+        return _Found(Condition.DEGRADED, True, Reason.NON_FINITE_LOSS, words)
+    refused = next((beat for beat in beats if beat.refused), None)
+    if refused is not None:
+        words = f"the ranks on {refused.worker} do not follow the newest plan but the one before: {refused.refused}"
+        return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, words)
+    if observation.state.plan_refused and observation.now - observation.state.plan_refused_at < PLAN_REFUSED_SECONDS:
+        return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, observation.state.plan_refused)
+    return None
+
+
 def _metrics(observation: Observation) -> _Found:
     away = observation.metrics.unavailable
     if away == NOT_ASKED:
@@ -214,6 +240,12 @@ def _dated(observation: Observation, found: _Found, before: JobStatus) -> Condit
     old = next((condition for condition in before.conditions if condition.type == found.type), None)
     since = old.last_transition_time if old is not None and old.status == status else observation.now
     return ConditionStatus(found.type, status, found.reason, found.message, since, observation.job.generation)
+
+
+def _sync_mode(observation: Observation) -> SyncMode:
+    """The mode in force as rank 0's worker tells it, or else the one that is wanted."""
+    told = next((view.heartbeat.sync_mode for view in observation.members if view.heartbeat is not None), "")
+    return SyncMode(told) if told in list(SyncMode) else observation.plan.sync_mode
 
 
 def _goodput(observation: Observation) -> float | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
 
 from ..api import Job
@@ -14,14 +17,40 @@ from ..observe.memory import JobMemory
 from ..state import Draft, State, Worker
 
 
-async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
-    """What is written, also into `memory`; None: there is no plan yet."""
+async def load(cluster: Cluster, job: Job, memory: JobMemory, now: float) -> Draft | None:
+    """What is written, also into `memory`; None: there is no plan (any more).
+
+    A plan that somebody has edited by hand is taken over, under a version that workers hear of; one that cannot be read
+    is written anew as `memory` knows it. Raises InputError where that does not help.
+    """
     body = await cluster.find(CONFIG_MAPS, job.plan_name, job.namespace)
     if body is None or all(o["uid"] != job.uid for o in body["metadata"].get("ownerReferences", ())):
+        memory.resource_version = ""
         return None
-    draft = Draft.from_data(body.get("data", {}))
-    await memory.publish(draft, body["metadata"]["resourceVersion"])
+    version, data = body["metadata"]["resourceVersion"], body.get("data", {})
+    if memory.draft is not None and memory.resource_version == version:
+        return memory.draft
+    draft, readable = _read(data, memory.draft, now)
+    if readable:
+        await memory.publish(draft, version)
+    else:
+        memory.resource_version = version
+        await write(cluster, job, memory, draft)
     return draft
+
+
+def _read(data: Mapping[str, str], last: Draft | None, now: float) -> tuple[Draft, bool]:
+    """What is to be followed, and whether just that is written. `last`: the draft that was followed until now."""
+    try:
+        written = Draft.from_data(data)
+    except InputError as error:
+        mended = last or Draft.without_steering(data)
+        words = f"the plan in the ConfigMap cannot be followed ({error.__cause__ or error}), the last good one goes on"
+        return mended.with_plan().with_state(plan_refused=words, plan_refused_at=now), False
+    if last is not None and written.plan != last.plan and written.plan.version <= last.plan.version:
+        newest = replace(last, plan=written.plan).with_plan(version=last.plan.version + 1)
+        return replace(newest, state=written.state), False
+    return written, True
 
 
 async def write(cluster: Cluster, job: Job, memory: JobMemory, draft: Draft) -> None:

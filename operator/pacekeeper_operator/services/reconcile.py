@@ -29,6 +29,8 @@ from .think import Thought, think
 
 PODS_SECONDS = 30.0
 """A list of pods older than this is read anew, whatever the watch has said."""
+PLAN_SECONDS = 30.0
+"""A plan older than this is read anew: somebody may have edited it by hand."""
 STATUS_SECONDS = 15.0
 OVERDUE_SECONDS = 15.0
 """So long after its grace period a pod may still be there before nobody waits for its node any more."""
@@ -45,6 +47,7 @@ class Desk:
     memory: JobMemory
     pods: tuple[PodView, ...] = ()
     pods_at: float = 0.0
+    plan_at: float = 0.0
     told: dict[str, Incident] | None = None  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
     status_at: float = 0.0
@@ -55,10 +58,8 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     job, memory = desk.job, desk.memory
     memory.job = job
     memory.wake.clear()
-    if memory.draft is None:
-        await _read_pods(operator, desk)
-        if await plans.load(operator.cluster, job, memory) is None:
-            await plans.write(operator.cluster, job, memory, plans.first(job, desk.pods, time.time()))
+    if memory.draft is None or not memory.resource_version or time.time() - desk.plan_at > PLAN_SECONDS:
+        await _read_plan(operator, desk)
     if not await _template_is_good(operator, desk):
         await _report(operator, desk, _observe(operator, desk))
         return 60.0
@@ -73,7 +74,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
             if thought.draft != memory.draft:
                 await plans.write(operator.cluster, job, memory, thought.draft)
         except Conflict:
-            memory.draft, memory.resource_version = None, ""
+            memory.resource_version = ""  # somebody else has written: to be read anew
             raise
     await _carry_out(operator, desk, thought)
     await _report(operator, desk, thought.observation)
@@ -99,7 +100,7 @@ async def clean_up(operator: Operator, desk: Desk) -> None:
 
 async def close_incidents(operator: Operator, desk: Desk) -> None:
     """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
-    draft = desk.memory.draft or await plans.load(operator.cluster, desk.job, desk.memory)
+    draft = desk.memory.draft or await plans.load(operator.cluster, desk.job, desk.memory, time.time())
     for incident in draft.state.open_incidents if draft is not None else ():
         ended = replace(incident, outcome=Outcome.SUPERSEDED)
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
@@ -150,6 +151,20 @@ def policy(operator: Operator, job: Job) -> Policy:
         breaker_nodes=settings.breaker_nodes,
         grace_after_start=settings.grace_after_start,
     )
+
+
+async def _read_plan(operator: Operator, desk: Desk) -> None:
+    """The plan as it is written; where there is none, a first one is, or the one that was deleted is again."""
+    job, memory, now = desk.job, desk.memory, time.time()
+    before = memory.draft.state.plan_refused_at if memory.draft is not None else 0.0
+    draft = await plans.load(operator.cluster, job, memory, now)
+    if draft is None:
+        await _read_pods(operator, desk)
+        anew = plans.first(job, desk.pods, now) if memory.draft is None else memory.draft.with_plan()
+        await plans.write(operator.cluster, job, memory, anew)
+    elif draft.state.plan_refused_at > before:
+        await events.tell(operator.cluster, job, "PlanRefused", draft.state.plan_refused, "RestorePlan", warning=True)
+    desk.plan_at = now
 
 
 async def _read_pods(operator: Operator, desk: Desk) -> None:
@@ -318,6 +333,7 @@ def _urgent(status: JobStatus) -> object:
         status.round,
         status.workers,
         status.restarts,
+        status.sync_mode,
         status.observed_generation,
     )
 

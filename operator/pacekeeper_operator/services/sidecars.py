@@ -24,7 +24,10 @@ MAX_POLL_SECONDS = 30.0
 TAKE_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
 _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
-_WAKING = ("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts")
+_WAKING = (
+    *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
+    *("sync_mode", "refused", "bad_loss_rank"),
+)
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
 
 

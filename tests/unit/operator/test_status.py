@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason
 from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation
@@ -106,3 +106,34 @@ def test_before_the_first_step_it_is_starting() -> None:
     world = change_members(training(), first_step_at=0.0)
     world = world.with_draft(world.draft.with_state(training_since=0.0))
     assert report(world, policy(), JobStatus()).phase is Phase.STARTING
+
+
+def test_a_loss_that_is_not_finite_is_told_with_rank_and_step() -> None:
+    world = change_worker(training(), "j-w2-0", heartbeat={"bad_loss_rank": 2, "bad_loss_step": 417})
+    degraded = conditions(world)[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.NON_FINITE_LOSS)
+    assert all(words in degraded.message for words in ("rank 2 on j-w2-0", "step 417", "suspend"))
+
+
+def test_a_plan_that_the_ranks_refuse_is_told_in_their_words() -> None:
+    world = change_worker(training(), "j-w0-0", heartbeat={"refused": "shares sum to 33, not 32"})
+    degraded = conditions(world)[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.PLAN_REFUSED)
+    assert "shares sum to 33, not 32" in degraded.message
+
+
+def test_a_plan_that_could_not_be_read_is_told_for_a_while() -> None:
+    world = training()
+    world = world.with_draft(world.draft.with_state(plan_refused="no mode Sideways", plan_refused_at=NOW - 5))
+    assert conditions(world)[Condition.DEGRADED].reason == Reason.PLAN_REFUSED
+    assert conditions(replace(world, now=NOW + 3600))[Condition.DEGRADED].status == "False"
+
+
+def test_the_mode_in_force_is_what_the_ranks_say_and_else_what_is_wanted() -> None:
+    world = training()
+    world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.ASYNC_EDIT))
+    assert report(world, policy(), JobStatus()).sync_mode is SyncMode.ASYNC_EDIT
+    switching = change_members(world, sync_mode="Sync")
+    assert report(switching, policy(), JobStatus()).sync_mode is SyncMode.SYNC
+    newer = change_members(world, sync_mode="Sideways")
+    assert report(newer, policy(), JobStatus()).sync_mode is SyncMode.ASYNC_EDIT

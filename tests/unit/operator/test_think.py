@@ -212,7 +212,11 @@ class TestHang:
 
     def test_no_verdict_while_a_worker_has_not_complained(self) -> None:
         world = training()
-        thought = think(replace(world, faults=stalls(world, culprit=2)[:-1]), policy())
+        asleep = [
+            replace(fault, ranks=tuple(replace(rank, process_state="S") for rank in fault.ranks))
+            for fault in stalls(world, culprit=2)[:-1]
+        ]
+        thought = think(replace(world, faults=tuple(asleep)), policy())
         assert thought.draft.plan.membership == 1
         assert not thought.decisions
 
