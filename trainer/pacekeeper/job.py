@@ -251,7 +251,7 @@ class Job:
         Ends the process with exit code 143, after a checkpoint, when the job is told to leave (SIGTERM, suspend).
         """
         self.loader = loader
-        loader.alike = self._mesh_shape["shard"] > 1
+        loader.replica_size = self._mesh_shape["shard"]
         state = self.recorder.ring.state
         state.global_batch = loader.global_batch_size
         self.recorder.restart_clock(self.step + 1)
@@ -314,8 +314,9 @@ class Job:
         self.recorder.end_step(self._share)
 
     def _next_step(self) -> Step:
-        draw, batches = self.loader.next_step()
-        return Step(self, self.step + 1, draw, batches)
+        drawn = self.loader.next_step()
+        assert drawn is not None, "what is dealt by shares has no end"
+        return Step(self, self.step + 1, *drawn)
 
     def _exchange(self, step: Step | None) -> None:
         """Begins to agree on what is in force after the next step."""

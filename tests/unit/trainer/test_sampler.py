@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from pacekeeper.loader import Loader
+from pacekeeper.loader import Draw, Loader
 from pacekeeper.sampler import SampleStream
-from pacekeeper.shares import check_shares, equal_shares, microbatch_count, microbatch_sizes, rank_interval
+from pacekeeper.shares import (
+    check_replicas,
+    check_shares,
+    equal_shares,
+    microbatch_count,
+    microbatch_sizes,
+    rank_interval,
+)
 from pacekeeper_analysis.errors import InputError
 
 NUMBERS: Any = torch.arange(100)
@@ -42,7 +50,7 @@ def test_every_sample_once_an_epoch_across_share_changes_and_restarts(seed: int)
             for loader in loaders:
                 loader.load_state_dict(state)
         for loader in loaders:
-            draw, batches = loader.next_step()
+            draw, batches = step_of(loader)
             mine = [index for microbatch in batches for index in microbatch.tolist()]
             assert len(mine) == draw.samples
             seen += mine
@@ -56,10 +64,10 @@ def test_a_step_that_was_not_completed_is_made_again_after_the_restart() -> None
     (loader,) = make_loaders(30, 8, 1, max_microbatch=8)
     loader.next_step()
     loader.complete_step()
-    _, unfinished = loader.next_step()
+    _, unfinished = step_of(loader)
     (again,) = make_loaders(30, 8, 1, max_microbatch=8)
     again.load_state_dict(loader.state_dict())
-    _, made_again = again.next_step()
+    _, made_again = step_of(again)
     assert torch.equal(next(unfinished), next(made_again))
 
 
@@ -86,7 +94,7 @@ def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) 
         for rank, loader in enumerate(loaders):
             if step == 2:
                 loader.set_shares((7, 1))
-            draw, batches = loader.next_step()
+            draw, batches = step_of(loader)
             list(batches)
             history[rank].append(draw.samples)
     changed = 2 + loaders[0].lookahead
@@ -116,19 +124,32 @@ def test_an_iterable_without_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "message"),
-    [((4, 4), "2 shares for 3 ranks"), ((4, 4, 1), "sum to 9"), ((8, 0, 0), "at least 1"), ((6, 1, 1), "at least 2")],
+    [((4, 4), "2 shares for 3 ranks"), ((4, 4, 1), "sum to 9"), ((8, 0, 0), "at least 1: a rank without samples")],
 )
 def test_bad_shares_are_named(shares: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_shares(shares, 8, 3, least=2 if "2" in message[-1] else 1)
+        check_shares(shares, 8, 3)
+
+
+def test_ranks_of_one_replica_have_a_sample_for_each_microbatch() -> None:
+    check_replicas((9, 1, 1, 1), replica_size=1, max_microbatch=4)
+    check_replicas((9, 3, 1, 1), replica_size=2, max_microbatch=4)
+    with pytest.raises(InputError, match=r"\[9, 1\] must all be at least 3: .* ranks 2 to 3; raise the smallest"):
+        check_replicas((1, 1, 9, 1), replica_size=2, max_microbatch=4)
 
 
 def test_shares_cover_the_batch_in_rank_order() -> None:
     assert equal_shares(10, 4) == (3, 3, 2, 2)
     assert [rank_interval((3, 1, 4), rank) for rank in range(3)] == [(0, 3), (3, 4), (4, 8)]
     assert microbatch_sizes(7, 3) == (3, 2, 2)
-    assert [microbatch_count((9, 3, 1), rank, 4, alike=False) for rank in range(3)] == [3, 1, 1]
-    assert [microbatch_count((9, 3, 1), rank, 4, alike=True) for rank in range(3)] == [3, 3, 3]
+    assert [microbatch_count([share], 4) for share in (9, 3, 1)] == [3, 1, 1]
+    assert microbatch_count((9, 3, 1), 4) == 3
+
+
+def step_of(loader: Loader) -> tuple[Draw, Iterator[Any]]:
+    drawn = loader.next_step()
+    assert drawn is not None
+    return drawn
 
 
 def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: Any) -> list[Loader]:

@@ -1,0 +1,134 @@
+"""Which positions of the stream of samples are still to be used, and who gets the next of them. Pure integers.
+
+A *ticket* is a place in what is left of the stream: ticket 0 is its first position that nobody has used. Samples are
+dealt in two ways: `Dealing` gives each step's global batch to the ranks by their shares, so that all ranks know what
+each of them takes; `Leasing` takes the next tickets from a counter of all ranks, so that a fast rank takes more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .shares import equal_shares
+
+Interval = tuple[int, int]
+"""Positions from the first to before the second."""
+
+Take = Callable[[int], int]
+"""The shared counter: takes so many new tickets and returns the first of them; of n ranks, each gets other ones."""
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """What of the stream is not yet used: `pending`, and all positions from `cursor` on."""
+
+    cursor: int = 0
+    pending: tuple[Interval, ...] = ()
+    """In ascending order and apart from each other, below the cursor: handed out once, but not used."""
+
+    @property
+    def used(self) -> int:
+        """How many positions are used."""
+        return self.cursor - sum(end - first for first, end in self.pending)
+
+    def places(self, first: int, end: int) -> tuple[Interval, ...]:
+        """The positions of tickets [first, end)."""
+        return cut([*self.pending, (self.cursor, self.cursor + end)], first, end)
+
+    def after(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
+        """What is left when the first `tickets` are used, but for the positions that are `unused`.
+
+        Raises ValueError where an unused position was not among these tickets.
+        """
+        handed_out = self.places(0, tickets)
+        back = merge(unused)
+        if any(not any(low <= first and end <= high for low, high in handed_out) for first, end in back):
+            raise ValueError(f"of {back}, not all were among the first {tickets} tickets, which are at {handed_out}")
+        waiting = sum(end - first for first, end in self.pending)
+        cursor = self.cursor + max(tickets - waiting, 0)
+        pending = list(merge([*back, *self.places(tickets, max(tickets, waiting))]))
+        if pending and pending[-1][1] == cursor:
+            cursor = pending.pop()[0]
+        return Remainder(cursor, tuple(pending))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A batch that some ranks share: who of them takes how many of its samples."""
+
+    positions: tuple[Interval, ...]
+    shares: tuple[int, ...]
+    place: int
+    """Which of the shares is this rank's."""
+    matching: tuple[int, ...]
+    """The shares of the ranks that must run as many microbatches as this one, its own among them."""
+
+
+@dataclass
+class Dealing:
+    """Deals the global batches behind `start` one after the other, by shares."""
+
+    start: Remainder
+    rank: int
+    replica_size: int
+    _dealt: int = field(default=0, init=False)
+
+    def deal(self, shares: Sequence[int]) -> Deal:
+        first, self._dealt = self._dealt, self._dealt + sum(shares)
+        replica = self.rank // self.replica_size * self.replica_size
+        return Deal(
+            self.start.places(first, self._dealt),
+            tuple(shares),
+            self.rank,
+            tuple(shares[replica : replica + self.replica_size]),
+        )
+
+
+@dataclass
+class Leasing:
+    """Takes the tickets behind `start` for a replica: its ranks share them, and each of them must take the same."""
+
+    start: Remainder
+    rank: int
+    replica_size: int
+    take: Take
+    tickets: int | None
+    """How many there are; None: without end."""
+
+    def deal(self, shares: Sequence[int]) -> Deal | None:
+        """The replica's next tickets: as many as its ranks' shares, at last perhaps fewer. None: all are taken."""
+        replica = self.rank // self.replica_size * self.replica_size
+        parts = tuple(shares[replica : replica + self.replica_size])
+        first = self.take(sum(parts))
+        count = sum(parts) if self.tickets is None else min(sum(parts), self.tickets - first)
+        if count <= 0:
+            return None
+        if count < sum(parts):
+            parts = equal_shares(count, self.replica_size)
+        return Deal(self.start.places(first, first + count), parts, self.rank - replica, parts)
+
+
+def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:
+    """Of all the positions in `intervals`, counted through, those from number `first` to before number `end`."""
+    found: list[Interval] = []
+    passed = 0
+    for low, high in intervals:
+        begin, stop = max(first - passed, 0), min(end - passed, high - low)
+        if begin < stop:
+            found.append((low + begin, low + stop))
+        passed += high - low
+    return tuple(found)
+
+
+def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """The same positions in ascending order, as few intervals. Raises ValueError where two have one in common."""
+    merged: list[Interval] = []
+    for first, end in sorted(intervals):
+        if merged and first < merged[-1][1]:
+            raise ValueError(f"positions {first} to {merged[-1][1]} come twice")
+        if merged and first == merged[-1][1]:
+            merged[-1] = (merged[-1][0], end)
+        elif first < end:
+            merged.append((first, end))
+    return tuple(merged)
