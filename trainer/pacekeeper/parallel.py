@@ -33,23 +33,41 @@ def replicate(model: nn.Module) -> DistributedDataParallel:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, units: Units) -> nn.Module:
-    """`model` sharded over `mesh`, unit by unit, with gradients that are summed."""
+    """`model` sharded over the dimension "shard" of `mesh`, unit by unit, with gradients that are summed.
+
+    Where the mesh has a dimension "sync" before it, its ranks hold replicas of each other's shards, and gradients are
+    summed over them too. Collective.
+    """
+    names = mesh.mesh_dim_names or ()
+    shards = mesh["shard"] if "sync" in names else mesh
     for unit in units(model):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        fully_shard(unit, mesh=shards)
+    fully_shard(model, mesh=shards)
+    over_replicas = _SumOverReplicas(mesh.get_group("sync")) if "sync" in names and mesh["sync"].size() > 1 else None
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if over_replicas is not None:
+            module.set_all_reduce_hook(over_replicas)
     return model
 
 
-def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks or only adds them up."""
+def synchronise_gradients(model: nn.Module, wanted: bool, local: bool = False) -> None:
+    """Whether the next backward pass reduces gradients over the ranks or only adds them up.
+
+    local: it leaves other replicas out, and so does the forward pass: whole replicas reduce nothing, sharded ones
+    inside their shard group.
+    """
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = wanted
+        model.require_backward_grad_sync = wanted and not local
+        if local:  # DDP would hand out rank 0's buffers before a forward pass, once
+            model.require_forward_param_sync = False
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
+        for module in _sharded_modules(model):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if isinstance(group._all_reduce_hook, _SumOverReplicas):
+                    group._all_reduce_hook.wanted = not local
 
 
 def equalise_buffers(model: nn.Module) -> None:
@@ -67,6 +85,25 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The script's own module."""
     module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return module
+
+
+class _SumOverReplicas:
+    """FSDP2's hook behind the reduction over the shards: what it has summed up is summed over the replicas, in place.
+
+    FSDP2 has replicas of its own (HSDP), but leaving them out keeps the gradients to itself (`grad` stays None).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.wanted = True
+        self._group = group
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        if self.wanted:
+            dist.all_reduce(reduced, group=self._group)
+
+
+def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

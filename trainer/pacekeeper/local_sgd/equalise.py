@@ -1,0 +1,184 @@
+"""The way back to one state: moments and buffers that replicas have each for themselves, made the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .outer import exchange_type, local
+
+_CHUNK_BYTES = 64 << 20
+"""Of one all-reduce."""
+_STEP = "step"
+"""How torch's optimizers call their count of steps, a floating-point tensor."""
+
+
+def equalise(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], sync_group: dist.ProcessGroup) -> None:
+    """Makes inner moments and buffers the same on all replicas. Collective over the sync group.
+
+    Floating-point moments and buffers become the mean over the replicas where they are finite, step counts the
+    maximum, other tensors those of the group's first rank. A parameter that only some replicas have a state of (the
+    others have had no gradient for it yet) gets theirs.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    borrowed = _borrow_layout(optimizer, parameters, sync_group)
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    moments = [
+        (index, key, value)
+        for index, parameter in enumerate(parameters)
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+    ]
+    averaged = [
+        _Entry(local(value), (index, key) not in borrowed)
+        for index, key, value in moments
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != _STEP
+    ]
+    averaged += [_Entry(local(buffer), True) for buffer in buffers if buffer.is_floating_point()]
+    device = local(parameters[0]).device
+    with torch.no_grad():
+        _average(averaged, device, sync_group)
+        _take_largest(optimizer, parameters, moments, device, sync_group)
+        others = [value for _, key, value in moments if isinstance(value, torch.Tensor) and key != _STEP]
+        for tensor in others + buffers:
+            if not tensor.is_floating_point():
+                _take_first(local(tensor), device, sync_group)
+
+
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
+    """The moments and step counts of this rank to zero: they hold what has made its parameters go bad."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                local(value).zero_()
+            elif _is_number(value):
+                state[key] = type(value)(0)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Of one entry of an optimizer's state."""
+
+    shape: torch.Size | None  # None: a plain number
+    dtype: torch.dtype | None
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class _Entry:
+    tensor: torch.Tensor
+    counts: bool
+
+
+def _borrow_layout(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> set[tuple[int, str]]:
+    """Gives this rank's state whatever another replica's has, as zeros; returns (parameter, key) of what it got."""
+    mine = {
+        (index, key): _layout(value)
+        for index, parameter in enumerate(parameters)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor) or _is_number(value)
+    }
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, mine, group=group)
+    union: dict[tuple[int, str], _Layout] = {}
+    for layouts in everybody:
+        union = layouts | union
+    missing = union.keys() - mine.keys()
+    for index, key in sorted(missing):
+        parameter = parameters[index]
+        optimizer.state[parameter][key] = _zeros(union[index, key], parameter)
+    return set(missing)
+
+
+def _layout(value: Any) -> _Layout:
+    if isinstance(value, torch.Tensor):
+        part = local(value)
+        return _Layout(part.shape, part.dtype, part.is_cpu)
+    return _Layout(None, None, on_cpu=True)
+
+
+def _zeros(layout: _Layout, parameter: nn.Parameter) -> Any:
+    if layout.shape is None:
+        return 0
+    if layout.shape == local(parameter).shape:  # sharded like the parameter
+        zeros = torch.zeros_like(parameter, dtype=layout.dtype, requires_grad=False)
+    else:
+        zeros = torch.zeros(layout.shape, dtype=layout.dtype, device=local(parameter).device)
+    return zeros.cpu() if layout.on_cpu else zeros
+
+
+def _average(entries: Sequence[_Entry], device: torch.device, group: dist.ProcessGroup) -> None:
+    """Each tensor becomes the mean of the replicas' that count and are finite; zero, where there are none."""
+    if not entries:
+        return
+    good = [entry.counts and bool(entry.tensor.isfinite().all()) for entry in entries]
+    counts = torch.tensor(good, dtype=torch.float64, device=device)
+    dist.all_reduce(counts, group=group)
+    shares = (1 / counts.clamp(min=1)).tolist()
+    for chunk in _chunks(entries):
+        tensors = [entries[index].tensor for index in chunk]
+        flat = torch.cat(
+            [
+                (tensor if good[index] else torch.zeros_like(tensor)).flatten().to(device, exchange_type(tensor))
+                for index, tensor in zip(chunk, tensors, strict=True)
+            ]
+        )
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        for index, tensor, piece in zip(chunk, tensors, pieces, strict=True):
+            tensor.copy_(piece.mul_(shares[index]).view(tensor.shape))
+
+
+def _chunks(entries: Sequence[_Entry]) -> Iterator[list[int]]:
+    """Indices of entries that go into one all-reduce: of one type, and not too many bytes."""
+    types = [exchange_type(entry.tensor) for entry in entries]
+    for dtype in dict.fromkeys(types):
+        chunk: list[int] = []
+        nbytes = 0
+        for index, entry in enumerate(entries):
+            if types[index] != dtype:
+                continue
+            chunk.append(index)
+            nbytes += entry.tensor.numel() * dtype.itemsize
+            if nbytes >= _CHUNK_BYTES:
+                yield chunk
+                chunk, nbytes = [], 0
+        if chunk:
+            yield chunk
+
+
+def _take_largest(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    moments: Sequence[tuple[int, str, Any]],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Step counts and other plain numbers become the largest of the replicas'."""
+    counts = [(index, key, value) for index, key, value in moments if key == _STEP or _is_number(value)]
+    if not counts:
+        return
+    largest = torch.tensor([float(value) for _, _, value in counts], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    for (index, key, value), number in zip(counts, largest.tolist(), strict=True):
+        if isinstance(value, torch.Tensor):
+            local(value).fill_(number)
+        else:
+            optimizer.state[parameters[index]][key] = type(value)(number)
+
+
+def _take_first(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup) -> None:
+    """The tensor of the group's first rank."""
+    first = tensor.to(device).contiguous()
+    dist.broadcast(first, group=group, group_src=0)
+    tensor.copy_(first)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

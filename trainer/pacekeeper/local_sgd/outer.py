@@ -1,0 +1,74 @@
+"""The outer optimizer: SGD with Nesterov momentum over pseudo-gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .settings import OuterSGD
+
+_MOMENTUM = "momentum_buffer"
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """Moves the last common parameters by the replicas' mean pseudo-gradient, at each synchronisation.
+
+    It is an optimizer over the model's own parameters, so that checkpoints shard its state like them; its momentum is
+    there from the beginning. `Replicas` drives it: it has no step of its own.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: OuterSGD) -> None:
+        super().__init__(
+            list(parameters), {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
+        )
+        self._offload = settings.offload
+        for parameter in self._parameters():
+            zeros = torch.zeros_like(parameter, dtype=exchange_type(parameter), requires_grad=False)
+            self.state[parameter] = {_MOMENTUM: zeros.cpu() if self._offload else zeros}
+
+    @torch.no_grad()
+    def apply(
+        self, parameters: Sequence[nn.Parameter], last: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Takes one outer step from `last`, in place, and gives it to `parameters`.
+
+        last, gradients: this rank's part of each of `parameters`, where the momentum lives; gradients in the type of
+        `exchange_type`. They are used up.
+        """
+        settings = self.param_groups[0]
+        lr, momentum, nesterov = settings["lr"], settings["momentum"], settings["nesterov"]
+        for parameter, anchor, gradient in zip(parameters, last, gradients, strict=True):
+            velocity = local(self.state[parameter][_MOMENTUM])
+            velocity.mul_(momentum).add_(gradient)
+            step = gradient.add_(velocity, alpha=momentum) if nesterov else velocity
+            anchor.copy_(torch.add(anchor, step, alpha=-lr))  # in the wider type, then rounded once
+            local(parameter).copy_(anchor)
+
+    def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
+        raise RuntimeError("the outer optimizer steps in synchronisations; leave it to the job")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer, but the momentum keeps its own type and place."""
+        super().load_state_dict(state_dict)
+        for index, parameter in enumerate(self._parameters()):
+            loaded = state_dict["state"][index][_MOMENTUM].detach().to(exchange_type(parameter), copy=True)
+            place = torch.device("cpu") if self._offload else local(parameter).device
+            self.state[parameter] = {_MOMENTUM: loaded.to(place)}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; the tensor itself where it is not sharded."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def exchange_type(tensor: torch.Tensor) -> torch.dtype:
+    """In which pseudo-gradients are computed, sent and summed up: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,310 @@
+"""The replicas of a model, which train by themselves and meet in synchronisations (EDiT, arXiv 2412.07210).
+
+A synchronisation begins between two steps with one small exchange, from which every rank knows all weights, and goes
+on unit by unit while the next forward pass runs: a unit's forward pass waits for its own all-reduce only, and those of
+the next units are under way meanwhile. `finish` completes the rest at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.pseudo_gradient import Statistics, Weights, weigh
+
+from .equalise import reset_moments
+from .outer import OuterOptimizer
+from .settings import OuterSGD
+from .units import make_units
+
+
+@dataclass
+class Synchronisation:
+    """One synchronisation, as this rank saw it. Replicas are numbered by their rank in the sync group."""
+
+    number: int
+    """From 1."""
+    units: tuple[str, ...]
+    """Names, in the order of the arrays below."""
+    steps: NDArray[np.float64]
+    """[replicas] that each has done since the last one."""
+    weights: NDArray[np.float64]
+    """[units, replicas]"""
+    replica_weights: NDArray[np.float64]
+    """[replicas] mean over the units, by their size."""
+    anomalous: tuple[int, ...]
+    """Replicas whose pseudo-gradient did not count in one unit at least."""
+    not_finite: tuple[int, ...]
+    """Of these, the ones that have gone bad altogether: their inner moments are reset."""
+    rolled_back: tuple[str, ...]
+    """Units that went back to where they were, since no replica's pseudo-gradient was good."""
+    started_ns: int
+    """CLOCK_MONOTONIC, as `ended_ns`."""
+    ended_ns: int = 0
+    """When the last unit was complete; 0: it is pending."""
+    waited_ns: int = 0
+    """That this rank's training thread was held by it: exchange, what of the all-reduces no computation hid, updates.
+    Of a GPU's collectives, the wait is on the device's stream and not counted here."""
+    nbytes: int = 0
+    """That this rank gave into all-reduces."""
+
+
+class Replicas:
+    """This rank's replica (or its shard of one), and the others in its sync group."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[nn.Module],
+        sync_group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup | None,
+        settings: OuterSGD,
+    ) -> None:
+        """
+        model: the script's own module, after sharding, without DistributedDataParallel around it.
+        units: parts of it that are synchronised one at a time, in the order of the forward pass; its blocks, say.
+        What none of them has is one more, and comes first. Parameters that need no gradient are left out.
+        sync_group: ranks with the same position in their shard groups; every rank's parameters have the same shapes.
+        shard_group: ranks that share this replica; None: it is whole.
+        Raises InputError for units that are not the model's.
+        """
+        self.settings = settings
+        self._model = model
+        _reshard(model)
+        self._units = make_units(model, units, settings.offload)
+        if not self._units:
+            raise InputError("model: no parameter needs a gradient; there is nothing to synchronise")
+        self.outer = OuterOptimizer([p for unit in self._units for p in unit.parameters], settings)
+        """Its state belongs to a checkpoint; it is whole when nothing is pending."""
+        self.last: Synchronisation | None = None
+        """The newest synchronisation; pending or complete."""
+        self._sync_group = sync_group
+        self._shard_group = shard_group
+        self._statistics = Statistics.fresh(len(self._units), sync_group.size())
+        self._number = 0
+        self._weights: Weights
+        self._bounds: NDArray[np.float64]
+        self._waiting: deque[int] = deque()
+        """Units that are not complete, in order; the first `_launched` of them are under way."""
+        self._launched = 0
+        self._hooks: list[RemovableHandle] = []
+        self._inner: list[torch.optim.Optimizer] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether the replicas train by themselves: between `start` and `stop`."""
+        return bool(self._hooks)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a synchronisation has begun and not every unit is complete."""
+        return bool(self._waiting)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells which optimizer trains the model.
+
+        It never steps with a synchronisation pending: whatever no forward pass has completed is completed before. Its
+        moments are reset when this replica's parameters were not finite.
+        """
+        self._inner.append(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def start(self) -> None:
+        """From now on the replicas train by themselves. Their parameters must be the same now.
+
+        Again, while running (parameters were loaded, say): these are the common ones now. Raises RuntimeError while a
+        synchronisation is pending.
+        """
+        self._expect_none_pending("start")
+        _reshard(self._model)
+        for unit in self._units:
+            unit.remember()
+        if not self.running:
+            self._hooks = [
+                unit.module.register_forward_pre_hook(self._before_forward, prepend=True) for unit in self._units
+            ]
+
+    def stop(self) -> None:
+        """No more: frees the last common parameters. The outer momentum stays. Raises RuntimeError while pending."""
+        self._expect_none_pending("stop")
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for unit in self._units:
+            unit.forget()
+
+    def begin(self, steps: int, asynchronous: bool = False, samples: float | None = None) -> Synchronisation:
+        """Begins a synchronisation, between two steps. Collective over the replicas and their shards.
+
+        steps: that this replica has done since the last one.
+        asynchronous: replicas may have done different numbers of steps (A-EDiT).
+        samples: that this replica (all its shards together) has used since then, or their weight, such as valid
+        tokens; None: every step has used as many.
+        Raises RuntimeError before `start`, while one is pending, or where the numbers of steps must be equal and
+        are not.
+        """
+        started = time.monotonic_ns()
+        self._expect_none_pending("begin")
+        if not self.running:
+            raise RuntimeError("begin(): start() comes first, while the parameters are the same on all replicas")
+        _reshard(self._model)
+        norms, done, used = self._exchange(float(steps), float(steps if samples is None else samples))
+        if not asynchronous and len(set(done.tolist())) > 1:
+            raise RuntimeError(f"replicas did {done.tolist()} steps: only asynchronous ones may differ")
+        self._weights, self._statistics = weigh(norms, done, self._statistics, self.settings.penalty, used)
+        with np.errstate(invalid="ignore"):
+            self._bounds = np.where(self._weights.weights > 0, self._weights.weights * norms, 0).sum(axis=1)
+        self._number += 1
+        self.last = self._report(norms, done, started)
+        if self.settings.penalty.enabled and self._sync_group.rank() in self.last.not_finite:
+            for optimizer in self._inner:
+                reset_moments(optimizer)
+        self._waiting.extend(range(len(self._units)))
+        self._launch()
+        self.last.waited_ns += time.monotonic_ns() - started
+        return self.last
+
+    def finish(self) -> Synchronisation | None:
+        """Completes what is pending, now. Returns the newest synchronisation; None: there was none yet."""
+        while self._waiting:
+            self._complete_first()
+        return self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the penalty has learnt: the same on all ranks. The outer optimizer is apart."""
+        return {"number": self._number, "statistics": self._statistics.to_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the same number of replicas and units; with others, the penalty learns anew."""
+        self._number = state["number"]
+        statistics = Statistics.from_dict(state["statistics"])
+        fits = statistics.shape == self._statistics.shape
+        self._statistics = statistics if fits else Statistics.fresh(*self._statistics.shape)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """Completes the synchronisation up to `module`; runs before FSDP2 gathers its parameters.
+
+        A second call, when activation checkpointing computes the unit again, finds nothing to do.
+        """
+        if not self._waiting:
+            return
+        needed = {module, *_gathered_with(module)}
+        upto = max(index for index, unit in enumerate(self._units) if unit.module in needed)
+        while self._waiting and self._waiting[0] <= upto:
+            self._complete_first()
+
+    def _before_step(self, *_: Any) -> None:
+        self.finish()
+
+    @torch.no_grad()
+    def _exchange(
+        self, steps: float, samples: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Norms [units, replicas], steps [replicas] and samples [replicas], from one all-gather."""
+        squares = torch.stack([unit.squared_norm().to(self._units[0].device) for unit in self._units])
+        if self._shard_group is not None:
+            dist.all_reduce(squares, group=self._shard_group)
+        mine = torch.cat([squares.sqrt(), squares.new_tensor([steps, samples])])
+        everybody = mine.new_empty(self._sync_group.size() * len(mine))
+        dist.all_gather_into_tensor(everybody, mine, group=self._sync_group)
+        table = everybody.view(-1, len(mine)).T.cpu().numpy()
+        return table[:-2], table[-2], table[-1]
+
+    def _launch(self) -> None:
+        """The all-reduces of the next units, `prefetch` of them."""
+        while self._launched < min(self.settings.prefetch, len(self._waiting)):
+            self._launch_next()
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
+        index = self._waiting[self._launched]
+        self._launched += 1
+        if self._weights.rolled_back[index]:
+            return
+        unit = self._units[index]
+        unit.launch(float(self._weights.weights[index, self._sync_group.rank()]), self._sync_group)
+        assert self.last is not None
+        self.last.nbytes += unit.nbytes
+
+    @torch.no_grad()
+    def _complete_first(self) -> None:
+        """Completes the first unit that waits, and launches another one's all-reduce."""
+        began = time.monotonic_ns()
+        if self._launched == 0:
+            self._launch_next()
+        index = self._waiting.popleft()
+        self._launched -= 1
+        unit = self._units[index]
+        if self._weights.rolled_back[index]:
+            unit.roll_back()
+            self._launch()
+        else:
+            mean = unit.wait()
+            self._launch()  # before the update, so that the link has work meanwhile
+            self._clip(mean, index)
+            unit.apply(mean, self.outer)
+        assert self.last is not None
+        ended = time.monotonic_ns()
+        self.last.waited_ns += ended - began
+        if not self._waiting:
+            self.last.ended_ns = ended
+
+    def _clip(self, mean: torch.Tensor, index: int) -> None:
+        """Scales a unit's mean pseudo-gradient down to the norm φ.
+
+        Its norm is at most Σ wᵢ Gᵢ, which every rank knows: mostly that is below φ, and no rank has to ask its shards.
+        """
+        penalty = self.settings.penalty
+        if not penalty.enabled or self._bounds[index] <= penalty.clip:
+            return
+        square = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
+        if self._shard_group is not None:
+            dist.all_reduce(square, group=self._shard_group)
+        mean.mul_(min(1.0, penalty.clip / (float(square.sqrt()) + 1e-6)))
+
+    def _report(self, norms: NDArray[np.float64], steps: NDArray[np.float64], started: int) -> Synchronisation:
+        weights, anomalous, rolled_back = self._weights
+        sizes = np.array([unit.numel for unit in self._units], np.float64)
+        names = tuple(unit.name for unit in self._units)
+        return Synchronisation(
+            number=self._number,
+            units=names,
+            steps=steps,
+            weights=weights,
+            replica_weights=sizes @ weights / sizes.sum(),
+            anomalous=tuple(np.flatnonzero(anomalous.any(axis=0)).tolist()),
+            not_finite=tuple(np.flatnonzero(~np.isfinite(norms).all(axis=0)).tolist()),
+            rolled_back=tuple(name for name, back in zip(names, rolled_back, strict=True) if back),
+            started_ns=started,
+        )
+
+    def _expect_none_pending(self, call: str) -> None:
+        if self.pending:
+            raise RuntimeError(f"{call}(): a synchronisation is pending; finish() comes first")
+
+
+def _reshard(model: nn.Module) -> None:
+    """Frees gathered parameters (of a forward pass without backward, say): they are about to change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _gathered_with(module: nn.Module) -> set[nn.Module]:
+    """Modules whose parameters FSDP2 gathers in advance when `module` runs, by set_modules_to_forward_prefetch."""
+    if not isinstance(module, FSDPModule):
+        return set()
+    ahead = module._get_fsdp_state()._states_to_forward_prefetch
+    return {gathered for state in ahead for gathered in state._modules}
