@@ -1,0 +1,92 @@
+"""The fastest schedules that given draws allow, without machine, communication or overhead: what all sides are held to.
+
+All take whole samples in the order of the stream, and no sample twice. The bound is the better of two: shares of each
+global batch that are chosen with that batch's draws known beforehand, and leases of a single sample, taken whenever a
+rank is free. Both are better than what a system can do that learns of a draw by waiting for it, or that works in
+local batches; `fixed_shares` and `leases` of a local batch tell how much of the bound is within reach of those.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from .draws import Costs
+
+Shares = tuple[int, ...]
+
+
+def bound(costs: Costs, global_batch: int) -> float:
+    """Samples a unit of time of the best integer schedule; `costs` [rank, sample]."""
+    return max(foreseen_shares(costs, global_batch), leases(costs, 1))
+
+
+def fixed_shares(costs: Costs, global_batch: int) -> tuple[Shares, float]:
+    """The integer shares, kept throughout, that were the fastest, and their samples a unit of time."""
+    candidates = all_shares(global_batch, len(costs))
+    seconds = step_times(costs, candidates, global_batch).sum(axis=1)
+    best = int(seconds.argmin())
+    return tuple(candidates[best].tolist()), _samples(costs, global_batch) / float(seconds[best])
+
+
+def foreseen_shares(costs: Costs, global_batch: int) -> float:
+    """Samples a unit of time where each batch is shared out in the best way for its own draws."""
+    seconds = step_times(costs, all_shares(global_batch, len(costs)), global_batch)
+    return _samples(costs, global_batch) / float(seconds.min(axis=0).sum())
+
+
+def shares_rate(costs: Costs, shares: Shares) -> float:
+    """Samples a unit of time where every global batch is dealt out by `shares` and all wait for the last rank."""
+    seconds = step_times(costs, np.array([shares]), sum(shares))
+    return _samples(costs, sum(shares)) / float(seconds.sum())
+
+
+def leases(costs: Costs, lease: int) -> float:
+    """Samples a unit of time where each rank takes the stream's next `lease` samples as soon as it is free.
+
+    No rank ever waits, so the rate is the sum of the ranks' own rates.
+    """
+    ranks, samples = costs.shape
+    summed = np.concatenate([np.zeros((ranks, 1)), costs.cumsum(axis=1)], axis=1)
+    free = [(0.0, rank) for rank in range(ranks)]
+    taken = np.zeros(ranks)
+    busy = np.zeros(ranks)
+    for first in range(0, samples - lease + 1, lease):
+        at, rank = heapq.heappop(free)
+        seconds = float(summed[rank, first + lease] - summed[rank, first])
+        taken[rank] += lease
+        busy[rank] += seconds
+        heapq.heappush(free, (at + seconds, rank))
+    return float((taken[busy > 0] / busy[busy > 0]).sum())
+
+
+def step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_batch: int) -> Costs:
+    """Time of each whole global batch under each candidate's shares: [candidate, batch].
+
+    The shares are dealt out in rank order, as the loader does.
+    """
+    ranks = len(costs)
+    batches = costs.shape[1] // global_batch
+    of_batches = costs[:, : batches * global_batch].reshape(ranks, batches, global_batch)
+    summed = np.concatenate([np.zeros((ranks, batches, 1)), of_batches.cumsum(axis=2)], axis=2)
+    ends = candidates.cumsum(axis=1)
+    slowest = np.zeros((len(candidates), batches))
+    for rank in range(ranks):
+        end, first = ends[:, rank], ends[:, rank] - candidates[:, rank]
+        slowest = np.maximum(slowest, (summed[rank][:, end] - summed[rank][:, first]).T)
+    return slowest
+
+
+def all_shares(total: int, ranks: int) -> npt.NDArray[np.int64]:
+    """Every way to give each of `ranks` ranks one of `total` samples or more: [way, rank]."""
+    cuts = np.array(list(combinations(range(1, total), ranks - 1)), dtype=np.int64).reshape(-1, ranks - 1)
+    edges = np.concatenate([np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), total)], axis=1)
+    return np.diff(edges, axis=1)
+
+
+def _samples(costs: Costs, global_batch: int) -> int:
+    """In whole global batches."""
+    return costs.shape[1] // global_batch * global_batch

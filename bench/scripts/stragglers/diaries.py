@@ -1,0 +1,112 @@
+"""What the ranks of a run wrote down, and what follows from it: throughput, weights, virtual time. Pure functions.
+
+A diary has an entry for each local step of a rank. The steps between two synchronisations are a *period*; where every
+step is synchronous, each is a period of its own. Periods are numbered from 1, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One local step of one rank."""
+
+    at: float
+    """Its end, in seconds of the machine's monotonic clock."""
+    samples: tuple[int, ...]
+    cost: float
+    """Sum of the samples' drawn costs, in units."""
+    compute: float
+    """Seconds of real work; the drawn rest was slept away."""
+    period: int
+
+
+@dataclass(frozen=True)
+class Period:
+    """What the ranks did between two synchronisations."""
+
+    seconds: float
+    """Wall time between the ends of the last steps before each of them, on the last rank."""
+    samples: tuple[int, ...]
+    """Of each rank."""
+    virtual: float
+    """Units of time that the draws alone take: of the rank that needs longest."""
+
+
+Diary = Sequence[Entry]
+
+
+def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
+    """In order, from the second on: nobody saw when the first began."""
+    last = min(diary[-1].period for diary in diaries)
+    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last + 1)]
+    ends = [max(of_rank[-1].at for of_rank in period if of_rank) for period in steps]
+    return [
+        Period(
+            seconds=end - begin,
+            samples=tuple(sum(len(entry.samples) for entry in of_rank) for of_rank in period),
+            virtual=_virtual_time(period),
+        )
+        for period, begin, end in zip(steps[1:], ends, ends[1:], strict=False)
+    ]
+
+
+def virtual_time(diaries: Sequence[Diary], period: int) -> float:
+    """Units until the end of `period`, where only the draws take time and a period ends with its last rank."""
+    return sum(_virtual_time([_steps_of(diary, number) for diary in diaries]) for number in range(1, period + 1))
+
+
+def samples_until(diaries: Sequence[Diary], period: int) -> int:
+    """Of the whole job, until the end of `period`."""
+    return sum(len(entry.samples) for diary in diaries for entry in diary if entry.period <= period)
+
+
+def counted(samples: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> float:
+    """The share of the samples that counts in the result; both arguments [period][rank].
+
+    A rank whose weight is less than its share of the samples has done part of its work for nothing: of its samples
+    count as many as its weight would have cost. Over the whole run, so that chance from one period to the next evens
+    out.
+    """
+    ranks = range(len(samples[0]))
+    done = [sum(period[rank] for period in samples) for rank in ranks]
+    weighed = [
+        sum(weight[rank] * sum(period) for period, weight in zip(samples, weights, strict=True)) for rank in ranks
+    ]
+    return sum(min(pair) for pair in zip(done, weighed, strict=True)) / sum(done)
+
+
+def weight_per_rank(samples: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[float]:
+    """The weight of each rank's data in the result, over all periods, weighed by their samples."""
+    whole = sum(sum(period) for period in samples)
+    return [
+        sum(weight[rank] * sum(period) for period, weight in zip(samples, weights, strict=True)) / whole
+        for rank in range(len(samples[0]))
+    ]
+
+
+# 97.5 % quantiles of Student's t distribution for 1, 2, … degrees of freedom
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % confidence interval (Student's t); infinite where there is one value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    quantile = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
+    return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _steps_of(diary: Diary, period: int) -> list[Entry]:
+    return [entry for entry in diary if entry.period == period]
+
+
+def _virtual_time(steps: Sequence[Sequence[Entry]]) -> float:
+    """Of one period; `steps` of each rank."""
+    return max(sum(entry.cost for entry in of_rank) for of_rank in steps)

@@ -1,0 +1,139 @@
+"""The pure parts of `bench stragglers`: draws, the bound that all sides are held to, and what diaries say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from bench.scripts.stragglers import bounds, diaries
+from bench.scripts.stragglers.diaries import Entry
+from bench.scripts.stragglers.draws import Costs, Scenario, draw_costs
+
+RANKS, BATCH, LEASE = 4, 28, 7
+
+
+def costs_of(scenario: Scenario, batches: int = 200, seed: int = 1) -> Costs:
+    return draw_costs(scenario, RANKS, batches * BATCH, BATCH, seed)
+
+
+@pytest.mark.parametrize("scenario", Scenario)
+def test_a_cost_depends_on_rank_and_sample_alone(scenario: Scenario) -> None:
+    longer, shorter = costs_of(scenario, 200), costs_of(scenario, 50)
+    np.testing.assert_array_equal(longer[:, : 50 * BATCH], shorter)
+    assert longer.min() > 0
+
+
+def test_random_slows_one_rank_in_each_batch_and_all_alike() -> None:
+    slow = costs_of(Scenario.RANDOM, 2000).reshape(RANKS, -1, BATCH) == 2
+    assert (slow.all(axis=2) == slow.any(axis=2)).all()  # for the whole batch
+    assert (slow[:, :, 0].sum(axis=0) == 1).all()
+    np.testing.assert_allclose(slow[:, :, 0].mean(axis=1), 1 / RANKS, atol=0.04)
+
+
+def test_noise_is_a_shifted_exponential_of_mean_one_that_differs_between_ranks() -> None:
+    costs = costs_of(Scenario.NOISE, 2000)
+    assert costs.min() >= 0.5
+    assert costs.mean() == pytest.approx(1.0, abs=0.01)
+    assert (costs - 0.5).std() == pytest.approx(0.5, abs=0.02)
+    assert abs(np.corrcoef(costs)[0, 1]) < 0.02
+
+
+def test_seeds_give_other_draws() -> None:
+    assert not np.array_equal(costs_of(Scenario.NOISE, seed=1), costs_of(Scenario.NOISE, seed=2))
+
+
+def test_bound_without_straggler_is_one_sample_a_unit_and_rank() -> None:
+    assert bounds.bound(costs_of(Scenario.NONE), BATCH) == pytest.approx(4.0)
+
+
+def test_bound_with_a_rank_half_as_fast_is_three_and_a_half_for_shares_and_leases() -> None:
+    costs = costs_of(Scenario.CONSTANT)
+    shares, rate = bounds.fixed_shares(costs, BATCH)
+    assert shares == (8, 8, 8, 4)
+    assert rate == pytest.approx(3.5)
+    assert bounds.leases(costs, LEASE) == pytest.approx(3.5)
+    assert bounds.bound(costs, BATCH) == pytest.approx(3.5)
+    assert bounds.shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
+
+
+def test_the_grain_caps_integer_shares() -> None:
+    costs = draw_costs(Scenario.CONSTANT, RANKS, 32 * 50, 32, 1)
+    assert bounds.fixed_shares(costs, 32)[1] == pytest.approx(3.2)  # of 3.5: 91.4 %
+
+
+@pytest.mark.parametrize("scenario", [Scenario.RANDOM, Scenario.NOISE])
+def test_nothing_beats_the_bound(scenario: Scenario) -> None:
+    costs = costs_of(scenario, 400)
+    best = bounds.bound(costs, BATCH)
+    within_reach = bounds.leases(costs, LEASE)
+    assert bounds.shares_rate(costs, (7, 7, 7, 7)) <= bounds.fixed_shares(costs, BATCH)[1] < within_reach <= best
+    assert bounds.foreseen_shares(costs, BATCH) <= best
+
+
+def test_bound_with_a_random_straggler_is_that_of_a_known_one() -> None:
+    costs = costs_of(Scenario.RANDOM)
+    assert bounds.bound(costs, BATCH) == pytest.approx(3.5, rel=0.01)
+    assert bounds.shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
+
+
+def test_fixed_shares_are_the_best_of_all_by_brute_force() -> None:
+    costs = draw_costs(Scenario.NOISE, 3, 9 * 40, 9, 3)
+
+    def seconds(shares: tuple[int, ...]) -> float:
+        total = 0.0
+        for batch in range(40):
+            first, finish = batch * 9, []
+            for rank, share in enumerate(shares):
+                finish.append(costs[rank, first : first + share].sum())
+                first += share
+            total += max(finish)
+        return total
+
+    ways = [way for way in itertools.product(range(1, 8), repeat=3) if sum(way) == 9]
+    assert sorted(map(tuple, bounds.all_shares(9, 3).tolist())) == sorted(ways)
+    best = min(ways, key=seconds)
+    shares, rate = bounds.fixed_shares(costs, 9)
+    assert shares == best
+    assert rate == pytest.approx(9 * 40 / seconds(best))
+
+
+def test_no_rank_waits_under_leases() -> None:
+    costs = np.ones((2, 60))
+    assert bounds.leases(costs, 1) == pytest.approx(2.0)
+    costs[1] = 3.0
+    assert bounds.leases(costs, 1) == pytest.approx(1 + 1 / 3)
+
+
+def diary(*steps: tuple[float, int, float, int]) -> list[Entry]:
+    """Steps as (end, number of samples, cost, period)."""
+    return [Entry(at, tuple(range(samples)), cost, 0.01, period) for at, samples, cost, period in steps]
+
+
+def test_a_period_lasts_until_its_last_rank_and_counts_all_samples() -> None:
+    fast = diary((1.0, 7, 7, 1), (2.0, 7, 7, 2), (3.0, 7, 7, 2), (5.0, 7, 7, 3))
+    slow = diary((1.5, 7, 9, 1), (4.0, 4, 14, 2), (5.5, 7, 14, 3))
+    second, third = diaries.complete_periods([fast, slow])
+    assert (second.seconds, second.samples, second.virtual) == (2.5, (14, 4), 14)
+    assert (third.seconds, third.samples, third.virtual) == (1.5, (7, 7), 14)
+    assert diaries.virtual_time([fast, slow], 2) == 9 + 14
+    assert diaries.samples_until([fast, slow], 2) == 7 + 14 + 7 + 4
+
+
+def test_work_counts_as_far_as_the_rank_weighs() -> None:
+    done = [(8, 8, 8, 4), (8, 8, 8, 4)]
+    assert diaries.counted(done, [(8 / 28, 8 / 28, 8 / 28, 4 / 28)] * 2) == pytest.approx(1.0)
+    assert diaries.counted(done, [(0.25, 0.25, 0.25, 0.25)] * 2) == pytest.approx(25 / 28)
+    assert diaries.counted(done, [(1 / 3, 1 / 3, 1 / 3, 0)] * 2) == pytest.approx(24 / 28)
+    uneven = [(0.3, 0.2, 0.25, 0.25), (0.2, 0.3, 0.25, 0.25)]
+    assert diaries.counted([(7, 7, 7, 7)] * 2, uneven) == pytest.approx(1.0)  # chance evens out
+    assert diaries.weight_per_rank([(7, 7, 7, 7)] * 2, uneven) == pytest.approx([0.25] * 4)
+
+
+def test_interval_is_students() -> None:
+    mean, half = diaries.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+    assert diaries.interval([1.0]) == (1.0, math.inf)
