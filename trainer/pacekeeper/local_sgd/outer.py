@@ -54,8 +54,9 @@ class OuterOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer, but the momentum keeps its own type and place."""
         super().load_state_dict(state_dict)
-        for index, parameter in enumerate(self._parameters()):
-            loaded = state_dict["state"][index][_MOMENTUM].detach().to(exchange_type(parameter), copy=True)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, parameter in zip(keys, self._parameters(), strict=True):
+            loaded = state_dict["state"][key][_MOMENTUM].detach().to(exchange_type(parameter), copy=True)
             place = torch.device("cpu") if self._offload else local(parameter).device
             self.state[parameter] = {_MOMENTUM: loaded.to(place)}
 

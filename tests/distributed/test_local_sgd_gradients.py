@@ -1,0 +1,103 @@
+"""Gradients of replicas and shards: of the whole batch in Sync, of the replica's own samples in local modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pacekeeper import parallel
+from tests.support.local_sgd import loss_sum, make_mesh, make_net, meet, samples
+from tests.support.ranks import run_ranks
+
+SHARES = [(6, 6, 6, 6), (9, 7, 5, 3), (2, 2, 14, 6)]
+BATCH = 24
+
+
+def gradient_of_one_process(indices: list[int], weight: float) -> list[Tensor]:
+    net = make_net()
+    x, y = samples(1, 0, 0, BATCH)
+    (loss_sum(net, x[indices], y[indices]) / weight).backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in net.parameters()]
+    assert all(gradient is not None for gradient in found), "optimizers skip what has no gradient, silently"
+    return [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in found if g is not None]
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
+    """In Sync, in local modes, in Sync again; each rank adds up two microbatches of uneven size."""
+
+    def rank_main(rank: int) -> list[list[Tensor]]:
+        meet()
+        net = parallel.shard(make_net(), make_mesh(2, 2), lambda net: net.blocks)
+        x, y = samples(1, 0, 0, BATCH)
+        mine = range(sum(shares[:rank]), sum(shares[: rank + 1]))
+        found = []
+        for local in (False, True, False):
+            weight = BATCH if not local else sum(shares[:2] if rank < 2 else shares[2:])
+            parts = [list(mine)[part::2] for part in range(2)]
+            for number, part in enumerate(parts):
+                parallel.synchronise_gradients(net, number == 1, local)
+                (loss_sum(net, x[part], y[part]) / weight).backward()
+            found.append(gradients(net))
+            net.zero_grad()
+        return found
+
+    results = run_ranks(rank_main, 4)
+    whole = gradient_of_one_process(list(range(BATCH)), BATCH)
+    middle = sum(shares[:2])
+    own = [
+        gradient_of_one_process(list(range(middle)), middle),
+        gradient_of_one_process(list(range(middle, BATCH)), BATCH - middle),
+    ]
+    for rank, found in enumerate(results):
+        for its, wanted in zip(found, (whole, own[rank // 2], whole), strict=True):
+            for one, other in zip(its, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.norm = nn.BatchNorm1d(2, affine=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.net(x))
+        return out
+
+
+def test_whole_replicas_neither_exchange_gradients_nor_buffers_in_local_modes() -> None:
+    """One rank trains on while the other waits for it: nothing in its steps is collective."""
+
+    def rank_main(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        meet()
+        model = parallel.replicate(Normed())
+        x, y = samples(1, rank, 0)
+
+        def step(local: bool) -> list[Tensor]:
+            model.zero_grad()
+            parallel.synchronise_gradients(model, True, local)
+            (loss_sum(model, x, y) / 16).backward()
+            return gradients(model)
+
+        step(local=False)
+        if rank == 1:
+            dist.barrier()
+        own = step(local=True)
+        buffer = model.module.norm.running_mean.clone()
+        if rank == 0:
+            dist.barrier()
+        return own, step(local=False), buffer
+
+    results = run_ranks(rank_main, 2)
+    assert not torch.equal(results[0][2], results[1][2])
+    for one, other, summed in zip(results[0][0], results[1][0], results[0][1], strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one + other, summed, rtol=1e-10, atol=1e-12)
