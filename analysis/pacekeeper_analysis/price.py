@@ -15,6 +15,10 @@ from dataclasses import dataclass
 MINIMAL_WIN = 0.02
 """A free live change for less than this relative win would only make the job flap."""
 
+NEARLY = 1.15
+"""Synchronous SGD is exact, so it is kept, or preferred, where its steps take at most this many times as long as those
+of Local-SGD. What Local-SGD wins beyond mending the fault (a slowdown below 1) does not count."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -24,6 +28,7 @@ class Option:
     cost_seconds: float  # steps lost since the checkpoint + restart time; 0: a live change
     slowdown_after: float  # what is left of the slowdown under it, by simulation; 1: nothing
     refused: str = ""  # why it may not be taken (not allowed, no spare, budget spent); "": it may
+    exact: bool = True  # the job stays synchronous SGD; False: it trains by Local-SGD
 
 
 @dataclass(frozen=True)
@@ -45,23 +50,30 @@ class Choice:
 
 
 def choose(
-    options: Sequence[Option], slowdown: float, lost_seconds: float, remaining_seconds: float = math.inf
+    options: Sequence[Option],
+    slowdown: float,
+    lost_seconds: float,
+    remaining_seconds: float = math.inf,
+    *,
+    mended: float = 1.0,
 ) -> Choice:
     """Which option to take now.
 
     slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign.
     remaining_seconds: expected rest of the fault's duration, see `expected_remaining`; inf: it will not pass by itself.
-    Free options come first; among the others that are due the one with the least cost plus remaining loss.
+    mended: a slowdown below this needs no better remedy. Free options come first, and of these exact SGD where it mends
+    the job, or nearly as well as Local-SGD; among the others that are due the one with the least cost plus remaining
+    loss.
     """
     prices = tuple(_price(option, slowdown, lost_seconds, remaining_seconds) for option in options)
     due = [price for price in prices if price.due]
     if not due:
         return Choice(None, prices)
     free = [price for price in due if price.option.cost_seconds == 0]
+    if free:
+        return Choice(_free(free, mended), prices)
     horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
-    best = min(
-        free or due, key=lambda price: price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
-    )
+    best = min(due, key=lambda price: price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after))
     return Choice(best, prices)
 
 
@@ -85,6 +97,16 @@ def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior
     return (2 * prior_seconds + sum(longer)) / (2 + len(longer))
 
 
+def _free(due: Sequence[Price], mended: float) -> Price:
+    best = min(due, key=lambda price: price.option.slowdown_after)
+    exact = [price for price in due if price.option.exact]
+    if not exact:
+        return best
+    preferred = min(exact, key=lambda price: price.option.slowdown_after)
+    after = preferred.option.slowdown_after
+    return preferred if after < mended or after <= NEARLY * max(1.0, best.option.slowdown_after) else best
+
+
 def _price(option: Option, slowdown: float, lost_seconds: float, remaining_seconds: float) -> Price:
     saved = loss_rate(slowdown) - loss_rate(option.slowdown_after)
     gain = saved * (remaining_seconds if math.isfinite(remaining_seconds) else _LONG)
@@ -95,6 +117,8 @@ def _price(option: Option, slowdown: float, lost_seconds: float, remaining_secon
     cost = option.cost_seconds
     if cost == 0:
         relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
+        if not option.exact and slowdown < NEARLY * max(1.0, option.slowdown_after):
+            return Price(option, gain, False, f"{relative:.0%} faster steps are not worth leaving synchronous SGD")
         due = relative >= MINIMAL_WIN
         return Price(
             option, gain, due, f"free, {relative:.0%} faster steps" if due else f"only {relative:.1%} faster steps"

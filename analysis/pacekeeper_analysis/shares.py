@@ -1,12 +1,15 @@
 """Batch shares: how many samples of a global batch each rank gets (arXiv 2110.08941).
 
+    balance = rebalance(compute_seconds, samples)        # both [steps, ranks]
+    if balance.worthwhile: ...                           # balance.shares
+
 The best shares minimise the *expected maximum* over ranks of the step time. Under noise that is not the same as shares
-proportional to speed, so the observed distribution of costs is used, not its mean alone.
+proportional to speed, so the observed distribution of costs is used, not its mean alone. A step costs a rank
+`fixed + per_sample · samples`; the two can only be told apart where its samples varied (`probe` varies them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +19,31 @@ from .errors import InputError
 
 Seconds = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.int64]
+
+MINIMAL_WIN = 0.02
+"""Shares are not worth a change for less than this relative win: it would only make the job flap."""
+
+KNOWN = 0.1
+"""The fixed part counts as identified where its standard error is below this part of the rank's own work."""
+
+_STEPS_COMPARED = 128
+"""Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
+
+_CANDIDATES = 8
+"""Ranks that might give, and might take, which are tried in all pairs for each move."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs each rank: `fixed + per_sample · samples` seconds; arrays of shape (ranks,)."""
+
+    fixed: Seconds
+    per_sample: Seconds
+    identified: npt.NDArray[np.bool_]  # False: the samples hardly varied, and the whole cost is taken as per sample
+
+    def seconds(self, samples: npt.ArrayLike) -> Seconds:
+        """Expected own work under these samples, shape (…, ranks)."""
+        return np.asarray(self.fixed + self.per_sample * np.asarray(samples))
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,71 @@ class Balance:
     def win(self) -> float:
         """Predicted relative win: 0.25 where a step gets a quarter shorter."""
         return 1.0 - self.seconds_after / self.seconds_now if self.seconds_now > 0 else 0.0
+
+    @property
+    def worthwhile(self) -> bool:
+        return self.win >= MINIMAL_WIN
+
+
+def rebalance(
+    compute_seconds: npt.ArrayLike, samples: npt.ArrayLike, *, minimum: int = 1, maximum: int | None = None
+) -> Balance:
+    """The best shares, from windows of own work; the present shares are those of the last step.
+
+    compute_seconds, samples: shape (steps, ranks), oldest first; where the samples varied, the fixed part of each
+    rank's cost is told apart (`fit`). Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
+    against them. minimum, maximum: of each rank's share (memory). Raises InputError where the input does not fit.
+    """
+    seconds, amounts = _checked(compute_seconds, samples)
+    costs = fit(seconds, amounts)
+    relative = _without_pauses(seconds / costs.seconds(amounts))
+    per_sample = (relative * costs.seconds(amounts) - costs.fixed) / amounts
+    per_sample = np.maximum(
+        per_sample, 0.05 * costs.per_sample
+    )  # noise on a large fixed part must not make it negative
+    current = tuple(int(n) for n in amounts[-1])
+
+    def best(of: Seconds, draws: int) -> Balance:
+        return balance(_shrunk(of), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, draws=draws)
+
+    found = best(per_sample, 256 if len(current) <= 256 else 128)
+    halves = per_sample[0::2], per_sample[1::2]
+    if found.shares == current or len(halves[1]) < 2:
+        return found
+    # What was fitted to these steps looks better on them than it is: its win is what each half's shares win on the
+    # other half.
+    wins = [_win(best(of, 64).shares, current, on, costs.fixed) for of, on in (halves, halves[::-1])]
+    win = min(found.win, float(np.mean(wins)))
+    return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win))
+
+
+def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
+    """Each rank's fixed cost and cost per sample, by a robust line through its steps.
+
+    compute_seconds: own work without waits, samples: of the same steps (or their cost units), both (steps, ranks).
+    The slope is the median of the slopes between all pairs of steps, weighted by how far apart their samples are
+    (Theil–Sen, Sievers 1978): up to a quarter of the steps may be outliers. Raises InputError where values are not
+    finite and positive.
+    """
+    seconds, amounts = _checked(compute_seconds, samples)
+    usual = np.median(seconds, axis=0)
+    mean = amounts.mean(axis=0)
+    per_sample = np.median(seconds / amounts, axis=0)
+    fixed = np.zeros_like(usual)
+    identified = np.zeros(len(usual), dtype=bool)
+    for rank in np.flatnonzero(np.ptp(amounts, axis=0) > 0):
+        own, n = seconds[:, rank], amounts[:, rank]
+        slope = _slope(own, n)
+        residual = own - slope * n
+        noise = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
+        error = noise / float(np.sqrt(((n - mean[rank]) ** 2).sum())) * mean[rank]
+        if error > KNOWN * usual[rank]:
+            continue
+        identified[rank] = True
+        # Noise can push either part below zero, and a cost that no share could lower has no best share.
+        per_sample[rank] = np.clip(slope, 0.02 * per_sample[rank], per_sample[rank])
+        fixed[rank] = max(0.0, float(np.median(own - per_sample[rank] * n)))
+    return Costs(fixed, per_sample, identified)
 
 
 def balance(
@@ -56,17 +149,48 @@ def balance(
     random = np.random.default_rng(seed)
     drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
-    def finish(shares: Shares) -> Seconds:
-        return offset + drawn * shares
-
     def expected(shares: Shares) -> float:
-        return float(finish(shares).max(axis=1).mean())
+        return float((offset + drawn * shares).max(axis=1).mean())
 
-    start = _greedy(cost_per_sample.mean(axis=0), offset, total, minimum, ceiling)
-    best = _descend(start, finish, minimum, ceiling)
+    # A rank that is erratic must finish early on average: starts from several quantiles of the costs see to that.
+    costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
+    start = min((_level(cost, offset, total, minimum, ceiling) for cost in costs), key=expected)
+    best = _descend(start, offset, drawn, minimum, ceiling)
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
+
+
+def probe(
+    current: tuple[int, ...],
+    compute_seconds: npt.ArrayLike,
+    *,
+    part: float = 0.1,
+    minimum: int = 1,
+    maximum: int | None = None,
+) -> tuple[int, ...]:
+    """Shares that differ a little from the present ones, for as many ranks as possible, so that `fit` can tell.
+
+    Slower ranks give to faster ones, about `part` of their share and a sample at least: where ranks differ that is a
+    step towards the remedy. The sum is kept; who has no room keeps its share. compute_seconds: (steps, ranks).
+    """
+    seconds = np.asarray(compute_seconds, dtype=np.float64)
+    if seconds.ndim != 2 or seconds.shape[1] != len(current):
+        raise InputError(f"compute_seconds has shape {seconds.shape}; {len(current)} shares need [steps, ranks]")
+    ceiling = sum(current) if maximum is None else maximum
+    shares = list(current)
+    ranks = [int(rank) for rank in np.argsort(-np.median(seconds, axis=0), kind="stable")]
+    amount = max(1, round(part * min(current)))
+    while len(ranks) >= 2:
+        giver = ranks.pop(0)
+        takers = [ranks.pop()] if len(ranks) != 2 else [ranks.pop(), ranks.pop()]  # of an odd number two must share
+        takers = [taker for taker in takers if shares[taker] + amount <= ceiling]
+        while takers and shares[giver] - amount * len(takers) < minimum:
+            takers.pop()
+        for taker in takers:
+            shares[giver] -= amount
+            shares[taker] += amount
+    return tuple(shares)
 
 
 def equal(total: int, ranks: int) -> tuple[int, ...]:
@@ -78,37 +202,133 @@ def equal(total: int, ranks: int) -> tuple[int, ...]:
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
 
 
-def _greedy(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
-    """Each next sample to the rank that would be done with it first: optimal where costs do not vary."""
-    shares = np.full(len(cost), minimum, dtype=np.int64)
-    for _ in range(total - minimum * len(cost)):
+def _slope(seconds: Seconds, amounts: Seconds) -> float:
+    """Weighted median of the slopes between all pairs of steps (of many: evenly chosen ones) with different amounts."""
+    by_amount = np.argsort(amounts, kind="stable")
+    chosen = by_amount[np.unique(np.linspace(0, len(seconds) - 1, _STEPS_COMPARED).round().astype(int))]
+    first, second = np.triu_indices(len(chosen), k=1)
+    apart = amounts[chosen][second] - amounts[chosen][first]
+    different = apart != 0
+    slopes = (seconds[chosen][second] - seconds[chosen][first])[different] / apart[different]
+    order = np.argsort(slopes)
+    weight = np.cumsum(np.abs(apart[different])[order])
+    return float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])
+
+
+def _without_pauses(relative: Seconds) -> Seconds:
+    """A rank's rare long steps at its usual time. relative: seconds over the expected, (steps, ranks).
+
+    What happens in more than a tenth of the steps is no exception but the rank's distribution, and stays.
+    """
+    usual = np.median(relative, axis=0)
+    spread = 1.4826 * np.median(np.abs(relative - usual), axis=0)
+    long = relative > usual + np.maximum(6.0 * spread, 0.15 * usual)
+    rare = long.sum(axis=0) <= max(1.0, 0.1 * len(relative))
+    return np.where(long & rare, usual, relative)
+
+
+def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed: Seconds) -> float:
+    """Relative win of the new shares on these costs a sample (steps, ranks)."""
+    after, before = ((fixed + per_sample * np.array(shares)).max(axis=1).mean() for shares in (new, old))
+    return float(1.0 - after / before)
+
+
+def _shrunk(per_sample: Seconds) -> Seconds:
+    """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace.
+
+    Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
+    rank counts in full where it is many standard errors, and not at all within two (positive-part shrinkage).
+    """
+    mean = per_sample.mean(axis=0)
+    usual = float(np.median(mean))
+    error = per_sample.std(axis=0) / np.sqrt(len(per_sample))
+    deviation = mean - usual
+    certain = np.maximum(0.0, 1.0 - (2.0 * error) ** 2 / np.maximum(deviation**2, 1e-30))
+    return np.asarray(per_sample * (usual + certain * deviation) / mean)
+
+
+def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
+    """Each next sample to the rank that would be done with it first: optimal where costs do not vary.
+
+    All samples but the last few of each rank at once: those that fit below a common finish time, found by bisection.
+    """
+
+    def fitting(finish: float) -> Shares:
+        return np.clip((finish - fixed) / cost, minimum, maximum).astype(np.int64)
+
+    low, high = 0.0, float((fixed + total * cost).max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fitting(middle).sum() <= total else (low, middle)
+    shares = fitting(low)
+    for _ in range(total - int(shares.sum())):
         finish = np.where(shares < maximum, fixed + (shares + 1) * cost, np.inf)
         shares[int(finish.argmin())] += 1
     return shares
 
 
-def _descend(shares: Shares, finish: Callable[[Shares], Seconds], minimum: int, maximum: int) -> Shares:
-    """Move one sample at a time from ranks that are often last to early ones, as long as the mean maximum falls.
+def _descend(shares: Shares, fixed: Seconds, cost: Seconds, minimum: int, maximum: int) -> Shares:
+    """Move samples from ranks that are often last to early ones, many at a time first, while the mean maximum falls.
 
-    finish: the ranks' finish times under given shares, shape (draws, ranks).
+    cost: seconds a sample in each drawn step, (draws, ranks).
     """
-    best, times = shares, finish(shares)
-    for _ in range(int(shares.sum())):
-        last = np.bincount(times.argmax(axis=1), minlength=len(best))
-        givers, takers = np.argsort(-last, kind="stable")[:3], np.argsort(times.mean(axis=0), kind="stable")[:3]
-        for giver, taker in [(g, t) for g in givers for t in takers if g != t]:
-            if best[giver] <= minimum or best[taker] >= maximum:
-                continue
-            candidate = best.copy()
-            candidate[giver] -= 1
-            candidate[taker] += 1
-            after = finish(candidate)
-            if after.max(axis=1).mean() < times.max(axis=1).mean() * (1 - 1e-9):
-                best, times = candidate, after
-                break
-        else:
-            return best
-    return best
+    shares, times = shares.copy(), fixed + cost * shares
+    amount = 1 << max(0, int(shares.mean()).bit_length() - 3)
+    while amount:
+        move = _best_move(shares, times, cost, amount, minimum, maximum)
+        if move is None:
+            amount //= 2
+            continue
+        giver, taker = move
+        shares[giver] -= amount
+        shares[taker] += amount
+        for rank in move:
+            times[:, rank] = fixed[rank] + cost[:, rank] * shares[rank]
+    return shares
+
+
+def _best_move(
+    shares: Shares, times: Seconds, cost: Seconds, amount: int, minimum: int, maximum: int
+) -> tuple[int, int] | None:
+    """The giver and the taker of `amount` samples that lower the mean maximum most; None: no pair lowers it."""
+    rows = np.arange(len(times))
+    last = times.argmax(axis=1)
+    longest = times[rows, last]
+    others = times.copy()
+    others[rows, last] = -np.inf
+    second = others.max(axis=1)  # in each draw the longest but for the last rank
+
+    won = longest - np.maximum(second, longest - amount * cost[rows, last])
+    gains = np.bincount(last, won, minlength=len(shares))
+    losses = np.maximum(times + amount * cost - longest[:, None], 0.0).sum(axis=0)
+    gains[shares - amount < minimum] = -1.0
+    losses[shares + amount > maximum] = np.inf
+    givers = np.argsort(-gains, kind="stable")[:_CANDIDATES]
+    takers = np.argsort(losses, kind="stable")[:_CANDIDATES]
+    givers, takers = givers[gains[givers] > 0], takers[np.isfinite(losses[takers])]
+    if not len(givers) or not len(takers):
+        return None
+    rest = np.where(last[:, None] == givers, second[:, None], longest[:, None])
+    given = np.maximum(rest, times[:, givers] - amount * cost[:, givers])
+    taken = times[:, takers] + amount * cost[:, takers]
+    after = np.maximum(given[:, :, None], taken[:, None, :]).mean(axis=0)
+    after[givers[:, None] == takers] = np.inf
+    best = int(after.argmin())
+    if not after.flat[best] < longest.mean() * (1 - 1e-5):
+        return None
+    return int(givers[best // len(takers)]), int(takers[best % len(takers)])
+
+
+def _checked(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Seconds, Seconds]:
+    seconds, amounts = np.asarray(compute_seconds, dtype=np.float64), np.asarray(samples, dtype=np.float64)
+    if seconds.ndim != 2 or seconds.shape != amounts.shape or 0 in seconds.shape:
+        raise InputError(
+            f"compute_seconds {seconds.shape} and samples {amounts.shape} must both be [steps, ranks], with one of each"
+        )
+    for name, values in (("compute_seconds", seconds), ("samples", amounts)):
+        if not np.isfinite(values).all() or (values <= 0).any():
+            raise InputError(f"{name} must be finite and above 0 for every rank and step; leave other steps out")
+    return seconds, amounts
 
 
 def _check(cost: Seconds, current: tuple[int, ...], minimum: int, maximum: int) -> None:

@@ -29,6 +29,9 @@ class Window:
     compute_seconds: npt.NDArray[np.float64]
     samples: npt.NDArray[np.int64]
     step_seconds: npt.NDArray[np.float64]
+    garbage_seconds: npt.NDArray[np.float64] | None = None  # part of compute_seconds; None: no rank records it
+    weight: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
+    baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
 
     @property
     def cost_per_sample(self) -> npt.NDArray[np.float64]:
@@ -65,12 +68,22 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         of_step = dict(zip(window.steps, values, strict=True))
         return [of_step[step] for step in common]
 
+    garbage = [column(w, w.garbage_seconds or (0.0,) * len(w.steps)) for w in by_rank]
+    weights = [column(w, w.weight) for w in by_rank if w.weight]
     return Window(
         steps=np.array(common),
         compute_seconds=np.array([column(w, w.compute_seconds) for w in by_rank]).T,
         samples=np.array([column(w, w.samples) for w in by_rank], dtype=np.int64).T,
         step_seconds=np.array([column(w, w.step_seconds) for w in by_rank]).T,
+        garbage_seconds=np.array(garbage).T if any(w.garbage_seconds for w in by_rank) else None,
+        weight=np.array(weights).T if len(weights) == len(by_rank) else None,
+        baseline_seconds=baseline(by_rank),
     )
+
+
+def baseline(windows: Sequence[RankWindow]) -> float:
+    """The step time of the job's first steady steps: the least that a rank knows, as late ranks did not see them."""
+    return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=0.0)
 
 
 def find(window: Window, threshold: float) -> StragglerVerdict:
@@ -79,8 +92,7 @@ def find(window: Window, threshold: float) -> StragglerVerdict:
     No culprit is named where S itself stays below the threshold (the slow rank keeps nobody waiting).
     """
     cost = window.cost_per_sample
-    peers = [np.median(np.delete(cost, rank, axis=1), axis=1) for rank in range(cost.shape[1])]
-    relative = cost / np.stack(peers, axis=1)
+    relative = cost / peers_median(cost)
     whatif = data_parallel.analyse(window.compute_seconds, steps=[int(step) for step in window.steps])
     persistent = (relative >= threshold).mean(axis=0) >= PERSISTENT
     culprits = tuple(int(rank) for rank in np.flatnonzero(persistent)) if whatif.slowdown >= threshold else ()
@@ -92,3 +104,18 @@ def find(window: Window, threshold: float) -> StragglerVerdict:
         culprits=culprits,
         gain_replaced=whatif.gain(data_parallel.replaced(culprits)) if culprits else 1.0,
     )
+
+
+def peers_median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """For each rank the median of all others in the same step, shape (steps, ranks); a single rank is its own peer."""
+    ranks = values.shape[1]
+    if ranks == 1:
+        return values
+    order = np.argsort(values, axis=1)
+    ordered = np.take_along_axis(values, order, axis=1)
+    position = np.argsort(order, axis=1)  # of each rank among all
+
+    def of_the_others(place: int) -> npt.NDArray[np.float64]:
+        return np.where(position <= place, ordered[:, [place + 1]], ordered[:, [place]])
+
+    return (of_the_others((ranks - 2) // 2) + of_the_others((ranks - 1) // 2)) / 2

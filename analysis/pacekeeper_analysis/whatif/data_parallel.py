@@ -116,7 +116,7 @@ def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, b
     synchronisations.
 
     every: steps between two synchronisations. sync_seconds: what one costs. by_clock: ranks synchronise by the
-    clock and do as many steps as they can meanwhile (A-EDiT, arXiv 2410.07210), so that a slow rank costs only its
+    clock and do as many steps as they can meanwhile (A-EDiT, arXiv 2412.07210), so that a slow rank costs only its
     own samples; otherwise all do the same number of steps, and whoever is slow throughout still makes the others
     wait.
     """
@@ -128,6 +128,18 @@ def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, b
         return float(1.0 / np.mean(1.0 / own.mean(axis=1)) + sync_seconds / every)
     rounds = [own[:, first : first + every].sum(axis=1).max() + sync_seconds for first in range(0, own.shape[1], every)]
     return float(np.sum(rounds) / own.shape[1])
+
+
+def meeting_seconds(step_seconds: ArrayLike) -> float:
+    """Mean wait for the last rank where ranks meet by the clock: each ends the step that it has in hand.
+
+    step_seconds: mean own seconds of each rank's steps [rank]. Nobody knows how far a step is when the clock strikes,
+    so what is left of it is uniform on [0, step].
+    """
+    own = np.asarray(step_seconds, dtype=np.float64)
+    left = np.linspace(0.0, own.max(), 256)
+    all_there = np.minimum(1.0, left[:, None] / own).prod(axis=1)
+    return float(np.trapezoid(1.0 - all_there, left) - own.mean() / 2)
 
 
 def ddp_program(buckets: int) -> list[Instruction]:
