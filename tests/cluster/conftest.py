@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cluster import cluster, namespace
-from tests.support.operator import operator
+from tests.support.operator_release import operator
 from tests.support.resources import resources
 
 __all__ = ["cluster", "namespace", "operator", "resources"]

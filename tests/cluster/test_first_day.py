@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from testcluster import credentials
 from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import claim
-from tests.support.live_jobs import Job, manifest, paced
+from tests.support.jobs import Job, claim, manifest, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 

@@ -16,7 +16,7 @@ from pacekeeper_operator.api import TAINT_QUARANTINE
 from testcluster import api, faults, release
 from testcluster.shell import ClusterError
 from tests.support.cluster import Cluster, wait_for
-from tests.support.live_jobs import Job, paced
+from tests.support.jobs import Job, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 

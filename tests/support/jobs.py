@@ -1,37 +1,92 @@
-"""TrainingJobs on the test cluster, as a user sees them by kubectl."""
+"""TrainingJobs under an operator in the cluster: how to write one, what to know of it, what to do to it.
+
+Reads go to the API server directly: a poll by kubectl costs a tenth of a second of processor time.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from testcluster import faults
-from tests.support.cluster import Cluster, wait_for
+import pytest
 
+from testcluster import api, faults
+from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
+from testcluster.settings import VOLUMES
+from tests.support.cluster import Cluster
+
+Value = TypeVar("Value")
+
+PACED = ["pacekeeper", "run", "tests/support/scripts/train.py"]
+"""A steered script that sleeps in each step: its pace, and so a test's length, hardly depends on the machine."""
+STEP_SECONDS = 0.05
 SMALL = ("--width", "32", "--layers", "1", "--context", "16", "--bytes", "20000", "--eval-every", "1000000")
-"""A model that costs two cores next to nothing."""
-START_SECONDS = 120.0
+"""Of examples/gpt.py: a model that costs two cores next to nothing."""
+_GROUP = "/apis/pacekeeper.dev/v1alpha1"
 
 
-def manifest(name: str, *, command: list[str] | None = None, steps: int = 200, **spec: Any) -> dict[str, Any]:
-    """A job of two small workers; `spec`: fields of its spec beside the template, `container`: of the trainer."""
+def manifest(
+    name: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    pod: Mapping[str, Any] | None = None,
+    cpu: str = "",
+    **spec: Any,
+) -> dict[str, Any]:
+    """A TrainingJob for restricted namespaces. `cpu`: requested, where the place on a node matters."""
+    requests = {"cpu": cpu or "20m", "memory": "256Mi"}
+    limits = {"memory": "2Gi"} if cpu else {"cpu": "400m", "memory": "2Gi"}
     container = {
         "name": "trainer",
-        "image": "pacekeeper.dev/trainer:dev",
+        "image": TRAINER_IMAGE,
         "imagePullPolicy": "Never",
-        "command": command
-        or ["python", "-m", "pacekeeper.cli", "run", "examples/gpt.py", "--steps", str(steps), *SMALL],
-        "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}},
-        **spec.pop("container", {}),
+        "command": list(command),
+        "env": [{"name": key, "value": value} for key, value in (environment or {}).items()],
+        "resources": {"requests": requests, "limits": limits},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **(trainer or {}),
     }
-    pod = {"terminationGracePeriodSeconds": 10, "containers": [container], **spec.pop("pod", {})}
+    context = {
+        "runAsNonRoot": True,
+        "runAsUser": UNPRIVILEGED,
+        "runAsGroup": UNPRIVILEGED,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    template = {"terminationGracePeriodSeconds": 10, "securityContext": context, "containers": [container]}
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"name": name},
-        "spec": {"replicas": 2, "template": {"spec": pod}} | spec,
+        "spec": {"replicas": 2, **spec, "template": {"spec": {**template, **(pod or {})}}},
     }
+
+
+def small_gpt(name: str, steps: int, **spec: Any) -> dict[str, Any]:
+    """A job whose steps are all work, as fast as its processors let it."""
+    return manifest(name, ["pacekeeper", "run", "examples/gpt.py", "--steps", str(steps), *SMALL], **spec)
+
+
+def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    """A job of PACED that keeps its checkpoints, and what its ranks saw, on the claim of its own name."""
+    variables = {
+        "FOLDER": "/checkpoints",
+        "UNTIL": str(steps),
+        "SLEEP": str(STEP_SECONDS),
+        "SAMPLES": "2400",
+        **(environment or {}),
+    }
+    spec.setdefault("checkpoint", {"everySteps": 50, "volumeClaimName": name})
+    spec.setdefault("detection", {"stragglerSlowdown": 10})  # on two cores anybody is slow for a moment
+    return manifest(name, PACED, environment=variables, **spec)
 
 
 def claim(name: str) -> dict[str, Any]:
@@ -49,89 +104,220 @@ def claim(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class JobOnCluster:
-    """One TrainingJob."""
+class Job:
+    """A TrainingJob in the cluster."""
 
     cluster: Cluster
     namespace: str
     name: str
 
-    def body(self) -> dict[str, Any]:
-        found: dict[str, Any] | None = self.cluster.get("trainingjob", self.name, self.namespace)
-        assert found is not None, f"job {self.name} is gone"
-        return found
+    @classmethod
+    def apply(cls, cluster: Cluster, namespace: str, body: dict[str, Any]) -> Job:
+        """With its claim, where it names one."""
+        if name := body["spec"].get("checkpoint", {}).get("volumeClaimName"):
+            cluster.apply(claim(name), namespace)
+        cluster.apply(body, namespace)
+        return cls(cluster, namespace, body["metadata"]["name"])
 
+    # What there is to know
+
+    def read(self) -> dict[str, Any]:
+        return dict(api.get(f"{_GROUP}/namespaces/{self.namespace}/trainingjobs/{self.name}"))
+
+    def exists(self) -> bool:
+        return any(body["metadata"]["name"] == self.name for body in self._list(_GROUP, "trainingjobs"))
+
+    @property
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.body().get("status", {})
+        found: dict[str, Any] = self.read().get("status", {})
         return found
 
+    @property
     def phase(self) -> str:
-        return str(self.status().get("phase", ""))
+        return str(self.status.get("phase", ""))
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        return next((c for c in self.status().get("conditions", []) if c["type"] == kind), {"status": "Unknown"})
+    def condition(self, kind: str) -> dict[str, str]:
+        """{} where it has not been written yet."""
+        return next((found for found in self.status.get("conditions", ()) if found["type"] == kind), {})
 
     def pods(self) -> list[dict[str, Any]]:
-        return self.cluster.list("pod", self.namespace, f"pacekeeper.dev/job={self.name}")
+        return self._list("/api/v1", "pods", f"?labelSelector=pacekeeper.dev/job={self.name}")
+
+    def incident_names(self) -> frozenset[str]:
+        return frozenset(incident["metadata"]["name"] for incident in self.incidents())
 
     def incidents(self) -> list[dict[str, Any]]:
-        found = self.cluster.list("incident", self.namespace)
-        return [incident for incident in found if incident["spec"]["jobRef"]["name"] == self.name]
+        """In the order in which they were detected."""
+        found = self._list(_GROUP, "incidents")
+        mine = [incident for incident in found if incident["spec"]["jobRef"]["name"] == self.name]
+        return sorted(mine, key=lambda incident: str(incident.get("status", {}).get("detected", "")))
 
     def plan(self) -> dict[str, Any]:
-        found = self.cluster.get("configmap", f"{self.name}-plan", self.namespace)
-        plan: dict[str, Any] = json.loads(found["data"]["plan.json"])
-        return plan
+        """{} where there is none yet."""
+        return self._read("plan.json")
+
+    def bookkeeping(self) -> dict[str, Any]:
+        return self._read("state.json")
 
     def worker(self, rank: int) -> str:
-        return next(str(member["worker"]) for member in self.plan()["members"] if rank in member["ranks"])
+        """The pod that holds `rank`."""
+        return str(next(member["worker"] for member in self.plan()["members"] if rank in member["ranks"]))
 
-    def node(self, worker: str) -> str:
-        return str(self.cluster.get("pod", worker, self.namespace)["spec"]["nodeName"])
+    def node(self, rank: int) -> str:
+        """Where the pod that holds `rank` runs."""
+        pod = api.get(f"/api/v1/namespaces/{self.namespace}/pods/{self.worker(rank)}")
+        return str(pod["spec"]["nodeName"])
 
-    def rank_process(self, worker: str) -> int:
-        """Process id, on the machine, of the rank on `worker`: the youngest of launcher, warm process and rank."""
-        pids = faults.container_pids(self.namespace, worker, "trainer")
-        assert len(pids) >= 3, f"{worker} runs no rank: {pids}"
-        return pids[-1]
+    def step(self) -> int:
+        """The newest step that all members have completed, straight from their sidecars; -1: not all answer."""
+        return _slowest([member["address"] for member in self.plan().get("members", ())])
 
-    def patch(self, spec: dict[str, Any]) -> None:
-        body = json.dumps({"spec": spec})
-        self.cluster.kubectl("patch", "trainingjob", self.name, "-n", self.namespace, "--type=merge", "-p", body)
+    def folder(self) -> Path:
+        """What the job's claim holds, on this machine."""
+        found = api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{self.name}")
+        return VOLUMES / str(found["spec"]["volumeName"])
 
-    def wait_for_phase(self, phase: str, seconds: float = START_SECONDS) -> None:
-        """Fails at once where the job fails instead."""
+    def diary(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What a rank of PACED has written: one entry a round begun ("restored") and one a step."""
+        return [json.loads(line) for line in (self.folder() / f"seen-{rank}.jsonl").read_text().splitlines()]
+
+    def began_behind(self) -> list[int]:
+        """The steps behind which PACED began its rounds, one a round; a claim that was empty: 0."""
+        return [max(entry["restored"], 0) for entry in self.diary() if "restored" in entry]
+
+    # What can be done
+
+    def patch(self, **spec: Any) -> None:
+        self.cluster.kubectl(
+            "patch", "tj", self.name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
+        )
+
+    def crash(self, rank: int) -> None:
+        """SIGKILL, as soon as the rank runs."""
+        self._signal(rank, signal.SIGKILL)
+
+    def hang(self, rank: int) -> None:
+        """SIGSTOP, as soon as the rank runs."""
+        self._signal(rank, signal.SIGSTOP)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        worker = self.worker(rank)
+
+        def rank_process() -> int | None:
+            pids = faults.container_pids(self.namespace, worker, "trainer")
+            return pids[-1] if len(pids) > 2 else None  # launcher, warm process, and the rank, which is the youngest
+
+        faults.signal_process(self.until(rank_process, 20, f"a rank on {worker}"), number)
+
+    def delete_worker(self, rank: int) -> str:
+        """`kubectl delete pod`; its name."""
+        worker = self.worker(rank)
+        self.cluster.kubectl("delete", "pod", worker, "-n", self.namespace, "--wait=false")
+        return worker
+
+    def delete(self) -> None:
+        """Returns when nothing of it is left but its incidents; the test fails if something is."""
+        self.cluster.kubectl("delete", "tj", self.name, "-n", self.namespace, "--timeout=50s")
+        self.until_gone(timeout=20)
+
+    # Waiting
+
+    def until(self, condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
+        """The first answer that counts as true; the test fails if there is none within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if answer := condition():
+                return answer
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what}: not within {timeout:.0f} s; {self._in_words()}")
+            time.sleep(0.2)
+
+    def until_phase(self, *phases: str, timeout: float = 60) -> None:
+        """It fails at once where the job has ended otherwise."""
 
         def reached() -> bool:
-            status = self.status()
-            if status.get("phase") == "Failed" != phase:
-                raise AssertionError(f"job {self.name} has failed: {status.get('message')}")
-            return status.get("phase") == phase
+            phase = self.phase
+            if phase in ("Complete", "Failed") and phase not in phases:
+                pytest.fail(f"{self.name} is {phase}, not {' or '.join(phases)}; {self._in_words()}")
+            return phase in phases
 
-        wait_for(reached, timeout=seconds, what=f"job {self.name} is {phase}; it is {self.status()}")
+        self.until(reached, timeout, f"{self.name} is {' or '.join(phases)}")
 
-    def wait_until_calm(self, spares: int = 0, seconds: float = START_SECONDS) -> None:
-        """It trains, no incident is open, and its spares are ready."""
+    def until_step(self, step: int, timeout: float = 60) -> None:
+        self.until(lambda: self.step() >= step, timeout, f"{self.name} has completed step {step}")
+
+    def until_trained_on(self, steps: int = 5) -> None:
+        """All members have completed some more steps."""
+        before = self.until(lambda: self.step() + 1, 30, f"all members of {self.name} answer") - 1
+        self.until_step(before + steps, timeout=30)
+
+    def until_calm(self, spares: int = 0) -> None:
+        """It trains with its spares in place, no incident is open, and its ranks have come on since."""
 
         def calm() -> bool:
-            status = self.status()
-            assert status.get("phase") != "Failed", status
+            status = self.status
             closed = all(incident.get("status", {}).get("outcome") for incident in self.incidents())
             return status.get("phase") == "Running" and closed and status["workers"].get("spare", 0) >= spares
 
-        wait_for(calm, timeout=seconds, what=f"job {self.name} trains undisturbed")
+        self.until_phase("Running", timeout=120)
+        self.until(calm, 120, f"{self.name} trains undisturbed")
+        self.until_trained_on()
 
-    def wait_for_incident(self, cause: str, known: list[dict[str, Any]], seconds: float = 60.0) -> dict[str, Any]:
-        """The first incident of `cause` that is not among `known`, once it is over."""
-        names = {incident["metadata"]["name"] for incident in known}
+    def until_over(self, cause: str, known: Collection[str], timeout: float = 60) -> dict[str, Any]:
+        """The first incident of `cause` whose name is not among `known`, once it has an outcome."""
 
         def over() -> dict[str, Any] | None:
-            fresh = [i for i in self.incidents() if i["metadata"]["name"] not in names and i["spec"]["cause"] == cause]
+            fresh = [i for i in self.incidents() if i["metadata"]["name"] not in known and i["spec"]["cause"] == cause]
             return next((incident for incident in fresh if incident.get("status", {}).get("outcome")), None)
 
-        return wait_for(over, timeout=seconds, what=f"an incident {cause} of {self.name} that is over")
+        return self.until(over, timeout, f"an incident {cause} of {self.name} that is over")
+
+    def until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
+        """The job's incidents have these causes, in this order, and all are over."""
+
+        def healed() -> list[dict[str, Any]] | None:
+            found = self.incidents()
+            over = all(incident.get("status", {}).get("outcome") for incident in found)
+            return found if over and len(found) >= len(causes) else None
+
+        found = self.until(healed, timeout, f"{self.name} is healed of {', '.join(causes)}")
+        assert [incident["spec"]["cause"] for incident in found] == list(causes), _brief(found)
+        return found
+
+    def until_gone(self, timeout: float) -> None:
+        """No object, no pod, no plan."""
+        self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
+        assert not self.pods()
+        self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
+
+    def _read(self, key: str) -> dict[str, Any]:
+        maps = self._list("/api/v1", "configmaps", f"?fieldSelector=metadata.name={self.name}-plan")
+        found: dict[str, Any] = json.loads(maps[0]["data"][key]) if maps else {}
+        return found
+
+    def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = api.get(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]
+        return found
+
+    def _in_words(self) -> str:
+        if not self.exists():
+            return f"there is no job {self.name}"
+        pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.pods()}
+        return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_brief(self.incidents())}"
 
 
-def submit(cluster: Cluster, namespace: str, body: dict[str, Any]) -> JobOnCluster:
-    cluster.apply(body, namespace)
-    return JobOnCluster(cluster, namespace, body["metadata"]["name"])
+def _brief(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{found['metadata']['name']} ({found['spec'].get('message', '')})" for found in incidents]
+
+
+def _slowest(addresses: Sequence[str]) -> int:
+    steps: list[int] = []
+    for address in addresses:
+        try:
+            with urllib.request.urlopen(f"http://{address}:9464/metrics", timeout=2) as answer:
+                page = answer.read().decode()
+        except OSError:
+            return -1
+        found = re.findall(r"^pacekeeper_rank_step\{.*\} (\S+)$", page, re.MULTILINE)
+        steps += [int(float(value)) for value in found] or [-1]
+    return min(steps, default=-1)
