@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from demo import job, kube
@@ -12,6 +12,16 @@ from testcluster import faults, release
 
 TRAINER = "trainer"
 XID_FALLEN_OFF_THE_BUS = 79
+
+
+@dataclass(frozen=True)
+class Relief:
+    """The end of a fault while the job goes on, after which it shall train in mode Sync again."""
+
+    name: str
+    how: str
+    relieve: Callable[[], str]  # ends the fault and returns what was done, in words
+    timeout: float = 90.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Fault:
     inject: Callable[[], str]
     undo: Callable[[], None] = lambda: None
     timeout: float = 60.0
+    relief: Relief | None = None
 
 
 def rank_crash() -> str:
@@ -59,6 +70,27 @@ class StragglerFault:
 
 
 @dataclass
+class LinkFault:
+    """The network of one worker's node slowed down, both ways: every gradient has to pass it."""
+
+    rate: str
+    node: str = ""
+
+    def inject(self) -> str:
+        worker, self.node = _away_from_the_operator((1, 2, 3))
+        faults.slow_link(self.node, self.rate)
+        return f"link of {self.node} slowed to {self.rate}, which runs {worker}"
+
+    def undo(self) -> None:
+        if self.node:
+            faults.clear_link(self.node)
+
+    def relieve(self) -> str:
+        self.undo()
+        return f"link of {self.node} well again"
+
+
+@dataclass
 class GpuFault:
     """A GPU that has fallen off the bus, as DCGM's exporter shows it."""
 
@@ -88,11 +120,8 @@ class NodeFault:
     node: str = ""
 
     def inject(self) -> str:
-        """Any worker's node but the operator's own: that one is healed only once Kubernetes has moved the operator."""
-        (operator,) = kube.get("pod", namespace=release.SYSTEM)
-        workers = [job.worker_of_rank(rank) for rank in (3, 2)]
-        worker = next(name for name in workers if job.node_of(name) != operator["spec"]["nodeName"])
-        self.node = job.node_of(worker)
+        """The operator's own would be healed only once Kubernetes has moved the operator."""
+        worker, self.node = _away_from_the_operator((3, 2))
         faults.node_down(self.node)
         return f"link of {self.node} down, which runs {worker}"
 
@@ -103,7 +132,8 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    halved, crawling, gpu, node = StragglerFault(200), StragglerFault(100), GpuFault(), NodeFault()
+    halved, crawling, link = StragglerFault(200), StragglerFault(100), LinkFault("100mbit")
+    gpu, node = GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
@@ -117,10 +147,27 @@ def all_faults() -> list[Fault]:
             crawling.inject,
             timeout=90,
         ),
+        Fault(
+            "slow link",
+            "tc tbf 100 Mbit/s",
+            ("slow-communication",),
+            ("LocalSGD",),
+            link.inject,
+            link.undo,
+            timeout=90,
+            relief=Relief("link well again", "tc tbf removed", link.relieve),
+        ),
         Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
         Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
         Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
     ]
+
+
+def _away_from_the_operator(ranks: Sequence[int]) -> tuple[str, str]:
+    """Worker and node of the first of these ranks that is not on the operator's node."""
+    (operator,) = kube.get("pod", namespace=release.SYSTEM)
+    places = [(worker, job.node_of(worker)) for worker in map(job.worker_of_rank, ranks)]
+    return next((worker, node) for worker, node in places if node != operator["spec"]["nodeName"])
 
 
 def _rank_process(worker: str) -> int:

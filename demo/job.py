@@ -63,6 +63,19 @@ def incidents() -> list[dict[str, Any]]:
     return found
 
 
+def mode_in_force() -> str:
+    """The mode that the ranks train in, as the status says."""
+    found = Job.read()
+    return found.mode if found is not None else ""
+
+
+def last_event(reason: str) -> dict[str, Any] | None:
+    """The newest of the job's events of this reason."""
+    found = kube.get("events.events.k8s.io", namespace=NAMESPACE)
+    mine = [event for event in found if event["reason"] == reason and event["regarding"]["name"] == NAME]
+    return max(mine, key=lambda event: str(event["eventTime"]), default=None)
+
+
 def live_step() -> int:
     """The newest step that all ranks have completed, seconds fresher than the status."""
     found = kube.query(f'min(pacekeeper_rank_step{{namespace="{NAMESPACE}",trainingjob="{NAME}"}})')

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import job, kube
-from demo.faults import Fault, all_faults
+from demo.faults import Fault, Relief, all_faults
 from demo.job import Job
 from demo.report import Outcome, Report, write
 from demo.view import View
@@ -20,6 +20,7 @@ STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggle
 STEADY_SECONDS = 60.0
 COMPLETE_SECONDS = 400.0
 _SELECTOR = f'{{namespace="{job.NAMESPACE}",trainingjob="{job.NAME}"}}'
+_SHARE, _STEP = f"pacekeeper_rank_share{_SELECTOR}", f"pacekeeper_rank_step_seconds{_SELECTOR}"
 
 
 def run(out: Path, only: Sequence[str] | None = None) -> Report:
@@ -29,7 +30,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
     """
     cluster.up()
     faults = [fault for fault in all_faults() if only is None or any(word in fault.name for word in only)]
-    with View(len(faults)) as view:
+    with View(len(faults) + sum(fault.relief is not None for fault in faults)) as view:
         install(view)
         started = time.time()
         with the_job(view):
@@ -38,6 +39,9 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
                 steady(view)
                 outcomes.append(endure(fault, started, view))
                 view.add(outcomes[-1])
+                if fault.relief is not None:
+                    outcomes.append(come_back(fault.relief, started, view))
+                    view.add(outcomes[-1])
             last = ended(view)
             report = Report(
                 outcomes=tuple(outcomes),
@@ -132,6 +136,39 @@ def endure(fault: Fault, started: float, view: View) -> Outcome:
         return next(reversed(opened()), outcome_of(fault, {}, at, started))
 
 
+def come_back(relief: Relief, started: float, view: View) -> Outcome:
+    """End a fault, and wait until the ranks train in mode Sync again."""
+    in_force = job.mode_in_force()
+    at = time.time()
+    view.say(f"RELIEF {relief.name}: {relief.relieve()}")
+
+    def synchronous() -> bool:
+        watch(view)
+        return job.mode_in_force() == "Sync"
+
+    try:
+        kube.wait_for(synchronous, relief.timeout, relief.name)
+        healed = in_force != "Sync"
+    except kube.DemoError:
+        healed = False
+    after = round(time.time() - at, 2)
+    decided = job.last_event("SyncModeChanged")
+    return Outcome(
+        fault=relief.name,
+        how=relief.how,
+        remedy="Sync",
+        injected_at=round(at - started, 2),
+        detected_s=None,
+        decided_s=round(max(kube.seconds(decided["eventTime"]) - at, 0.0), 2) if healed and decided else None,
+        recovered_s=after if healed else None,
+        steps_lost=0,
+        gain=f"{in_force} → Sync" if healed else "",
+        healed=healed,
+        incident="",
+        reason=decided["note"] if decided else "",
+    )
+
+
 def outcome_of(fault: Fault, incident: dict[str, Any], at: float, started: float) -> Outcome:
     """`incident` is empty where none was opened."""
     status = incident.get("status", {})
@@ -180,9 +217,7 @@ def ended(view: View) -> Job:
 
 def watch(view: View) -> Job | None:
     now = Job.read()
-    view.show(
-        now, _value(f"avg(pacekeeper_rank_step_seconds{_SELECTOR})"), _value(f"avg(pacekeeper_rank_loss{_SELECTOR})")
-    )
+    view.show(now, _value(f"avg({_STEP})"), _value(f"avg(pacekeeper_rank_loss{_SELECTOR})"))
     return now
 
 
@@ -195,7 +230,8 @@ def curves(started: float) -> dict[str, Any]:
         "loss_after": loss[-1][1] if loss else None,
         "curves": {
             "Training loss (nats a byte)": loss,
-            "Step time (s)": kube.curve(f"avg(pacekeeper_rank_step_seconds{_SELECTOR})", started, end),
+            "Step time (s)": kube.curve(f"avg({_STEP})", started, end),
+            "Samples a second": kube.curve(f"sum({_SHARE} / {_STEP})", started, end),
             "Slowdown (slowest rank's work over the mean)": kube.curve(slowdown, started, end),
         },
     }

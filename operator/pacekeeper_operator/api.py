@@ -59,6 +59,7 @@ class Remedy(StrEnum):
     REPLACE_WORKER = "ReplaceWorker"
     REBALANCE = "Rebalance"
     LOCAL_SGD = "LocalSGD"
+    PLAN_GARBAGE = "PlanGarbage"
     QUARANTINE_NODE = "QuarantineNode"
     PLAN_TRAFFIC = "PlanTraffic"
 
@@ -115,6 +116,7 @@ class Reason(StrEnum):
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"
     SLOW_COMMUNICATION = "SlowCommunication"
+    LOCAL_SGD = "TrainsInLocalSGD"
     NON_FINITE_LOSS = "NonFiniteLoss"
     PLAN_REFUSED = "PlanRefused"
     FEWER_REPLICAS = "FewerReplicas"
@@ -152,6 +154,10 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
     STRAGGLER = "straggler"
+    SLOW_COMMUNICATION = "slow-communication"
+    VOLATILE = "volatile"  # slow ranks come and go
+    GARBAGE = "garbage-collection"  # of different ranks in different steps
+    UNEVEN_LENGTHS = "uneven-lengths"  # of sequences, dealt unevenly
     ALL_SLOW = "all-slow"  # against the job's own first steps
 
 

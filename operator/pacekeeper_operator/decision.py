@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pacekeeper_analysis.adapt import Trouble, Way
+
 from .api import Cause, Class, Reason, Remedy, RemedyPrice
 from .observation import GpuValue
 
@@ -30,10 +32,11 @@ class ReplaceWorker:
 
 
 @dataclass(frozen=True)
-class Rebalance:
-    """New shares of the batch, live, on one step."""
+class Adapt:
+    """Another way to train, live, on one step: other shares, a Local-SGD mode, planned garbage collections."""
 
-    shares: tuple[int, ...]
+    way: Way
+    trouble: Trouble
     mended: bool  # well enough: no dearer remedy is waited for
 
 
@@ -55,7 +58,7 @@ class FailJob:
     message: str
 
 
-Action = CountRestart | RestartRanks | ReplaceWorker | Rebalance | QuarantineNode | FailJob
+Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | QuarantineNode | FailJob
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Decision:
     last_step: int = -1
     slowdown_before: float | None = None
     slowdown_after: float | None = None  # predicted
+    reference_seconds: float | None = None  # a step without this trouble
     predicted_gain: float | None = None  # seconds of training
     error: str = ""  # the script's own words, which tell a repetition
     barren: bool = False  # the round had no completed step

@@ -10,7 +10,7 @@ from functools import cached_property
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
-from .api import Job, Mode, Remedy
+from .api import Cause, Job, Mode, Remedy
 from .state import Draft, State, Worker
 
 
@@ -113,6 +113,8 @@ class Metrics:
     pace: float | None = None  # slowest rank's own work a sample over the ranks' median
     step_seconds: float | None = None
     slowest_rank: int | None = None
+    waiting: float | None = None  # share of a step in which even the rank that waits least waits
+    throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
     unavailable: str = ""  # why Prometheus does not answer; "": it does
@@ -126,7 +128,7 @@ class Surroundings:
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → other jobs with a hang on it lately
-    past_seconds: tuple[float, ...] = ()  # durations of earlier stragglers of this cluster
+    past_seconds: Mapping[Cause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,11 @@ class Observation:
             and view.heartbeat.first_step_at > 0
         ]
         return max(times) if times and len(times) == len(self.plan.members) else None
+
+    @property
+    def refused(self) -> str:
+        """Why ranks do not follow the newest plan, in their words; "": they do."""
+        return next((v.heartbeat.refused for v in self.members if v.heartbeat is not None and v.heartbeat.refused), "")
 
     def faults_of(self, *kinds: FaultKind) -> tuple[Fault, ...]:
         """Of these kinds and the present membership, in the order in which they were noticed."""

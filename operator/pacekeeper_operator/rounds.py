@@ -26,5 +26,6 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         checkpoint_asked_at=0.0,
         membership_restarts=0,
         suspicion=None,
+        vain=None,
         tolerated_pace=draft.state.tolerated_pace if same else 0.0,
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
 
@@ -19,6 +20,8 @@ from .codec import from_json, to_json
 
 MAX_SETTLED = 500
 MAX_PAST = 100
+HOLD_SECONDS = 15.0
+"""So long a mode stays at least; longer where changes follow each other."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Incident:
     steps_lost: int | None = None
     slowdown_before: float | None = None
     slowdown_after: float | None = None
+    reference_seconds: float | None = None  # a step without this trouble, as the evidence says
     predicted_gain: float | None = None
     measured_gain: float | None = None
     outcome: Outcome | None = None
@@ -87,6 +91,27 @@ class Suspicion:
     since: float
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Vain:
+    """A look into what the metrics suspected that found nothing to be done: not repeated before something changes."""
+
+    at: float
+    hold: float  # seconds
+    step_seconds: float  # of the job at that time
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """A Local-SGD mode that the operator has chosen, until what led to it is over."""
+
+    since: float
+    trouble: Trouble
+    reason: str
+    incident: str
+    asked_at: float = 0.0  # when the ranks were last asked whether it is over
+    over: int = 0  # so many answers in a row said that it is
 
 
 @dataclass(frozen=True)
@@ -127,6 +152,11 @@ class State:
     gpu_nodes: tuple[str, ...] = ()  # nodes whose GPU counters have been looked at
     gpu_values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
     suspicion: Suspicion | None = None
+    vain: Vain | None = None
+    adaptation: Adaptation | None = None  # None: mode Sync, or a mode that somebody has written into the plan by hand
+    mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
+    mode_reason: str = ""  # of the last change of mode
+    mode_refused: str = ""  # the ranks' words when they could not follow a Local-SGD mode
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     plan_refused: str = ""  # why the plan as somebody had edited it could not be followed
     plan_refused_at: float = 0.0

@@ -194,7 +194,15 @@ def test_defaults(cluster: Cluster) -> None:
         "detection": {"stragglerSlowdown": 1.1, "windowSteps": 32, "hangSeconds": "auto"},
         "remediation": {
             "mode": "Act",
-            "allow": ["RestartRanks", "ReplaceWorker", "Rebalance", "LocalSGD", "QuarantineNode", "PlanTraffic"],
+            "allow": [
+                "RestartRanks",
+                "ReplaceWorker",
+                "Rebalance",
+                "LocalSGD",
+                "PlanGarbage",
+                "QuarantineNode",
+                "PlanTraffic",
+            ],
             "maxRestarts": 10,
             "restartWindow": "1h",
         },

@@ -10,14 +10,14 @@ from typing import Any
 from .. import decision as decisions
 from ..decision import Action, Decision
 from ..observation import Observation
-from . import count_restart, fail_job, quarantine_node, rebalance, replace_worker, restart_ranks
+from . import adapt, count_restart, fail_job, quarantine_node, replace_worker, restart_ranks
 from .applied import Applied
 
 ACTS: Mapping[type[Any], Callable[[Any, Decision, Observation], Applied]] = {
     decisions.CountRestart: count_restart.apply,
     decisions.RestartRanks: restart_ranks.apply,
     decisions.ReplaceWorker: replace_worker.apply,
-    decisions.Rebalance: rebalance.apply,
+    decisions.Adapt: adapt.apply,
     decisions.QuarantineNode: quarantine_node.apply,
     decisions.FailJob: fail_job.apply,
 }

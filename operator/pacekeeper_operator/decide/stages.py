@@ -55,7 +55,14 @@ def _resume(observation: Observation) -> Draft:
     if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
         return draft
     return draft.with_plan(stop=Stop.NO, members=(), shares=None).with_state(
-        start_time=observation.now, placing_since=0.0, retry_at=0.0, attempts=0, workers=(), finished=(), settled=()
+        start_time=observation.now,
+        placing_since=0.0,
+        retry_at=0.0,
+        attempts=0,
+        workers=(),
+        finished=(),
+        settled=(),
+        mode_refused="",
     )
 
 

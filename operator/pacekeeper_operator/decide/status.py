@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 
-from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts
+from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts, format_time
 from ..observation import NOT_ASKED, Observation, Policy
 from .quarantine import BREAKER
 from .stages import stuck_worker
@@ -189,11 +189,21 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
     if len(plan.members) < spec.replicas:
         words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
+    if state.adaptation is not None:
+        since = format_time(state.adaptation.since)
+        words = f"{plan.sync_mode} since {since}: {state.adaptation.reason}"
+        return _Found(Condition.DEGRADED, True, Reason.LOCAL_SGD, words)
     slow = metrics.pace is not None and metrics.pace >= spec.detection.straggler_slowdown
     if slow:
         words = f"rank {metrics.slowest_rank} takes {metrics.pace:.2f} × its peers' time a sample"
         return _Found(Condition.DEGRADED, True, Reason.STRAGGLER, words)
     if metrics.uniform is not None and metrics.uniform >= UNIFORM_SLOWDOWN:
+        if metrics.waiting is not None and (1 - metrics.waiting) * metrics.uniform < spec.detection.straggler_slowdown:
+            words = (
+                f"steps take {metrics.uniform:.2f} × the time of the job's own first steady steps, and "
+                f"{metrics.waiting:.0%} of each is waiting: for a link, or for ranks that are slow in turns"
+            )
+            return _Found(Condition.DEGRADED, True, Reason.SLOW_COMMUNICATION, words)
         words = (
             f"UniformSlowdown: all ranks take {metrics.uniform:.2f} × the time of the job's own first steady steps, "
             "so it is not a node: look at code, data and storage"

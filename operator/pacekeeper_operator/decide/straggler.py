@@ -1,95 +1,156 @@
-"""A rank that persistently holds the others back: batch shares first, a spare where shares mend too little."""
+"""A job that is slower than it needs to be: another way to train first, a spare where that mends too little.
+
+The metrics of a look only raise a suspicion. Then all ranks are asked for their last steps, and
+`pacekeeper_analysis.adapt` says what the trouble is and which ways to train fit it; here they are priced beside the
+dearer remedies, and one is taken.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
-
-from pacekeeper_analysis import price, shares
-from pacekeeper_analysis.diagnose import straggler
-from pacekeeper_analysis.diagnose.straggler import StragglerVerdict, Window
-from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.price import Option
-from pacekeeper_analysis.shares import Balance
+from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.price import Choice
 
 from ..api import Cause, Class, Remedy
-from ..decision import Action, Decision, Rebalance, ReplaceWorker
+from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
-from ..state import Draft, Suspicion
+from ..state import Draft, Suspicion, Vain
 from .pricing import SPARE_SECONDS, replace_option, written
 
+SYNC = SyncMode.SYNC
 BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
+ENOUGH = 0.5
+"""Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs."""
+WAITING = 0.1
+"""From this share of a step on, waits in which no rank works are worth a look at where they come from."""
 ASK_AGAIN_SECONDS = 5.0
 """Between two requests for evidence: windows move on, and the loss that a dear remedy waits for grows."""
-PRIOR_SECONDS = 600.0
-"""Mean duration of a compute fault, before this cluster has a history (Greyhound, ATC'25)."""
+PATIENCE_SECONDS = 20.0
+"""So long waits are looked into at least, before they are taken for the job's own way."""
+FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
+"""After a look in vain, the next one that nothing new calls for; doubled each time."""
+CAUSES = {
+    Trouble.COMPUTE: Cause.STRAGGLER,
+    Trouble.COMMUNICATION: Cause.SLOW_COMMUNICATION,
+    Trouble.VOLATILE: Cause.VOLATILE,
+    Trouble.GARBAGE: Cause.GARBAGE,
+    Trouble.LENGTHS: Cause.UNEVEN_LENGTHS,
+}
+PRIOR_SECONDS = {Trouble.COMMUNICATION: 1440.0}
+OTHER_PRIOR_SECONDS = 600.0
+"""Mean durations before this cluster has a history: communication 24 minutes, compute 10 (Greyhound, ATC'25)."""
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    found = judge(observation)
-    return None if found is None or not found.verdict.culprits else _decide(observation, policy, found)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The windows of all ranks, and what they say. `verdict` is of equal shares: no change of shares hides anybody."""
-
-    window: Window
-    verdict: StragglerVerdict
-    seconds_now: float  # expected step time of own work, with the present shares
-    seconds_replaced: float  # the same, were the culprits as fast as their peers
-
-    @property
-    def slowdown(self) -> float:
-        """Against the pace of the culprits' peers, which is what replacing them can win."""
-        return max(1.0, self.seconds_now / self.seconds_replaced)
-
-
-def judge(observation: Observation) -> Finding | None:
-    """What the evidence says; None: it is not complete."""
-    windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
-    window = straggler.align(windows)
-    if window is None or window.compute_seconds.shape[1] != observation.plan.world_size:
+    found = diagnose(observation)
+    if found is None or found.trouble is Trouble.NONE or _as_ever(observation, found):
         return None
-    cost = window.cost_per_sample
-    mean_share = max(1.0, float(window.samples.mean()))
-    alike = replace(window, compute_seconds=cost * mean_share, samples=np.full_like(window.samples, round(mean_share)))
-    verdict = straggler.find(alike, observation.job.spec.detection.straggler_slowdown)
-    peers = np.delete(cost, list(verdict.culprits), axis=1)
-    pace = cost.copy()
-    if peers.shape[1]:
-        pace[:, list(verdict.culprits)] = np.median(peers, axis=1, keepdims=True)
-    present = np.maximum(window.samples[-1], 1)
-    return Finding(
-        window,
-        verdict,
-        seconds_now=float((cost * present).max(axis=1).mean()),
-        seconds_replaced=float((pace * mean_share).max(axis=1).mean()),
-    )
+    return _decide(observation, policy, found)
+
+
+def diagnose(observation: Observation) -> Diagnosis | None:
+    """What the evidence says; None: it is not complete, or the ranks do not train in mode Sync."""
+    if observation.state.suspicion is None or observation.plan.sync_mode is not SYNC:
+        return None
+    windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
+    if len(windows) != observation.plan.world_size:
+        return None
+    return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+
+
+def _as_ever(observation: Observation, found: Diagnosis) -> bool:
+    """Ranks that are slow in turns since the job's first steady steps are its own way: nobody asked for Local-SGD."""
+    first = found.window.baseline_seconds
+    grown = found.step_seconds >= observation.job.spec.detection.straggler_slowdown * first > 0
+    return found.trouble is Trouble.VOLATILE and not grown
 
 
 def suspect(observation: Observation) -> Draft:
-    """Ask for evidence while the metrics look like a straggler, and drop it when they no longer do."""
-    draft, state = observation.draft, observation.state
-    asking = bool(observation.plan.evidence_request)
-    if not _steady(observation):
-        return _drop(draft) if asking or state.suspicion is not None else draft
-    slow = observation.metrics.pace is not None and (
-        observation.metrics.pace >= observation.job.spec.detection.straggler_slowdown
-    )
-    if state.suspicion is None:
-        if not slow or _tolerated(observation):
-            return draft
-        return _ask(draft, Suspicion(since=observation.now), observation.now)
-    if not slow and observation.now - state.suspicion.asked_at > ASK_AGAIN_SECONDS:
-        return _drop(draft)
-    if observation.now - state.suspicion.asked_at > ASK_AGAIN_SECONDS:
-        return _ask(draft, state.suspicion, observation.now)
-    return draft
+    """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
+    draft, suspicion, now = observation.draft, observation.state.suspicion, observation.now
+    if observation.plan.sync_mode is not SYNC:
+        return draft if suspicion is None else draft.with_state(suspicion=None)
+    if not steady(observation):
+        asking = bool(observation.plan.evidence_request)
+        return _drop(draft) if asking or suspicion is not None else draft
+    slow, waits = _slow(observation), _waits(observation) or _shares_outlived(observation)
+    if suspicion is None:
+        wanted = (slow and not _tolerated(observation)) or (waits and not _held(observation))
+        return _ask(draft, Suspicion(since=now), now) if wanted else draft
+    if waits and not slow and _in_vain(observation, suspicion):
+        return _give_up(observation)
+    if now - suspicion.asked_at <= ASK_AGAIN_SECONDS:
+        return draft
+    return _ask(draft, suspicion, now) if slow or waits else _drop(draft)
+
+
+def steady(observation: Observation) -> bool:
+    """All members train in the mode that is wanted, in a round that is old enough for its windows to be its own."""
+    if observation.training_since is None or observation.metrics.unavailable:
+        return False
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):
+        return False
+    window = observation.job.spec.detection.window_steps
+    busy = any(incident.recovered is None and not incident.live for incident in observation.state.open_incidents)
+    return not busy and min((beat.steps_in_round for beat in beats), default=0) >= window
+
+
+def _slow(observation: Observation) -> bool:
+    """Some rank's own work takes longer than its peers'."""
+    pace = observation.metrics.pace
+    return pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
+
+
+def _waits(observation: Observation) -> bool:
+    """Even the rank that waits least waits for a good part of each step: for a link, or for slow ranks that change."""
+    waiting = observation.metrics.waiting
+    return waiting is not None and waiting >= WAITING
+
+
+def _shares_outlived(observation: Observation) -> bool:
+    """The ranks are alike, but their shares are not: the straggler for whom they were made has recovered."""
+    shares, pace = observation.plan.shares, observation.metrics.pace
+    alike = pace is not None and pace < observation.job.spec.detection.straggler_slowdown
+    return alike and shares is not None and max(shares) - min(shares) > 1
+
+
+def _tolerated(observation: Observation) -> bool:
+    """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon."""
+    limit, pace = observation.state.tolerated_pace, observation.metrics.pace
+    return limit > 0 and pace is not None and pace < limit * 1.1
+
+
+def _held(observation: Observation) -> bool:
+    """Waits have been looked into, and steps have not become longer since."""
+    vain = observation.state.vain
+    if vain is None or observation.now - vain.at > vain.hold:
+        return False
+    return observation.step_seconds < vain.step_seconds * observation.job.spec.detection.straggler_slowdown
+
+
+def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
+    """A whole window has passed since the first sign, and nothing was to be done about what it shows."""
+    window = observation.job.spec.detection.window_steps * observation.step_seconds
+    return observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
+
+
+def left_alone(observation: Observation) -> Draft:
+    """After trouble was written down without a remedy being applied: it is not looked into at once again."""
+    return _give_up(observation).with_state(tolerated_pace=observation.metrics.pace or 0.0)
+
+
+def _give_up(observation: Observation) -> Draft:
+    before = observation.state.vain
+    hold = FIRST_HOLD_SECONDS if before is None else min(2 * before.hold, LONGEST_HOLD_SECONDS)
+    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, observation.step_seconds))
 
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
@@ -104,97 +165,136 @@ def _drop(draft: Draft) -> Draft:
     return changed.with_plan(evidence_request="") if draft.plan.evidence_request else changed
 
 
-def _steady(observation: Observation) -> bool:
-    """All members train, in a round that is old enough for its windows to be its own."""
-    if observation.training_since is None or observation.metrics.unavailable:
-        return False
-    window = observation.job.spec.detection.window_steps
-    steps = [view.heartbeat.steps_in_round for view in observation.members if view.heartbeat is not None]
-    busy = any(incident.recovered is None and not incident.live for incident in observation.state.open_incidents)
-    return not busy and min(steps, default=0) >= window
-
-
-def _tolerated(observation: Observation) -> bool:
-    """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon."""
-    limit, pace = observation.state.tolerated_pace, observation.metrics.pace
-    return limit > 0 and pace is not None and pace < limit * 1.1
-
-
-def _decide(observation: Observation, policy: Policy, found: Finding) -> Decision | None:
+def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
     assert observation.state.suspicion is not None
-    culprit = max(found.verdict.culprits, key=lambda rank: found.verdict.rank_slowdown[rank])
-    worker = observation.worker_of_rank(culprit)
-    balance, refused = _balance(found)
-    after = balance.seconds_after / found.seconds_replaced if balance else found.slowdown
-    rebalance = Option(Remedy.REBALANCE, 0.0, max(1.0, after), policy.refusal(Remedy.REBALANCE) or refused)
-    slow = found.verdict.rank_slowdown[culprit]
-    mended = not rebalance.refused and (slow < BROKEN or after < observation.job.spec.detection.straggler_slowdown)
-    move = replace_option(observation, policy, refused=f"shares mend it to {after:.2f} ×" if mended else "")
-    move = replace(move, cost_seconds=observation.restart_seconds + SPARE_SECONDS)  # it waits for a checkpoint
-    elapsed = observation.now - observation.state.suspicion.since
-    lost = elapsed * price.loss_rate(found.slowdown)
-    remaining = price.expected_remaining(elapsed, observation.surroundings.past_seconds, PRIOR_SECONDS)
-    choice = price.choose((rebalance, move), found.slowdown, lost, remaining)
+    culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
+    worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
-    if choice.chosen is None or worker is None or view is None or view.record.leaving:
+    if culprit is not None and (view is None or view.record.leaving):
         return None
-    chosen = choice.chosen.option
-    action: Action
-    if chosen is rebalance and balance is not None:
-        action = Rebalance(balance.shares, mended)
-    else:
-        action = ReplaceWorker(worker, f"rank {culprit} is too slow for shares to mend", dead=False, disruption=True)
+    cause = CAUSES[found.trouble]
+    choice, action = _weigh(observation, policy, found, culprit)
+    chosen = choice.chosen
+    if chosen is None and (found.trouble is Trouble.COMPUTE or _earlier(observation, cause) or _mode_held(observation)):
+        return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
     return Decision(
-        cause=Cause.STRAGGLER,
+        cause=cause,
         class_=Class.PERFORMANCE,
         round=observation.round,
-        message=f"rank {culprit} on {worker} takes {slow:.2f} × its peers' time a sample",
+        message=_message(found, culprit, worker),
         first_sign=observation.state.suspicion.since,
-        actions=(action,),
-        remedy=Remedy(chosen.remedy),
-        remedies=written(choice.prices, choice.chosen),
-        evidence=(
-            f"S = {found.verdict.slowdown:.2f} over {len(found.window.steps)} steps; S_w by rank: "
-            f"{_listed(found.verdict.rank_effect)}",
-            f"time a sample over the peers', by rank: {_listed(found.verdict.rank_slowdown)}",
-            f"the rank at its peers' pace: {found.verdict.gain_replaced:.2f} × faster",
-        ),
+        actions=() if action is None else (action,),
+        remedy=None if chosen is None else Remedy(chosen.option.remedy),
+        remedies=written(choice.prices, chosen),
+        evidence=found.evidence,
         rank=culprit,
         worker=worker,
-        node=view.record.node or None,
-        occurrence=1 + _earlier(observation),
-        continues=_open_incident(observation, culprit),
-        live=chosen is rebalance,
+        node=None if view is None else view.record.node or None,
+        occurrence=1 + _earlier(observation, cause),
+        continues=_open_incident(observation, cause, culprit),
+        live=not isinstance(action, ReplaceWorker),
         last_step=observation.step,
         slowdown_before=found.slowdown,
-        slowdown_after=chosen.slowdown_after,
-        predicted_gain=choice.chosen.gain_seconds if math.isfinite(choice.chosen.gain_seconds) else None,
+        slowdown_after=None if chosen is None else chosen.option.slowdown_after,
+        reference_seconds=found.step_seconds / found.slowdown,
+        predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
     )
 
 
-def _balance(found: Finding) -> tuple[Balance | None, str]:
-    current = found.window.shares
-    if min(current) < 1:
-        return None, "the script does not use the library, so its shares cannot be changed"
+def _weigh(
+    observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
+) -> tuple[Choice, Action | None]:
+    """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
+    assert observation.state.suspicion is not None
+    threshold = observation.job.spec.detection.straggler_slowdown
+    elapsed = observation.now - observation.state.suspicion.since
+    past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
+    choose = partial(
+        price.choose,
+        slowdown=found.slowdown,
+        lost_seconds=elapsed * price.loss_rate(found.slowdown),
+        remaining_seconds=price.expected_remaining(
+            elapsed, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
+        ),
+        mended=threshold,
+    )
+    ways = adapt.ways(found, threshold=threshold)
+    exact = _exact_helps(found, [way for way in ways if not _refusal(observation, policy, way)])
+    options = [
+        way.option(_refusal(observation, policy, way) or (exact if way.mode is not SYNC else "")) for way in ways
+    ]
+    best = choose(options).chosen
+    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
+    mended = best is not None and (not broken or best.option.slowdown_after < threshold)
+    actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
+    if culprit is not None and found.trouble is Trouble.COMPUTE:
+        enough = f"{best.option.remedy} mends it to {best.option.slowdown_after:.2f} ×" if best and mended else ""
+        cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
+        spare = replace_option(observation, policy)
+        options.append(replace(spare, cost_seconds=cost, refused=enough or spare.refused))
+        words = f"rank {culprit} is too slow for shares to mend"
+        actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False, disruption=True))
+    choice = choose(options)
+    return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _exact_helps(found: Diagnosis, ways: Sequence[Way]) -> str:
+    """Why a slow rank needs no Local-SGD: an exact way to train mends most of it; "": there is none."""
+    if found.trouble is not Trouble.COMPUTE:
+        return ""
+    after = min((way.slowdown_after for way in ways if way.mode is SYNC and not way.refused), default=math.inf)
+    return "shares mend most of it, and stay exact" if after - 1 <= ENOUGH * (found.slowdown - 1) else ""
+
+
+def _refusal(observation: Observation, policy: Policy, way: Way) -> str:
+    """Why this job may not train in that way; "": it may."""
     try:
-        return shares.balance(found.window.cost_per_sample, current), ""
-    except InputError as error:
-        return None, str(error)
+        remedy = Remedy(way.remedy)
+    except ValueError:
+        return "only the script can do it"
+    if refusal := policy.refusal(remedy):
+        return refusal
+    if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
+        return "the script does not use the library, so it cannot be steered"
+    if way.mode is SYNC:
+        return ""
+    if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
+        return "the ranks do not tell the mode that they train in: is their library older than the operator?"
+    if observation.state.mode_refused:
+        return f"the ranks refused it: {observation.state.mode_refused}"
+    if _mode_held(observation):
+        last = observation.state.mode_changes
+        seconds = last.changed_at + last.hold_seconds - observation.now
+        return f"the mode has changed lately and stays for another {seconds:.0f} s"
+    return ""
 
 
-def _open_incident(observation: Observation, rank: int) -> str:
-    """Name of the incident of this straggler that is still open: shares have not mended it."""
-    names = (i.name for i in observation.state.open_incidents if i.cause is Cause.STRAGGLER and i.rank == rank)
+def _mode_held(observation: Observation) -> bool:
+    return not observation.state.mode_changes.allows(observation.now)
+
+
+def _message(found: Diagnosis, culprit: int | None, worker: str | None) -> str:
+    if culprit is not None and found.trouble is Trouble.COMPUTE:
+        return f"rank {culprit} on {worker} takes {found.rank_slowdown[culprit]:.2f} × its peers' time a sample"
+    words = {
+        Trouble.COMPUTE: "the shares of the batch do not fit the ranks",
+        Trouble.COMMUNICATION: "communication takes longer than in the job's first steady steps",
+        Trouble.VOLATILE: "slow ranks come and go, and all wait for each of them",
+        Trouble.GARBAGE: "garbage collections of different ranks fall into different steps, and all wait for each",
+        Trouble.LENGTHS: "sequence lengths are dealt unevenly over the ranks",
+    }
+    return f"steps take {found.slowdown:.2f} × as long as they need: {words[found.trouble]}"
+
+
+def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> str:
+    """Name of the incident of this trouble that is still open: what was done has not mended it."""
+    names = (i.name for i in observation.state.open_incidents if i.cause is cause and i.rank == rank)
     return next(names, "")
 
 
-def _earlier(observation: Observation) -> int:
+def _earlier(observation: Observation, cause: Cause) -> int:
     """Incidents of this kind in this round that are known: shares first, a spare later."""
-    prefix = f"{observation.job.name}-r{observation.round}-straggler"
+    prefix = f"{observation.job.name}-r{observation.round}-{cause}"
     state = observation.state
     names = {*state.closed, *state.recommended, *(incident.name for incident in state.incidents)}
     return sum(name.startswith(prefix) for name in names)
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.2f}" for value in values)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from pacekeeper_analysis import price
 
-from ..api import Cause, Mode, Outcome
+from .. import modes
+from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past
+from .straggler import steady
 
 MEASURE_SECONDS = 120.0
 """A live remedy that has not shown in the step time by then has not helped."""
@@ -29,6 +31,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
             continue
         draft = replace(draft, state=draft.state.with_incident(now))
         if now.outcome is not None:
+            draft = _take_back(draft, now, observation) if now.live else draft
             draft = _close(draft, now, policy, observation.now)
     return draft
 
@@ -58,13 +61,17 @@ def _judge_round(observation: Observation, incident: Incident) -> Incident:
 
 
 def _judge_live(observation: Observation, incident: Incident) -> Incident:
-    """Over when a whole window of steps under the new shares has been measured."""
+    """Over when a whole window of steps in the new way to train has been measured."""
     if incident.remedy is None:
-        return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
+        done = incident.class_ is not Class.PERFORMANCE
+        return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED if done else Outcome.NOT_HELPED)
     if observation.round > incident.round:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
+    if observation.refused:
+        words = (*incident.evidence, f"the ranks do not follow the plan: {observation.refused}")
+        return replace(incident, evidence=words, outcome=Outcome.NOT_HELPED)
     window = SETTLED_WINDOWS * observation.job.spec.detection.window_steps
-    before, after = incident.slowdown_before or 1.0, observation.metrics.behind
+    before, after = incident.slowdown_before or 1.0, _slowdown(observation, incident)
     if after is not None and observation.step >= incident.last_step + window:
         after = max(1.0, after)
         limit = observation.job.spec.detection.straggler_slowdown
@@ -77,9 +84,33 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
             measured_gain=(price.loss_rate(before) - price.loss_rate(after)) * HORIZON_SECONDS,
             outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
         )
-    if observation.now - incident.decided > MEASURE_SECONDS and not observation.metrics.unavailable:
+    patience = max(MEASURE_SECONDS, 2 * window * observation.step_seconds)
+    if observation.now - incident.decided > patience and not observation.metrics.unavailable:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
+
+
+def _slowdown(observation: Observation, incident: Incident) -> float | None:
+    """What is left of the slowdown. Shares are judged by the ranks' own work, all else by the samples a second."""
+    metrics = observation.metrics
+    if incident.remedy == Remedy.REBALANCE:
+        return metrics.behind
+    batch = max((view.heartbeat.global_batch for view in observation.members if view.heartbeat is not None), default=0)
+    if not metrics.throughput or not batch or not incident.reference_seconds or not steady(observation):
+        return None
+    return batch / metrics.throughput / incident.reference_seconds
+
+
+def _take_back(draft: Draft, incident: Incident, observation: Observation) -> Draft:
+    """The plan without a mode that has not helped, or without what the ranks cannot follow."""
+    if incident.outcome is not Outcome.NOT_HELPED or incident.remedy is None:
+        return draft
+    adaptation = draft.state.adaptation
+    if adaptation is None or adaptation.incident != incident.name:
+        return draft.with_plan(shares=None, garbage_every=0) if observation.refused else draft
+    if observation.refused:
+        return modes.refused(draft, observation.refused, observation.now)
+    return modes.left(draft, f"{draft.plan.sync_mode} has not helped", observation.now)
 
 
 def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draft:

@@ -91,7 +91,7 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
     """What other jobs and the nodes say that concerns this one."""
     suspects: set[str] = set()
     hung: dict[str, int] = {}
-    durations: list[float] = []
+    durations: dict[Cause, tuple[float, ...]] = {}
     older = ""
     for (namespace, name), other in memory:
         if other.draft is None or other.job is None:
@@ -102,8 +102,7 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
         for past in other.draft.state.past:
             if _blames_the_node(past) and now - past.at < SUSPECT_SECONDS:
                 suspects.add(past.node or "")
-            if past.cause is Cause.STRAGGLER:
-                durations.append(past.seconds)
+            durations[past.cause] = (*durations.get(past.cause, ()), past.seconds)
             if past.cause is Cause.HANG and past.node and other.job.uid != job.uid:
                 hung[past.node] = hung.get(past.node, 0) + 1
         if _goes_first(other, job, draft):
@@ -113,7 +112,7 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
         suspects=frozenset(suspects),
         older_job_waits=older,
         hung_nodes=hung,
-        past_seconds=tuple(durations),
+        past_seconds=durations,
     )
 
 

@@ -26,11 +26,14 @@ COMPUTE = "pacekeeper_rank_compute_seconds"
 PER_SAMPLE = "pacekeeper_rank_compute_seconds_per_sample"
 SHARE = "pacekeeper_rank_share"
 STEP = "pacekeeper_rank_step_seconds"
+WAIT = "pacekeeper_rank_wait_seconds"
 FIRST_STEPS = "pacekeeper_rank_first_steps_seconds"
 FIGURES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
     "behind": f"max {BY_JOB} ({COMPUTE}) / (quantile {BY_JOB} (0.5, {PER_SAMPLE}) * avg {BY_JOB} ({SHARE}))",
+    "waiting": f"min {BY_JOB} ({WAIT} / {STEP})",
+    "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
 }
@@ -58,16 +61,8 @@ class Sample:
 
     def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
-        return Metrics(
-            slowdown=self.figures.get("slowdown", {}).get(key),
-            behind=self.figures.get("behind", {}).get(key),
-            pace=self.figures.get("pace", {}).get(key),
-            step_seconds=self.figures.get("step_seconds", {}).get(key),
-            slowest_rank=self.slowest.get(key),
-            uniform=self.figures.get("uniform", {}).get(key),
-            gpu=self.gpu,
-            unavailable=self.unavailable,
-        )
+        figures = {name: values[key] for name, values in self.figures.items() if key in values}
+        return Metrics(**figures, slowest_rank=self.slowest.get(key), gpu=self.gpu, unavailable=self.unavailable)
 
 
 class Prometheus:

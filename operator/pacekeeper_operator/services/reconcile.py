@@ -72,7 +72,9 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
             thought = await _think(operator, desk)
         try:
             if thought.draft != memory.draft:
+                before = memory.draft
                 await plans.write(operator.cluster, job, memory, thought.draft)
+                await _announce_mode(operator, job, before, thought.draft)
         except Conflict:
             memory.resource_version = ""  # somebody else has written: to be read anew
             raise
@@ -291,6 +293,13 @@ async def _announce(operator: Operator, job: Job, before: Incident | None, incid
     warning = incident.outcome in (Outcome.FAILED, Outcome.NOT_HELPED)
     note = f"{incident.name}: {incident.outcome}{after}; {incident.message}"
     await events.tell(operator.cluster, job, "IncidentClosed", note, str(incident.outcome), warning=warning)
+
+
+async def _announce_mode(operator: Operator, job: Job, before: Draft | None, after: Draft) -> None:
+    if before is None or before.plan.sync_mode is after.plan.sync_mode:
+        return
+    note = f"{before.plan.sync_mode} → {after.plan.sync_mode}: {after.state.mode_reason}"
+    await events.tell(operator.cluster, job, "SyncModeChanged", note, "ChangeSyncMode")
 
 
 def _sweep(desk: Desk, draft: Draft) -> Draft:

@@ -8,8 +8,8 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import FaultKind
 
 from ..act import apply
-from ..api import Cause, Mode, incident_name
-from ..decide import CHECKS, gpu_error, membership, stages, straggler, verify, workforce
+from ..api import Class, Mode, incident_name
+from ..decide import CHECKS, gpu_error, membership, stages, straggler, verify, way_back, workforce
 from ..decide.workforce import Staffing
 from ..decision import Decision
 from ..observation import Observation, Policy
@@ -43,6 +43,7 @@ def think(observation: Observation, policy: Policy) -> Thought:
     decisions: tuple[Decision, ...] = ()
     if not observation.state.finished_for_good and observation.plan.stop is Stop.NO:
         observation = observation.with_draft(straggler.suspect(observation))
+        observation = observation.with_draft(way_back.step(observation))
         observation, decisions = _decide(observation, policy)
         observation = observation.with_draft(membership.step(observation))
         observation = observation.with_draft(membership.allow_restarts(observation.draft, policy, observation.now))
@@ -125,8 +126,8 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
             draft = done.draft
             words += [done.words] if done.words else []
         applied = observation.now
-    elif decision.cause is Cause.STRAGGLER:
-        draft = draft.with_state(tolerated_pace=observation.metrics.pace or 0.0, suspicion=None)
+    if decision.class_ is Class.PERFORMANCE and not (policy.acts and decision.actions):
+        draft = straggler.left_alone(observation.with_draft(draft))
     incident = _open(observation, policy, decision, applied, tuple(words))
     state = draft.state.with_incident(incident)
     state = replace(state, recommended=tuple(name for name in state.recommended if name != incident.name))
@@ -157,6 +158,7 @@ def _open(
         applied=applied,
         last_step=decision.last_step,
         slowdown_before=decision.slowdown_before,
+        reference_seconds=decision.reference_seconds,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
     )

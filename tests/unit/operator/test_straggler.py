@@ -47,10 +47,10 @@ def next_pass(thought: Thought, world: Observation, seconds: float = 1.0, **chan
     return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)  # type: ignore[arg-type]
 
 
-def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), **changes: bool) -> Thought:
-    world = suspicious(pace=slow)
+def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True) -> Thought:
+    world = change_members(suspicious(pace=slow), steered=steered)
     asked = think(world, policy())
-    evidence = windows(asked.draft.plan.evidence_request, slow, shares, **changes)
+    evidence = windows(asked.draft.plan.evidence_request, slow, shares, steered)
     return think(next_pass(asked, world, evidence=evidence), policy())
 
 
@@ -69,7 +69,7 @@ def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
     assert thought.draft.plan.membership == 1
     (incident,) = thought.draft.state.incidents
     assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
-    assert {price.name for price in incident.remedies} == {"Rebalance", "ReplaceWorker"}
+    assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
     assert thought.draft.plan.evidence_request == ""
 
 

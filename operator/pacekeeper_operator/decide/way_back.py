@@ -1,0 +1,57 @@
+"""Back to mode Sync, once what has led to a Local-SGD mode is over: asked of the ranks now and then, live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pacekeeper_analysis import adapt
+from pacekeeper_analysis.plan import SyncMode
+
+from .. import modes
+from ..observation import Observation
+from ..state import Adaptation, Draft
+from .straggler import steady
+
+ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+"""Between two questions: a tenth of the time that the mode has been in force, within these."""
+ANSWERS = 2
+"""So many answers in a row must say that it is over: one may be luck."""
+
+
+def step(observation: Observation) -> Draft:
+    """The draft with the next question, or in mode Sync again."""
+    draft, adaptation = observation.draft, observation.state.adaptation
+    if adaptation is None:
+        return draft
+    if observation.plan.sync_mode is SyncMode.SYNC:  # somebody has written so by hand
+        return draft.with_state(adaptation=None)
+    if observation.refused:
+        return modes.refused(draft, observation.refused, observation.now)
+    if not steady(observation):
+        return draft
+    return _judge(observation, adaptation) or _ask(observation, adaptation)
+
+
+def _judge(observation: Observation, adaptation: Adaptation) -> Draft | None:
+    """The draft after a complete answer; None: there is none."""
+    windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
+    if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
+        return None
+    draft, now = observation.draft.with_plan(evidence_request=""), observation.now
+    threshold = observation.job.spec.detection.straggler_slowdown
+    way = adapt.way_back(windows, threshold=threshold, trouble=adaptation.trouble)
+    over = 0 if way is None else adaptation.over + 1
+    if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):
+        return draft.with_state(adaptation=replace(adaptation, over=over))
+    return modes.left(replace(draft, plan=way.applied_to(draft.plan)), way.reason, now)
+
+
+def _ask(observation: Observation, adaptation: Adaptation) -> Draft:
+    now = observation.now
+    pause = min(max(ASK_SECONDS, 0.1 * (now - adaptation.since)), LONGEST_ASK_SECONDS)
+    if now - max(adaptation.asked_at, adaptation.since) < pause:
+        return observation.draft
+    request = f"way-back-{observation.plan.version + 1}"
+    return observation.draft.with_plan(evidence_request=request).with_state(
+        adaptation=replace(adaptation, asked_at=now)
+    )

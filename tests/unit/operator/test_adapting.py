@@ -1,0 +1,312 @@
+"""A job that changes how it trains: from the first sign to another mode, and back when the trouble is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.reports import Evidence, RankWindow
+from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy
+from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.services.think import Thought, think
+from pacekeeper_operator.state import HOLD_SECONDS, Adaptation, Draft
+from tests.support.worlds import NOW, change_members, policy, training
+
+STEPS = 32
+OWN, FIRST = 0.07, 0.1
+"""Seconds of a rank's own work in a step, and of the job's first steady steps."""
+SLOW_LINK = Metrics(step_seconds=0.3, pace=1.01, slowdown=1.01, waiting=0.75, uniform=3.0, throughput=32 / 0.3)
+WELL = Metrics(step_seconds=FIRST, pace=1.01, slowdown=1.01, waiting=0.02, uniform=1.0, throughput=32 / FIRST)
+
+
+def windows(
+    request: str,
+    *,
+    own: Sequence[float] = (OWN,) * 4,
+    exposed: float = FIRST - OWN,
+    garbage: dict[int, Sequence[int]] | None = None,
+    shares: tuple[int, ...] = (8, 8, 8, 8),
+    mode: SyncMode = SyncMode.SYNC,
+    transfer: float = 0.0,
+) -> tuple[Evidence, ...]:
+    """Of four ranks with `own` seconds of work in a step; `exposed`: seconds of a step in which all wait.
+
+    garbage: steps of the window in which a rank collects garbage for a tenth of a second.
+    """
+    noise = np.random.default_rng(1).normal(1.0, 0.005, (STEPS, 4))
+    pauses = np.array(
+        [[0.1 if step in (garbage or {}).get(rank, ()) else 0.0 for rank in range(4)] for step in range(STEPS)]
+    )
+    work = noise * np.array(own) + pauses
+    together = work.max(axis=1, keepdims=True) + exposed
+    step = np.broadcast_to(together, work.shape) if mode is SyncMode.SYNC else work
+    return tuple(
+        Evidence(
+            request,
+            f"j-w{rank}-0",
+            1,
+            (
+                RankWindow(
+                    rank,
+                    tuple(range(468, 468 + STEPS)),
+                    tuple(step[:, rank].tolist()),
+                    tuple(work[:, rank].tolist()),
+                    (shares[rank],) * STEPS,
+                    garbage_seconds=tuple(pauses[:, rank].tolist()),
+                    sync_mode=mode,
+                    transfers=(transfer,) * 4 if mode is not SyncMode.SYNC else (),
+                    baseline_seconds=FIRST,
+                ),
+            ),
+        )
+        for rank in range(4)
+    )
+
+
+def later(thought: Thought, world: Observation, seconds: float, **changes: Any) -> Observation:
+    return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)
+
+
+def answered(thought: Thought, world: Observation, **of_windows: Any) -> Observation:
+    """A second later, when the ranks have answered the question that is out."""
+    request = thought.draft.plan.evidence_request
+    assert request
+    return later(thought, world, 1.0, evidence=windows(request, **of_windows))
+
+
+def decided(metrics: Metrics = SLOW_LINK, **of_windows: Any) -> tuple[Thought, Observation]:
+    """A pass upon what the metrics have raised and the ranks have answered, and the world that it saw."""
+    world = change_members(replace(training(), metrics=metrics), sync_mode="Sync")
+    world = answered(think(world, policy()), world, **of_windows)
+    return think(world, policy()), world
+
+
+def in_local_mode() -> tuple[Thought, Observation]:
+    """After a slow link, with the ranks in the mode that was wanted."""
+    thought, world = decided(exposed=0.25)
+    assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+    return thought, change_members(world, sync_mode="AsyncEDiT")
+
+
+class TestIntoLocalSgd:
+    def test_a_slow_link_is_answered_by_local_sgd_on_the_fly(self) -> None:
+        thought, _ = decided(exposed=0.25)
+        plan = thought.draft.plan
+        assert (plan.sync_mode, plan.membership, plan.evidence_request) == (SyncMode.ASYNC_EDIT, 1, "")
+        assert plan.sync_seconds > 1.0
+        (incident,) = thought.draft.state.incidents
+        assert (incident.cause, incident.remedy, incident.live) == (Cause.SLOW_COMMUNICATION, Remedy.LOCAL_SGD, True)
+        assert incident.rank is None
+        assert incident.slowdown_before == pytest.approx(0.32 / 0.1, rel=0.1)
+        assert {price.name for price in incident.remedies} == {"LocalSGD"}
+        degraded = next(
+            c for c in report(thought.observation, policy(), JobStatus()).conditions if c.type == Condition.DEGRADED
+        )
+        assert (degraded.status, degraded.reason) == ("True", Reason.LOCAL_SGD)
+
+    def test_what_it_was_for_is_remembered_over_a_restart_of_the_operator(self) -> None:
+        thought, world = in_local_mode()
+        adaptation = thought.draft.state.adaptation
+        assert adaptation is not None
+        assert (adaptation.trouble, adaptation.since) == (Trouble.COMMUNICATION, world.now)
+        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+
+    @pytest.mark.parametrize(
+        ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.15, SyncMode.SYNC), (0, SyncMode.SYNC)]
+    )
+    def test_ranks_that_are_slow_in_turns_too_unless_they_have_always_been(self, first: float, mode: SyncMode) -> None:
+        world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync")
+        asked = think(world, policy())
+        evidence = []
+        draws = np.random.default_rng(3).choice([1.0, 2.0], p=[0.75, 0.25], size=(STEPS, 4))
+        for rank, item in enumerate(windows(asked.draft.plan.evidence_request)):
+            work = OWN * draws[:, rank]
+            step = OWN * draws.max(axis=1) + 0.03
+            changed = replace(
+                item.windows[0],
+                compute_seconds=tuple(work.tolist()),
+                step_seconds=tuple(step.tolist()),
+                baseline_seconds=first,
+            )
+            evidence.append(replace(item, windows=(changed,)))
+        thought = think(later(asked, world, 1.0, evidence=tuple(evidence)), policy())
+        assert thought.draft.plan.sync_mode is mode
+        assert [i.cause for i in thought.draft.state.incidents] == [Cause.VOLATILE] * (mode is not SyncMode.SYNC)
+
+    def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:
+        thought, _ = decided(exposed=0.02, garbage={rank: range(2 * rank, STEPS, 8) for rank in range(4)})
+        plan = thought.draft.plan
+        assert plan.sync_mode is SyncMode.SYNC
+        assert plan.garbage_every > 0
+        assert thought.draft.state.incidents[0].remedy is Remedy.PLAN_GARBAGE
+
+    @pytest.mark.parametrize(
+        ("changes", "allow", "words"),
+        [({}, {Remedy.REBALANCE}, "spec.remediation.allow"), ({"steered": False}, set(Remedy), "library")],
+    )
+    def test_where_it_may_not_be_the_trouble_is_written_down_once(
+        self, changes: dict[str, Any], allow: set[Remedy], words: str
+    ) -> None:
+        of_policy = policy(allow=frozenset(allow))
+        world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync", **changes)
+        world = answered(think(world, of_policy), world, exposed=0.25)
+        thought = think(world, of_policy)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        (incident,) = thought.draft.state.incidents
+        assert incident.remedy is None
+        assert incident.outcome is Outcome.NOT_HELPED
+        assert words in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
+        assert not think(later(thought, world, 10.0), of_policy).draft.plan.evidence_request
+
+    def test_a_rank_at_half_speed_gets_fewer_samples_and_no_local_sgd(self) -> None:
+        thought, _ = decided(replace(WELL, pace=2.0), own=(OWN, OWN, 2 * OWN, OWN))
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert thought.draft.plan.shares is not None
+        assert thought.draft.plan.shares[2] < 6
+
+    def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
+        world = change_members(replace(training(), metrics=WELL), sync_mode="Sync")
+        world = world.with_draft(world.draft.with_plan(shares=(10, 9, 4, 9)))
+        own = tuple(OWN / 8 * share for share in (10, 9, 4, 9))
+        world = answered(think(world, policy()), world, own=own, shares=(10, 9, 4, 9))
+        assert think(world, policy()).draft.plan.shares == (8, 8, 8, 8)
+
+
+class TestLookingInVain:
+    WAITS = replace(WELL, waiting=0.3)
+
+    def vain(self) -> tuple[Thought, Observation]:
+        """A job that has always waited like this was looked into."""
+        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
+        world = answered(think(world, policy()), world)
+        thought = think(world, policy())
+        assert not thought.decisions
+        world = later(thought, world, 30.0)
+        return think(world, policy()), world
+
+    def test_a_job_that_has_always_waited_is_left_alone(self) -> None:
+        thought, world = self.vain()
+        assert not thought.draft.plan.evidence_request
+        assert thought.draft.state.suspicion is None
+        quiet = think(later(thought, world, 20.0), policy())
+        assert quiet.draft == thought.draft
+
+    def test_it_is_looked_into_again_at_once_when_its_steps_grow(self) -> None:
+        thought, world = self.vain()
+        worse = later(thought, world, 5.0, metrics=SLOW_LINK)
+        assert think(worse, policy()).draft.plan.evidence_request
+
+
+class TestMeasured:
+    @pytest.mark.parametrize(
+        ("seconds", "outcome"), [(0.09, Outcome.RECOVERED), (0.15, Outcome.MITIGATED), (0.35, Outcome.NOT_HELPED)]
+    )
+    def test_by_the_samples_a_second(self, seconds: float, outcome: Outcome) -> None:
+        thought, world = in_local_mode()
+        world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / seconds))
+        early = think(world, policy())
+        assert early.draft.state.open_incidents
+        (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents
+        assert incident.outcome is outcome
+        assert incident.slowdown_after == pytest.approx(max(1.0, seconds / 0.1), rel=0.1)
+
+    def test_what_has_not_helped_is_taken_back(self) -> None:
+        thought, world = in_local_mode()
+        world = later(thought, world, 10.0, metrics=replace(SLOW_LINK, throughput=32 / 0.35))
+        back = think(change_members(world, step=560), policy()).draft
+        assert back.plan.sync_mode is SyncMode.SYNC
+        assert back.state.adaptation is None
+        assert not back.state.mode_changes.allows(world.now + HOLD_SECONDS)
+
+    def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
+        thought, world = in_local_mode()
+        world = change_members(later(thought, world, 1.0), refused="the mesh has no dimension sync")
+        refused = think(world, policy())
+        assert refused.draft.plan.sync_mode is SyncMode.SYNC
+        (incident,) = refused.draft.state.incidents
+        assert incident.outcome is Outcome.NOT_HELPED
+        assert "no dimension sync" in incident.evidence[-1]
+        world = change_members(later(refused, world, 3600.0), refused="", sync_mode="Sync", steps_in_round=600)
+        world = answered(think(world, policy()), world, exposed=0.25)
+        assert think(world, policy()).draft.plan.sync_mode is SyncMode.SYNC
+
+
+class TestBack:
+    def look(self, thought: Thought, world: Observation, **of_windows: Any) -> tuple[Thought, Observation]:
+        """The next question, and the pass upon its answer."""
+        while not thought.draft.plan.evidence_request:
+            world = later(thought, world, 1.0)
+            thought = think(world, policy())
+        world = answered(thought, world, mode=SyncMode.ASYNC_EDIT, **of_windows)
+        return think(world, policy()), world
+
+    def test_when_the_link_is_well_twice_in_a_row(self) -> None:
+        thought, world = in_local_mode()
+        world = replace(world, metrics=WELL)
+        thought, world = self.look(thought, world, transfer=0.25)
+        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+        world = replace(world, now=world.now + HOLD_SECONDS)
+        thought, world = self.look(thought, world, transfer=0.03)
+        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "once may be luck"
+        thought, world = self.look(thought, world, transfer=0.03)
+        plan, state = thought.draft.plan, thought.draft.state
+        assert (plan.sync_mode, plan.membership) == (SyncMode.SYNC, 1)
+        assert plan.shares in (None, (8, 8, 8, 8))
+        assert state.adaptation is None
+        assert "synchronous step" in state.mode_reason
+
+    def test_not_before_the_mode_has_had_its_time(self) -> None:
+        thought, world = in_local_mode()
+        for _ in range(2):
+            thought, world = self.look(thought, world, transfer=0.03)
+        assert world.now - NOW < HOLD_SECONDS
+        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+
+    def test_a_link_that_comes_and_goes_is_followed_ever_more_slowly(self) -> None:
+        thought, world = in_local_mode()
+        hold = thought.draft.state.mode_changes.hold_seconds
+        world = replace(world, now=world.now + hold)
+        for _ in range(2):
+            thought, world = self.look(thought, world, transfer=0.03)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
+        world = answered(think(world, policy()), world, exposed=0.25)
+        held = think(world, policy())
+        assert held.draft.plan.sync_mode is SyncMode.SYNC
+        assert not held.decisions, "nothing to write down while the mode is only held"
+        assert held.draft.state.mode_changes.hold_seconds == 2 * hold
+
+    def test_questions_get_rarer_with_the_time(self) -> None:
+        thought, world = in_local_mode()
+        adaptation = thought.draft.state.adaptation
+        assert adaptation is not None
+        old = replace(adaptation, since=world.now - 600, asked_at=world.now)
+        world = world.with_draft(thought.draft.with_state(adaptation=old))
+        assert not think(replace(world, now=world.now + 30), policy()).draft.plan.evidence_request
+        assert think(replace(world, now=world.now + 70), policy()).draft.plan.evidence_request
+
+    def test_a_mode_that_somebody_has_written_by_hand_stays(self) -> None:
+        world = change_members(replace(training(), metrics=WELL), sync_mode="EDiT")
+        world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
+        assert think(replace(world, now=NOW + 600), policy()).draft.plan == world.draft.plan
+
+    def test_and_one_that_was_ended_by_hand_is_forgotten(self) -> None:
+        thought, world = in_local_mode()
+        by_hand = world.with_draft(thought.draft.with_plan(sync_mode=SyncMode.SYNC))
+        assert think(by_hand, policy()).draft.state.adaptation is None
+
+    def test_it_outlasts_a_round(self) -> None:
+        thought, world = in_local_mode()
+        assert isinstance(thought.draft.state.adaptation, Adaptation)
+        world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, steps_in_round=3)
+        after = think(world, policy()).draft
+        assert after.plan.sync_mode is SyncMode.ASYNC_EDIT
+        assert after.state.adaptation is not None
+        assert not after.plan.evidence_request, "a young round says nothing of itself"
