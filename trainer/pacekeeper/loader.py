@@ -6,39 +6,25 @@ and its workers go on: what they have prefetched is fetched and thrown away, and
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.lengths import SequenceCost
 
-from .leases import Deal, Dealing, Interval, Leasing, Remainder, Take, cut, merge
-from .sampler import SampleStream
-from .shares import check_replicas, check_shares, equal_shares, microbatch_count, microbatch_sizes, rank_interval
+from .iterable import Positions, RunThrough, Sized, is_iterable
+from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
+from .lengths import Lengths, Sequences
+from .sampler import Draw, MicrobatchSampler, Permutations, Phase, Stream
+from .shares import check_replicas, check_shares, equal_shares
+
+__all__ = ["Draw", "Loader", "Weight"]
 
 Weight = Callable[[Any], Any]
 """From a batch to what its loss sum is to be divided by: its valid tokens, say."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a rank takes in one step."""
-
-    sizes: tuple[int, ...]
-    """Samples of each microbatch. 0 (in the last lease of a sharded replica only): there was none left for this rank.
-    Its batch is one sample that others train on, so that collectives match; it must count nothing."""
-
-    @property
-    def microbatches(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
 
 
 class Loader:
@@ -46,7 +32,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         *,
         global_batch_size: int,
         max_microbatch: int,
@@ -55,12 +41,18 @@ class Loader:
         weight: Weight | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        lengths: Lengths | None = None,
+        cost: SequenceCost | None = None,
         **options: Any,
     ) -> None:
-        """`options` go to torch's DataLoader. Raises InputError that names the argument and the remedy."""
-        size = len(dataset) if hasattr(dataset, "__len__") else 0
-        if size == 0:
-            raise InputError("dataset: it has no length or no samples; give a map-style data set with __len__")
+        """`options` go to torch's DataLoader. Raises InputError that names the argument and the remedy.
+
+        dataset: with a length and an index, or an iterable (see iterable.py). shuffle: not of an iterable, which comes
+        in its own order.
+        lengths: of the samples, by their index: each global batch is then dealt so that each rank's part costs as much
+        as its share says, and its microbatches cost alike. None: samples are dealt as they come. cost: of a sequence,
+        by its length; None: as its length.
+        """
         if global_batch_size < world_size:
             raise InputError(
                 f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
@@ -70,6 +62,8 @@ class Loader:
         taken = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
         if taken:
             raise InputError(f"{sorted(taken)}: the shares decide this; leave it out")
+        if cost is not None and lengths is None:
+            raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
         self.global_batch_size = global_batch_size
         self.max_microbatch = max_microbatch
         self.weight = weight
@@ -78,24 +72,35 @@ class Loader:
         microbatches, and lease together. To be set before the first step."""
         self._rank = rank
         self._world_size = world_size
-        self._stream = SampleStream(size, seed, shuffle)
         self._shares = equal_shares(global_batch_size, world_size)
+        self._run_through: RunThrough | None = None
+        self._samples = len(dataset) if hasattr(dataset, "__len__") else None
+        stream: Stream
+        sequences = None
+        if is_iterable(dataset):
+            if lengths is not None:
+                raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
+            dataset = self._run_through = RunThrough(dataset, self._samples)
+            options["collate_fn"] = Sized(dataset, options.get("collate_fn"))
+            stream = Positions()
+        else:
+            if not self._samples:
+                raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
+            stream = Permutations(self._samples, seed, shuffle)
+            if lengths is not None:
+                sequences = Sequences(lengths, cost or SequenceCost(), self._samples)
+        self._sampler = MicrobatchSampler(stream, max_microbatch, sequences)
         # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=_Indices(self._draw),
-            generator=torch.Generator().manual_seed(seed),
-            **options,
+            dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
         )
         self.lookahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         """Steps until a change of shares takes effect, on all ranks alike: what workers may have prefetched."""
         self._batches: Iterator[Any] | None = None
-        self._asked = 0  # batches that the present iterator was asked for, and those that it gave
-        self._received = 0
+        self._received = 0  # of the batches that the present iterator was asked for
         self._stale = 0  # batches to come that belong to no step any more
-        self._ended = False  # the present iterator has nothing left to ask for
         self._left = Remainder()
-        self._phase = _Phase(None, self._shares)
+        self._begin(None)
 
     # Steps
 
@@ -105,7 +110,7 @@ class Loader:
         if phase.source is None:
             phase.source = Dealing(self._left, self._rank, self.replica_size)
         if self._batches is None:
-            self._asked = self._received = 0
+            self._received = 0
             self._batches = iter(self._loader)
         try:
             while self._stale:
@@ -115,7 +120,7 @@ class Loader:
         except StopIteration:
             return None
         draw, phase.underway = phase.drawn.popleft()
-        phase.taken += 1
+        phase.begun += 1
         return draw, self._rest(first, draw.microbatches)
 
     def complete_step(self) -> None:
@@ -205,16 +210,19 @@ class Loader:
             "cursor": self._left.cursor,
             "pending": [list(interval) for interval in self._left.pending],
             "shares": list(self._shares),
-            "size": self._stream.size,
+            "size": self._size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Samples are dealt by shares then. Raises InputError where the position belongs to another data set."""
-        if state["size"] != self._stream.size:
+        size = state["size"]
+        if None not in (size, self._size) and size != self._size:
             raise InputError(
-                f"dataset: it has {self._stream.size} samples, the checkpoint's had {state['size']}; "
+                f"dataset: it has {self._size} samples, the checkpoint's had {size}; "
                 "train on the same data, or begin with another checkpoint path (spec.checkpoint.path)"
             )
+        if self._run_through is not None:
+            self._run_through.size = size or self._size
         self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state.get("pending", ())))
         shares = tuple(state["shares"])
         if len(shares) == self._world_size and sum(shares) == self.global_batch_size:
@@ -223,12 +231,21 @@ class Loader:
 
     # Within
 
+    @property
+    def _size(self) -> int | None:
+        """Samples in an epoch; None: it is not known yet."""
+        return self._samples if self._run_through is None else self._run_through.size
+
+    @property
+    def _phase(self) -> Phase:
+        return self._sampler.phase
+
     def _begin(self, source: Leasing | None) -> None:
         """Another source of samples: what the old one has dealt ahead is of no use any more."""
-        self._phase = _Phase(source, self._shares)
-        if self._ended:
-            self._batches, self._ended = None, False
-        self._stale = 0 if self._batches is None else self._asked - self._received
+        self._sampler.phase = Phase(source, self._shares)
+        if self._sampler.ended:
+            self._batches = None
+        self._stale = 0 if self._batches is None else self._sampler.asked - self._received
 
     def _check_exact(self) -> None:
         if not self._phase.exact:
@@ -238,77 +255,12 @@ class Loader:
         assert self._batches is not None
         batch = next(self._batches)
         self._received += 1
+        if self._run_through is not None:
+            size, batch = batch
+            self._run_through.size = size or self._run_through.size
         return batch
 
     def _rest(self, first: Any, count: int) -> Iterator[Any]:
         yield first
         for _ in range(count - 1):
             yield self._fetch()
-
-    def _draw(self) -> Iterator[list[int]]:
-        """Microbatch after microbatch as indices in the data set. The DataLoader asks for them ahead of the steps."""
-        while (deal := (phase := self._phase).deal()) is not None:
-            draw, positions = self._of_this_rank(deal)
-            phase.drawn.append((draw, positions))
-            indices = [index for first, end in positions for index in self._stream.indices(first, end)]
-            for size in draw.sizes:
-                if phase is not self._phase:
-                    break
-                self._asked += 1
-                if size == 0:
-                    first = deal.positions[0][0]
-                    yield self._stream.indices(first, first + 1)
-                else:
-                    yield indices[:size]
-                    del indices[:size]
-        self._ended = True
-
-    def _of_this_rank(self, deal: Deal) -> tuple[Draw, tuple[Interval, ...]]:
-        first, end = rank_interval(deal.shares, deal.place)
-        count = microbatch_count(deal.matching, self.max_microbatch)
-        return Draw(microbatch_sizes(end - first, count)), cut(deal.positions, first, end)
-
-
-class _Phase:
-    """Steps between two changes of where samples come from."""
-
-    def __init__(self, source: Leasing | None, shares: tuple[int, ...]) -> None:
-        """`source`: None: dealt by shares, from what is left when the first step begins."""
-        self.source: Dealing | Leasing | None = source
-        self.drawn: deque[tuple[Draw, tuple[Interval, ...]]] = deque()
-        """What the DataLoader was asked for, of steps that have not begun."""
-        self.underway: tuple[Interval, ...] = ()
-        """Positions of the step that is being made."""
-        self.taken = 0
-        """Steps that have begun."""
-        self.used = 0
-        """Samples of all ranks' completed steps, up to the newest meeting."""
-        self.exact = True
-        """Whether all completed steps were counted in an exact meeting."""
-        self._shares = shares
-        self._changes: dict[int, tuple[int, ...]] = {}
-        self._dealt = 0
-
-    def change(self, shares: tuple[int, ...], lookahead: int) -> None:
-        """Other shares, from the first step that no rank can have dealt yet."""
-        if self._dealt:
-            self._changes[self.taken + lookahead] = shares
-        else:
-            self._shares = shares
-
-    def deal(self) -> Deal | None:
-        """The next step's."""
-        assert self.source is not None
-        self._shares = self._changes.pop(self._dealt, self._shares)
-        self._dealt += 1
-        return self.source.deal(self._shares)
-
-
-class _Indices:
-    """A batch sampler that starts `draw` anew for each iterator."""
-
-    def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
-        self._draw = draw
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._draw()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pacekeeper.loader import Draw, Loader
-from pacekeeper.sampler import SampleStream
+from pacekeeper.sampler import Permutations
 from pacekeeper.shares import (
     check_replicas,
     check_shares,
@@ -72,11 +72,11 @@ def test_a_step_that_was_not_completed_is_made_again_after_the_restart() -> None
 
 
 def test_epochs_differ_and_the_order_is_the_seeds_alone() -> None:
-    one, other = SampleStream(50, seed=1), SampleStream(50, seed=1)
+    one, other = Permutations(50, seed=1), Permutations(50, seed=1)
     assert one.indices(0, 50) != one.indices(50, 100)
     assert other.indices(45, 100) == one.indices(45, 100)  # whatever was asked for before
-    assert SampleStream(50, seed=2).indices(0, 50) != one.indices(0, 50)
-    assert SampleStream(5, seed=1, shuffle=False).indices(3, 12) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert Permutations(50, seed=2).indices(0, 50) != one.indices(0, 50)
+    assert Permutations(5, seed=1, shuffle=False).indices(3, 12) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_restoring_on_other_data_is_refused() -> None:
@@ -117,9 +117,9 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
         Loader(NUMBERS, **{**good, **arguments})
 
 
-def test_an_iterable_without_length_is_refused() -> None:
-    with pytest.raises(InputError, match="dataset: it has no length"):
-        Loader(iter(range(3)), global_batch_size=8, max_microbatch=2, rank=0, world_size=1)  # type: ignore[arg-type]
+def test_an_iterator_is_refused() -> None:
+    with pytest.raises(InputError, match="dataset: it is an iterator, which ends for good; give an iterable"):
+        Loader(iter(range(3)), global_batch_size=8, max_microbatch=2, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""The cost of sequences is found again from what steps took."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.lengths import SequenceCost, fit
+
+TRUTHS = [
+    SequenceCost(2e-3, 3e-6, 5e-10),
+    SequenceCost(0.0, 3e-6, 5e-10),
+    SequenceCost(2e-3, 3e-6, 0.0),
+    SequenceCost(0.0, 0.0, 5e-10),
+]
+
+
+def steps_of(seed: int, count: int = 200) -> list[npt.NDArray[np.float64]]:
+    rng = np.random.default_rng(seed)
+    return [np.rint(rng.lognormal(7.0, 1.0, size=rng.integers(4, 9))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=str)
+def test_exact_times_give_the_terms_exactly(truth: SequenceCost) -> None:
+    steps = steps_of(1)
+    found = fit(steps, [truth.of(lengths).sum() for lengths in steps])
+    for term in ("fixed", "per_token", "per_token_squared"):
+        assert getattr(found, term) == pytest.approx(getattr(truth, term), rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_and_pauses_do_not_mislead(seed: int) -> None:
+    """5 % noise, and one step in ten stalls for ten times as long."""
+    truth, steps, rng = TRUTHS[0], steps_of(seed, 400), np.random.default_rng(seed)
+    seconds = np.array([truth.of(lengths).sum() for lengths in steps]) * rng.normal(1.0, 0.05, len(steps))
+    seconds[rng.random(len(steps)) < 0.1] *= 10
+    found = fit(steps, seconds)
+    lengths = np.array([200.0, 1000.0, 5000.0, 20_000.0])
+    assert found.of(lengths) == pytest.approx(truth.of(lengths), rel=0.15)
+
+
+def test_a_term_that_would_be_negative_is_left_out() -> None:
+    steps = [np.array([100.0]), np.array([200.0]), np.array([400.0]), np.array([800.0])]
+    found = fit(steps, [0.1, 0.4, 1.6, 6.3])  # grows a little slower than the square
+    assert min(found.fixed, found.per_token, found.per_token_squared) >= 0
+    assert found.of([400.0])[0] == pytest.approx(1.6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "message"),
+    [
+        ([[1.0], [2.0], [3.0]], [1.0, 2.0], "seconds: .* for 3 steps; give one a step"),
+        ([[1.0], [2.0]], [1.0, 2.0], "of 3 steps or more"),
+        ([[5.0], [5.0], [5.0]], [1.0, 2.0, 3.0], "steps: all have the same lengths"),
+        ([[1.0], [-2.0, 2.0], [3.0]], [1.0, 2.0, 3.0], "lengths must be finite and 0 or more"),
+        ([[1.0], [np.nan], [3.0]], [1.0, 2.0, 3.0], "lengths must be finite"),
+        ([[1.0], [2.0], [3.0]], [1.0, 0.0, 3.0], "seconds finite and above 0"),
+    ],
+)
+def test_bad_input_is_named(steps: list[list[float]], seconds: list[float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fit(steps, seconds)
+
+
+@pytest.mark.parametrize("terms", [(-1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, float("nan"), 0.0)])
+def test_a_cost_without_sense_is_refused(terms: tuple[float, float, float]) -> None:
+    with pytest.raises(InputError, match=r"cost: .* must have finite terms"):
+        SequenceCost(*terms)

@@ -1,0 +1,143 @@
+"""Balances sequences of unequal lengths: who takes which of a global batch's samples, by what they cost.
+
+A remedy of arXiv 2505.05713: attention's cost grows with the square of the length, so ranks with equally many samples,
+or equally many tokens, are late by turns. The global batch stays the same samples and each rank keeps its number of
+them, so the gradient stays the same; only who takes which is chosen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.lengths import SequenceCost
+
+Lengths = Callable[[int], float] | Sequence[float] | npt.NDArray[np.floating | np.integer]
+"""The length of each sample: by its index in the data set. The same on all ranks."""
+
+Costs = npt.NDArray[np.int64]
+
+_UNIT = 2**30
+"""What the dearest sample of a batch counts. Costs are whole numbers, whose sums are exact, so that all ranks come to
+the same parts, in whatever order their processors add."""
+_PARTNERS = 4
+"""Parts that the most loaded one tries to exchange samples with."""
+_CLOSE = 1.001
+"""A load of so many times the mean is even enough."""
+
+
+class Sequences:
+    """The samples of a data set as sequences with a cost."""
+
+    def __init__(self, lengths: Lengths, cost: SequenceCost, size: int) -> None:
+        """`size`: samples in the data set. Raises InputError where `lengths` does not fit it."""
+        self._cost = cost
+        self._length = lengths if callable(lengths) else None
+        self._lengths = np.full(size, np.nan)
+        if not callable(lengths):
+            given = np.asarray(lengths, dtype=np.float64)
+            if given.shape != (size,):
+                raise InputError(
+                    f"lengths: its shape is {given.shape} for {size} samples; give one number a sample, or a function"
+                )
+            self._lengths = given
+            _check(given, np.arange(size))
+
+    def shares(self, indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+        """For each of the parts, which have `sizes` samples, the ascending numbers in `indices` of its samples.
+
+        Where all is equal, parts take turns from batch to batch: a sequence that outweighs the others is not always
+        the same rank's.
+        """
+        turn = zlib.crc32(indices[0].to_bytes(8, "little"))  # any of them, whatever order the samples have
+        return [sorted(part) for part in split(self._costs(indices), sizes, turn)]
+
+    def microbatches(self, indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+        """The same for the microbatches of a rank.
+
+        Those of one size come in descending order of their cost, so that the ranks' matching ones cost alike.
+        """
+        costs = self._costs(indices)
+        parts = [sorted(part) for part in split(costs, sizes)]
+        return sorted(parts, key=lambda part: (-len(part), -int(costs[part].sum()), part))
+
+    def _costs(self, indices: Sequence[int]) -> Costs:
+        chosen = np.asarray(indices, dtype=np.int64)
+        if self._length is not None:
+            unknown = chosen[np.isnan(self._lengths[chosen])]
+            if len(unknown):
+                found = np.array([self._length(int(index)) for index in unknown], dtype=np.float64)
+                _check(found, unknown)
+                self._lengths[unknown] = found
+        seconds = self._cost.of(self._lengths[chosen])
+        dearest = seconds.max(initial=0.0)
+        whole: Costs = (
+            np.rint(seconds / dearest * _UNIT).astype(np.int64) if dearest > 0 else np.zeros(len(chosen), int)
+        )
+        return whole
+
+
+def split(costs: Costs, sizes: Sequence[int], turn: int = 0) -> list[list[int]]:
+    """Samples with `costs` in parts of exactly `sizes` samples, whose costs are as near to ∝ `sizes` as it finds.
+
+    Largest first, each to the part that is then loaded least (among those with room); then the most loaded part
+    exchanges pairs of samples with the least loaded ones while that lowers it. `turn`: parts that are alike are taken
+    in the order that begins with number `turn`, modulo their number.
+    """
+    members = _largest_first(costs, sizes, turn)
+    loads = [int(costs[part].sum()) for part in members]
+    for _ in range(2 * len(sizes)):
+        if not _exchange(costs, sizes, members, loads):
+            break
+    return members
+
+
+def _largest_first(costs: Costs, sizes: Sequence[int], turn: int) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in sizes]
+    open_parts = [(0.0, -size, (part - turn) % len(sizes), part, 0) for part, size in enumerate(sizes) if size]
+    heapq.heapify(open_parts)
+    for number in np.argsort(-costs, kind="stable").tolist():
+        *_, order, part, load = heapq.heappop(open_parts)
+        members[part].append(number)
+        load += int(costs[number])
+        if len(members[part]) < sizes[part]:
+            heapq.heappush(open_parts, (load / sizes[part], -sizes[part], order, part, load))
+    return members
+
+
+def _exchange(costs: Costs, sizes: Sequence[int], members: list[list[int]], loads: list[int]) -> bool:
+    """Of the most loaded part with one of the least loaded; False: none makes it better."""
+    order = sorted((part for part in range(len(sizes)) if sizes[part]), key=lambda part: loads[part] / sizes[part])
+    worst = order[-1]
+    height = loads[worst] / sizes[worst]
+    if height <= _CLOSE * sum(loads) / sum(sizes):
+        return False
+    mine = costs[members[worst]]
+    best: tuple[float, int, int, int] | None = None
+    for part in order[: min(_PARTNERS, len(order) - 1)]:
+        given = mine[:, None] - costs[members[part]][None, :]
+        higher = np.maximum((loads[worst] - given) / sizes[worst], (loads[part] + given) / sizes[part])
+        at = int(higher.argmin())
+        found = (float(higher.flat[at]), part, *divmod(at, len(members[part])))
+        best = min(best, found) if best else found
+    if best is None or best[0] >= height:
+        return False
+    _, part, i, j = best
+    given_load = int(costs[members[worst][i]] - costs[members[part][j]])
+    members[worst][i], members[part][j] = members[part][j], members[worst][i]
+    loads[worst] -= given_load
+    loads[part] += given_load
+    return True
+
+
+def _check(lengths: npt.NDArray[np.float64], indices: npt.NDArray[np.int64]) -> None:
+    bad = ~(np.isfinite(lengths) & (lengths >= 0))
+    if bad.any():
+        raise InputError(
+            f"lengths: of sample {int(indices[bad][0])} it is {lengths[bad][0]}; it must be finite and 0 or more"
+        )
