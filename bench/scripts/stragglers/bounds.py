@@ -89,4 +89,4 @@ def all_shares(total: int, ranks: int) -> npt.NDArray[np.int64]:
 
 def _samples(costs: Costs, global_batch: int) -> int:
     """In whole global batches."""
-    return costs.shape[1] // global_batch * global_batch
+    return int(costs.shape[1]) // global_batch * global_batch

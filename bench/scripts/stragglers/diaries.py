@@ -17,12 +17,12 @@ class Entry:
     """One local step of one rank."""
 
     at: float
-    """Its end, in seconds of the machine's monotonic clock."""
+    """The end of its backward pass, in seconds of the machine's monotonic clock."""
     samples: tuple[int, ...]
     cost: float
     """Sum of the samples' drawn costs, in units."""
     compute: float
-    """Seconds of real work; the drawn rest was slept away."""
+    """Processor seconds of real work; the rest of what was drawn was slept away."""
     period: int
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from bench.scripts.stragglers import bounds, diaries
@@ -27,7 +28,7 @@ def test_a_cost_depends_on_rank_and_sample_alone(scenario: Scenario) -> None:
 
 
 def test_random_slows_one_rank_in_each_batch_and_all_alike() -> None:
-    slow = costs_of(Scenario.RANDOM, 2000).reshape(RANKS, -1, BATCH) == 2
+    slow: npt.NDArray[np.bool_] = costs_of(Scenario.RANDOM, 2000).reshape(RANKS, -1, BATCH) > 1
     assert (slow.all(axis=2) == slow.any(axis=2)).all()  # for the whole batch
     assert (slow[:, :, 0].sum(axis=0) == 1).all()
     np.testing.assert_allclose(slow[:, :, 0].mean(axis=1), 1 / RANKS, atol=0.04)
@@ -38,7 +39,7 @@ def test_noise_is_a_shifted_exponential_of_mean_one_that_differs_between_ranks()
     assert costs.min() >= 0.5
     assert costs.mean() == pytest.approx(1.0, abs=0.01)
     assert (costs - 0.5).std() == pytest.approx(0.5, abs=0.02)
-    assert abs(np.corrcoef(costs)[0, 1]) < 0.02
+    assert abs(float(np.mean((costs[0] - 1) * (costs[1] - 1)))) < 0.01
 
 
 def test_seeds_give_other_draws() -> None:

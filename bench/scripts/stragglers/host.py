@@ -1,0 +1,133 @@
+"""Runs ranks: `python -m bench.scripts.stragglers.host MODULE …`, in the virtual environment of the side.
+
+Each line of its input is a Run and a time-out; for each it forks the ranks, which have torch imported by then, and
+answers with a line: a list of Outcomes in rank order, or {"error": …}. MODULE: more to import before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .run import RANKS, Outcome, Place, Run
+
+CLONE_NEWNET = 0x40000000
+PREIMPORTS = ("torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
+"""The last one is what an optimizer's first zero_grad() imports."""
+
+
+def main() -> None:
+    for name in (*PREIMPORTS, *sys.argv[1:]):
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        order = json.loads(line)
+        answers.write(json.dumps(perform(Run.from_json(order["run"]), order["timeout"])) + "\n")
+        answers.flush()
+
+
+def perform(run: Run, timeout: float) -> Any:
+    """The ranks' outcomes as JSON, or an error."""
+    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-", dir="/dev/shm"))
+    ports = free_ports(RANKS + 1)
+    places = [Place(rank, ports, folder) for rank in range(RANKS)]
+    children = [fork(run, place) for place in places]
+    try:
+        wait_for(children, [answer_of(place) for place in places], timeout)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)  # ended or not: a child that nobody has waited for keeps its id
+            os.waitpid(pid, 0)
+    answers = [json.loads(path.read_text()) for place in places if (path := answer_of(place)).exists()]
+    shutil.rmtree(folder)
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if errors or len(answers) < RANKS:
+        return {"error": errors[0] if errors else f"{RANKS - len(answers)} ranks gave nothing back in {timeout:.0f} s"}
+    return answers
+
+
+def fork(run: Run, place: Place) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        answer = rank_main(run, place).to_json()
+    except BaseException:
+        answer = {"error": f"rank {place.rank}: {traceback.format_exc()}"}
+    path = answer_of(place)
+    path.with_suffix(".new").write_text(json.dumps(answer))
+    path.with_suffix(".new").rename(path)
+    os._exit(0)
+
+
+def rank_main(run: Run, place: Place) -> Outcome:
+    from . import sides
+
+    if run.namespaces:
+        enter_network(run.namespaces[place.rank])
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_RANK=str(place.rank),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR=run.addresses[0],
+        MASTER_PORT=str(place.ports[0]),
+        GLOO_SOCKET_IFNAME=run.interface,
+    )
+    return sides.find(run.side)(run, place)
+
+
+def answer_of(place: Place) -> Path:
+    return place.folder / f"outcome-{place.rank}.json"
+
+
+def wait_for(children: list[int], answers: list[Path], timeout: float) -> None:
+    """Until all have ended, or the time is over; when one has ended badly, its peers have a few seconds left."""
+    deadline = time.monotonic() + timeout
+    running = {os.pidfd_open(pid): answer for pid, answer in zip(children, answers, strict=True)}
+    while running and (left := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select(list(running), [], [], left)
+        for fd in ready:
+            os.close(fd)
+            answer = running.pop(fd)
+            if not answer.exists() or "error" in json.loads(answer.read_text()):
+                deadline = min(deadline, time.monotonic() + 3)
+    for fd in running:
+        os.close(fd)
+
+
+def enter_network(namespace: str) -> None:
+    with Path("/run/netns", namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"network namespace {namespace}")
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Of the loopback, all different."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(probe.getsockname()[1] for probe in probes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The processes that run ranks: one in this virtual environment, one in that of torchft, which is made when missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from testcluster.settings import CACHE, REPOSITORY
+
+from .run import Outcome, Run
+from .sides import TORCHFT as TORCHFT_SIDES
+
+TORCHFT = "0.2.0"
+PREIMPORTS = {
+    "torchft": ("torchft.local_sgd", "torchft.coordination"),
+    "pacekeeper": ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pacekeeper.job"),
+}
+
+
+class Hosts:
+    """Runs ranks in the environment that their side needs; one run at a time."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+
+    def perform(self, run: Run, timeout: float) -> list[Outcome]:
+        """The outcomes in rank order. Raises RuntimeError with the first rank's traceback, or the host's last words."""
+        kind = "torchft" if run.side in TORCHFT_SIDES else "pacekeeper"
+        process = self._processes.get(kind) or self._start(kind)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps({"run": run.to_json(), "timeout": timeout}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        answer: Any = json.loads(line) if line else {"error": (self._logs / f"{kind}.log").read_text()[-4000:]}
+        if "error" in answer:
+            raise RuntimeError(f"{run}: {answer['error']}")
+        return [Outcome.from_json(outcome) for outcome in answer]
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, kind: str) -> subprocess.Popen[str]:
+        python = torchft_python() if kind == "torchft" else Path(sys.executable)
+        command = [str(python), "-m", f"{__package__}.host", *PREIMPORTS[kind]]
+        with (self._logs / f"{kind}.log").open("w") as log:  # torchft's lighthouse says a lot
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._processes[kind] = process
+        return process
+
+
+@contextmanager
+def hosts() -> Iterator[Hosts]:
+    with tempfile.TemporaryDirectory(prefix="pacekeeper-bench-") as folder:
+        started = Hosts(Path(folder))
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def torchft_python() -> Path:
+    """torchft with the very torch that we run on, kept outside the checkout by both versions."""
+    torch = metadata.version("torch").split("+")[0]
+    folder = CACHE / f"venv-torchft-{TORCHFT}-torch-{torch}"
+    python, ready = folder / "bin/python", folder / ".ready"
+    if not ready.exists():
+        say(f"making an environment with torchft {TORCHFT} and torch {torch} …")
+        _run(sys.executable, "-m", "venv", "--clear", folder)
+        packages = (f"torchft=={TORCHFT}", f"torch=={torch}", "numpy")
+        uv = Path(sys.executable).with_name("uv")
+        if uv.exists():
+            _run(uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *packages)
+        else:
+            _run(python, "-m", "pip", "install", "--quiet", *packages)
+        ready.touch()
+    return python
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _run(*command: Any) -> None:
+    subprocess.run([str(part) for part in command], check=True, timeout=1800)

@@ -1,0 +1,71 @@
+"""A network of the ranks' own in which one link is slow: namespaces, and a bridge between them in one more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from testcluster.shell import run, succeeds
+
+from .draws import SLOW_RANK
+
+PREFIX = "pacekeeper-bench"
+SWITCH = f"{PREFIX}-switch"
+INTERFACE = "eth0"
+
+
+@dataclass(frozen=True)
+class Network:
+    """One namespace and one address for each rank."""
+
+    namespaces: tuple[str, ...]
+    addresses: tuple[str, ...]
+    interface: str = INTERFACE
+
+
+@contextmanager
+def network(ranks: int, rate: str) -> Iterator[Network | None]:
+    """All links are as fast as memory but that of SLOW_RANK, `rate` (in tc's words) both ways.
+
+    None: this machine does not allow it; root and iproute2 are needed.
+    """
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        yield None
+        return
+    made = Network(
+        tuple(f"{PREFIX}-{rank}" for rank in range(ranks)), tuple(f"10.213.0.{rank + 1}" for rank in range(ranks))
+    )
+    try:
+        _remove(made)
+        _make(made, rate)
+        yield made
+    finally:
+        _remove(made)
+
+
+def _make(made: Network, rate: str) -> None:
+    run("ip", "netns", "add", SWITCH)
+    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    for rank, (namespace, address) in enumerate(zip(made.namespaces, made.addresses, strict=True)):
+        port = f"port{rank}"
+        run("ip", "netns", "add", namespace)
+        run("ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+        run("ip", "-n", SWITCH, "link", "set", port, "master", "bridge0", "up")
+        run("ip", "-n", namespace, "link", "set", "lo", "up")
+        run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+        run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+        if rank == SLOW_RANK:
+            for place, device in ((namespace, INTERFACE), (SWITCH, port)):
+                shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+                run("tc", "-n", place, "qdisc", "replace", "dev", device, *shape)
+
+
+def _remove(made: Network) -> None:
+    """Deleting a namespace takes the links with it."""
+    for namespace in (*made.namespaces, SWITCH):
+        if succeeds("ip", "netns", "pids", namespace):
+            run("ip", "netns", "delete", namespace)
