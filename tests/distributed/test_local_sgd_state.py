@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from pacekeeper.local_sgd import OuterSGD, Replicas, equalise, reset_moments
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, loss_sum, make_mesh, make_net, meet, samples, whole
 from tests.support.ranks import run_ranks
 
@@ -156,6 +157,29 @@ def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Opti
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
+    def rank_main(_rank: int) -> None:
+        meet()
+        net, reference = make_net(), make_net()
+        settings = OuterSGD(lr=0.7, momentum=0.8, nesterov=nesterov, penalty=Penalty(enabled=False))
+        replicas = Replicas(net, net.blocks, make_mesh(1, 1).get_group("sync"), None, settings)
+        outer = torch.optim.SGD(reference.parameters(), lr=0.7, momentum=0.8, nesterov=nesterov)
+        replicas.start()
+        for number in range(4):
+            with torch.no_grad():
+                for parameter, its in zip(net.parameters(), reference.parameters(), strict=True):
+                    its.grad = torch.full_like(its, 0.1 * number) + its
+                    parameter.sub_(its.grad)
+            outer.step()
+            replicas.begin(1)
+            replicas.finish()
+            for parameter, its in zip(net.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter, its, rtol=1e-12, atol=1e-12)
+
+    run_ranks(rank_main, 1)
+
+
 def test_wrong_use_is_told() -> None:
     def rank_main(_rank: int) -> None:
         meet()
@@ -171,16 +195,20 @@ def test_wrong_use_is_told() -> None:
         assert replicas.finish() is None
         replicas.start()
         replicas.begin(1)
-        for call in (replicas.start, replicas.stop, lambda: replicas.begin(1)):
+        for call in (replicas.start, replicas.stop):
             with pytest.raises(RuntimeError, match="finish"):
                 call()
+        first, second = replicas.last, replicas.begin(1)
+        assert first is not None
+        assert first.ended_ns > 0 == second.ended_ns
         last = replicas.finish()
         assert last is not None
         assert replicas.finish() is last
         assert last.ended_ns >= last.started_ns + last.waited_ns > last.started_ns
         replicas.stop()
         assert not replicas.running
-        assert not any(module._forward_pre_hooks for module in net.modules())
+        with pytest.raises(RuntimeError, match="start"):
+            replicas.begin(1)
         with pytest.raises(RuntimeError, match="the outer optimizer steps"):
             replicas.outer.step()
 

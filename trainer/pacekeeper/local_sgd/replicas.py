@@ -19,7 +19,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Statistics, Weights, weigh
@@ -99,13 +98,15 @@ class Replicas:
         self._waiting: deque[int] = deque()
         """Units that are not complete, in order; the first `_launched` of them are under way."""
         self._launched = 0
-        self._hooks: list[RemovableHandle] = []
         self._inner: list[torch.optim.Optimizer] = []
+        self._running = False
+        for unit in self._units:  # now and for good: code that is compiled before a hook is there never calls it
+            unit.module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     @property
     def running(self) -> bool:
         """Whether the replicas train by themselves: between `start` and `stop`."""
-        return bool(self._hooks)
+        return self._running
 
     @property
     def pending(self) -> bool:
@@ -131,17 +132,12 @@ class Replicas:
         _reshard(self._model)
         for unit in self._units:
             unit.remember()
-        if not self.running:
-            self._hooks = [
-                unit.module.register_forward_pre_hook(self._before_forward, prepend=True) for unit in self._units
-            ]
+        self._running = True
 
     def stop(self) -> None:
         """No more: frees the last common parameters. The outer momentum stays. Raises RuntimeError while pending."""
         self._expect_none_pending("stop")
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._running = False
         for unit in self._units:
             unit.forget()
 
@@ -152,12 +148,12 @@ class Replicas:
         asynchronous: replicas may have done different numbers of steps (A-EDiT).
         samples: that this replica (all its shards together) has used since then, or their weight, such as valid
         tokens; None: every step has used as many.
-        Raises RuntimeError before `start`, while one is pending, or where the numbers of steps must be equal and
-        are not.
+        One that is still pending is finished before. Raises RuntimeError before `start`, or where the numbers of steps
+        must be equal and are not.
         """
+        self.finish()
         started = time.monotonic_ns()
-        self._expect_none_pending("begin")
-        if not self.running:
+        if not self._running:
             raise RuntimeError("begin(): start() comes first, while the parameters are the same on all replicas")
         _reshard(self._model)
         norms, done, used = self._exchange(float(steps), float(steps if samples is None else samples))
@@ -194,15 +190,22 @@ class Replicas:
         self._statistics = statistics if fits else Statistics.fresh(*self._statistics.shape)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """Completes the synchronisation up to `module`; runs before FSDP2 gathers its parameters.
+        """Runs before FSDP2 gathers the module's parameters."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.disable(self._complete_up_to)(module)
+        else:
+            self._complete_up_to(module)
 
-        A second call, when activation checkpointing computes the unit again, finds nothing to do.
+    def _complete_up_to(self, module: nn.Module) -> None:
+        """Every unit that the forward pass of `module` needs, and those before it.
+
+        A second call, when activation checkpointing computes the module again, finds nothing to do.
         """
         if not self._waiting:
             return
         needed = {module, *_gathered_with(module)}
-        upto = max(index for index, unit in enumerate(self._units) if unit.module in needed)
-        while self._waiting and self._waiting[0] <= upto:
+        last = max(index for index, unit in enumerate(self._units) if unit.module in needed)
+        while self._waiting and self._waiting[0] <= last:
             self._complete_first()
 
     def _before_step(self, *_: Any) -> None:
