@@ -313,12 +313,6 @@ def test_bad_arguments_of_init_are_named(
     assert message in str(caught.value)
 
 
-def test_mixing_replicas_and_shards_is_said_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match="comes with the Local-SGD modes"):
-        pk.init(mesh={"sync": -1, "shard": 2})
-
-
 def test_leaving_microbatches_out_is_an_error() -> None:
     def rank_main(_: int) -> str:
         job = make_job()[0]

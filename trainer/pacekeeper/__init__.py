@@ -12,18 +12,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pacekeeper_analysis.pseudo_gradient import Penalty
+
     from .job import Checkpoints, Job, Schedule, init
+    from .local_sgd.settings import OuterSGD
     from .step import Step
 
-__all__ = ["Checkpoints", "Job", "Schedule", "Step", "init"]
+__all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "Step", "init"]
 
-_MODULES = {"Checkpoints": "job", "Job": "job", "Schedule": "job", "Step": "step", "init": "job"}
+_MODULES = {
+    "Checkpoints": ".job",
+    "Job": ".job",
+    "OuterSGD": ".local_sgd.settings",
+    "Penalty": "pacekeeper_analysis.pseudo_gradient",
+    "Schedule": ".job",
+    "Step": ".step",
+    "init": ".job",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,47 +1,62 @@
-"""What all ranks agree on at each step: the content of the plan and whether anybody was told to leave.
+"""What all ranks agree on at an ordinal: rank 0's word on the plan, and sums over what each rank has to say.
 
-One small all-reduce a step over a CPU group of the library's own. It is issued when a step begins and read when the
-next one begins, so it is over long before anybody waits for it. Rank 0 puts the content of its plan in, not a version
-number: ranks see different versions at different times. The sum does the rest, since the other ranks add nothing to it.
+One small all-reduce over a CPU group of the library's own. In Sync it is issued at one ordinal and read at the next, a
+step later, so that it is over long before anybody waits for it; at the synchronisations of Local-SGD modes, where ranks
+wait for each other anyway, it is read at once. Rank 0 puts the content of its plan in, not a version number: ranks see
+different versions at different times. The sum does the rest, since the other ranks add nothing to it.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.records import Collective
 
 from .collectives import group_identity, unwatch
+from .modes import MODES, Course
 from .recorder import Recorder
 
-_log = logging.getLogger(__name__)
-_SHARES = 8
-"""Where the shares begin in the vector that is summed."""
+
+@dataclass(frozen=True)
+class Orders:
+    """Rank 0's word, for all ranks."""
+
+    course: Course = field(default_factory=Course)
+    plan_version: int = 0
+    """0: there is no plan."""
+    checkpoint_request: int = 0
+    suspend: bool = False
+    snapshot_every: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What each rank says; all ranks hear the sums."""
+
+    leaving: int = 0
+    """How many ranks were told to leave by a signal."""
+    loss: float = 0.0
+    """Sum of the reported losses since the last ordinal, and of what they are divided by."""
+    weight: float = 0.0
+    samples: int = 0
+    """Used since the last ordinal."""
+    done: int = 0
+    """How many ranks came to this ordinal because no sample was left for them."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What is in force from the step on at whose beginning it was read; the same on all ranks."""
+    """The same on all ranks."""
 
-    plan_version: int = 0
-    checkpoint_request: int = 0
-    suspend: bool = False
-    shares: tuple[int, ...] | None = None
-    snapshot_every: int = 0
-    leaving: int = 0
-    """How many ranks were told to leave by a signal."""
-    loss: float = 0.0
-    """Sum of the ranks' losses over the step before, and of what they are divided by."""
-    weight: float = 0.0
+    orders: Orders
+    tally: Tally
 
 
 class Agreement:
@@ -50,30 +65,16 @@ class Agreement:
     def __init__(self, recorder: Recorder) -> None:
         """Collective: all ranks make theirs together."""
         self.group = new_cpu_group("pacekeeper")
-        self._world_size = self.group.size()
+        self._rank, self._world_size = dist.get_rank(), self.group.size()
         self._ring = recorder.ring
         self._identity = group_identity(self.group)
         self._waits = 0
         self._issued: tuple[dist.Work, torch.Tensor] | None = None
 
-    def issue(self, mine: Agreed) -> None:
-        """Starts the next exchange; of all ranks but 0 only `leaving`, `loss` and `weight` may differ from 0."""
-        vector = torch.zeros(_SHARES + self._world_size, dtype=torch.float64)
-        vector[:_SHARES] = torch.tensor(
-            [
-                mine.plan_version,
-                mine.checkpoint_request,
-                mine.suspend,
-                mine.shares is not None,
-                mine.snapshot_every,
-                mine.leaving,
-                mine.loss,
-                mine.weight,
-            ],
-            dtype=torch.float64,
-        )
-        if mine.shares is not None:
-            vector[_SHARES:] = torch.tensor(mine.shares, dtype=torch.float64)
+    def issue(self, orders: Orders, tally: Tally) -> None:
+        """Starts the next exchange; `orders` count on rank 0 only."""
+        said = _encode(orders, self._world_size) if self._rank == 0 else [0.0] * (_ORDERS + self._world_size)
+        vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
 
     def take(self) -> Agreed:
@@ -82,73 +83,75 @@ class Agreement:
         work, vector = self._issued
         self._issued = None
         self.wait(work)
-        version, request, suspend, has_shares, snapshot_every, leaving, loss, weight = vector[:_SHARES].tolist()
-        return Agreed(
-            plan_version=int(version),
-            checkpoint_request=int(request),
-            suspend=suspend > 0,
-            shares=tuple(int(share) for share in vector[_SHARES:].tolist()) if has_shares else None,
-            snapshot_every=int(snapshot_every),
-            leaving=int(leaving),
-            loss=loss,
-            weight=weight,
-        )
+        leaving, loss, weight, samples, done, *said = vector.tolist()
+        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done)))
 
-    def start_sum(self, vector: torch.Tensor) -> dist.Work:
-        """Begins to sum `vector` over all ranks, in place."""
-        work = dist.all_reduce(vector, group=self.group, async_op=True)
+    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+        """Begins to sum `vector` over all ranks (of `group`), in place."""
+        work = dist.all_reduce(vector, group=group or self.group, async_op=True)
         assert work is not None
         return work
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has given, in rank order. Collective, and visible to the launcher."""
+        everybody: list[Any] = [None] * self._world_size
+        with self._visibly():
+            dist.all_gather_object(everybody, mine, group=self.group)
+        return everybody
+
     def wait(self, work: dist.Work) -> None:
-        """Waits for the peers, visibly to the launcher: a rank that never comes here has fewer collectives entered."""
+        """Waits for the peers, visibly to the launcher."""
+        with self._visibly():
+            work.wait()
+
+    @contextmanager
+    def _visibly(self) -> Iterator[None]:
+        """A rank that never comes here has fewer collectives entered than those that wait for it."""
         self._waits += 1
         self._ring.enter_collective(Collective.ALL_REDUCE, self._identity, self._waits, time.monotonic_ns())
-        work.wait()
+        yield
         self._ring.leave_collective()
 
 
-def new_cpu_group(description: str) -> dist.ProcessGroup:
-    """A group of all ranks for the library's own talk, which no record is made of. Collective."""
-    group = dist.new_group(backend="gloo", group_desc=description)
-    assert isinstance(group, dist.ProcessGroup), "every rank of the job belongs to it"
+def new_cpu_group(description: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A group for the library's own talk, which no record is made of: of all ranks, or of these.
+
+    Collective over the group's ranks.
+    """
+    own = ranks is not None
+    group = dist.new_group(ranks, backend="gloo", group_desc=description, use_local_synchronization=own)
+    assert isinstance(group, dist.ProcessGroup), "this rank belongs to it"
     unwatch(group)
     return group
 
 
-class PlanFile:
-    """Rank 0's view of the plan: the last good content of the runtime folder's plan.json."""
+def _encode(orders: Orders, world_size: int) -> list[float]:
+    """_ORDERS numbers, and the shares of all ranks."""
+    course = orders.course
+    return [
+        orders.plan_version,
+        orders.checkpoint_request,
+        orders.suspend,
+        orders.snapshot_every,
+        MODES.index(course.sync_mode),
+        course.sync_every,
+        course.sync_seconds,
+        course.garbage_every,
+        course.shares is not None,
+        *(course.shares or [0] * world_size),
+    ]
 
-    def __init__(self, path: Path | None, world_size: int) -> None:
-        self._path = path
-        self._world_size = world_size
-        self._seen: tuple[int, int] | None = None
-        self._plan = WorkerPlan()
-        self._membership: int | None = None
 
-    def read(self) -> WorkerPlan:
-        """Reads the file again only when it was replaced: otherwise this costs one stat."""
-        if self._path is None:
-            return self._plan
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return self._plan
-        signature = (status.st_ino, status.st_mtime_ns)
-        if signature != self._seen:
-            self._seen = signature
-            self._take()
-        return self._plan
+_ORDERS = len(_encode(Orders(), 0))
 
-    def _take(self) -> None:
-        assert self._path is not None
-        try:
-            plan = WorkerPlan.from_json(json.loads(self._path.read_text()))
-        except (InputError, ValueError) as error:
-            _log.warning("plan not taken, the last good one goes on: %s", error)
-            return
-        if self._membership is None:
-            self._membership = plan.membership
-        if plan.membership != self._membership:  # the next round's: this one keeps its shares until it is ended
-            plan = replace(plan, shares=self._plan.shares)
-        self._plan = plan
+
+def _decode(said: Sequence[float]) -> Orders:
+    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, has_shares, *shares = said
+    course = Course(
+        sync_mode=MODES[int(mode)],
+        sync_every=int(every),
+        sync_seconds=seconds,
+        garbage_every=int(garbage_every),
+        shares=tuple(int(share) for share in shares) if has_shares else None,
+    )
+    return Orders(course, int(version), int(request), suspend > 0, int(snapshot_every))

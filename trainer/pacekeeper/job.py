@@ -1,21 +1,18 @@
 """The library that a training script uses to be steered: `pk.init()` and the `Job` that it returns.
 
-Everything that the ranks do together happens at the boundary between two steps, in `Job.steps`: agreed there are
-shares, snapshots, checkpoints and leaving, on one step of all ranks. Between two boundaries the script trains as it
-would alone.
+Everything that the ranks do together happens between two steps, in `Job.steps`: see ordinals.py.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +24,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Stop, WorkerPlan
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.records import Phase
 
-from . import parallel
-from .agreement import Agreed, Agreement, PlanFile
+from .agreement import Agreement
 from .checkpoints import CheckpointFolder
-from .environment import LEFT_WHEN_TOLD, Environment
+from .environment import Environment
 from .keeper import Keeper
 from .loader import Loader, Weight
+from .local_sgd import OuterSGD
+from .modes import Course
+from .ordinals import Ordinals
+from .parallel import Units
+from .plan_file import PlanFile
+from .progress import Progress
 from .recorder import Recorder
-from .snapshots import interval
+from .replication import Replication
+from .retention import Retention
 from .step import Step
 from .watching import recorder as watch
 
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
-_log = logging.getLogger(__name__)
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
 
@@ -121,72 +123,84 @@ class Job:
         recorder.steered = True
         self.rank = environment.rank
         self.world_size = environment.world_size
-        self.step = 0
-        """Completed optimizer steps of the job."""
-        self.samples = 0
-        """Samples of the whole job in the completed steps."""
-        self.loss = float("nan")
-        """Mean loss over the whole global batch, of the newest step that all ranks have reported; NaN: none was."""
-        self.agreement = Agreement(recorder)
-        self.loader: Loader
-        self._mesh_shape = mesh
+        self._agreement = Agreement(recorder)
+        self._progress = Progress()
+        self._replication = Replication(self.rank, mesh)
         self._seed = seed
         self._folder = folder
         self._checkpoint_every = checkpoint_every
         self._snapshot_every = snapshot_every
-        self._keeper: Keeper | None = None
-        self._checkpointed = 0
-        self._answered = 0
-        self._models: list[nn.Module] = []
         self._objects: dict[str, Any] = {}
-        self._stepping = False
         self._optimizer: torch.optim.Optimizer | None = None
+        self._warmup_steps = 0
+        self._schedules: list[tuple[LambdaLR, Schedule]] = []
+        self._ordinals: Ordinals | None = None
+        self._stepping = False
         self._told_to_leave = False
-        self._my_samples = 0
-        self._share = 0
-        self._step_seconds = 0.0
-        self._stepped_at = time.perf_counter()
-        self._began_at = 0
-        self._refused = -1
-        runtime = environment.runtime
-        self._plan = PlanFile(runtime.plan if runtime and environment.rank == 0 else None, self.world_size)
         signal.signal(signal.SIGTERM, self._leave_soon)
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """All ranks of the job, in the dimension that `init` was given: "shard" or "sync"."""
-        name = "shard" if self._mesh_shape["shard"] > 1 else "sync"
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device, mesh_dim_names=(name,))
+    def step(self) -> int:
+        """Completed optimizer steps of the job: global batches that it has used.
 
-    def replicate(self, model: nn.Module) -> nn.Module:
-        """`model` on each rank, kept alike by DistributedDataParallel. Gradients are summed over the ranks."""
-        if self._mesh_shape["shard"] > 1:
-            raise InputError('mesh: it has "shard" ranks; use job.fully_shard(model, units=…), or leave "shard" out')
-        return self._add(parallel.replicate(model))
-
-    def fully_shard(self, model: nn.Module, units: parallel.Units = nn.Module.children) -> nn.Module:
-        """`model` sharded over the ranks by FSDP2. Gradients are summed over the ranks.
-
-        units: the parts of the model that are gathered one at a time; its blocks, say.
+        In Local-SGD modes it is exact at synchronisations, and from there on this rank's steps are counted.
         """
-        if self._mesh_shape["sync"] > 1:
-            raise InputError(
-                'mesh: init(mesh={"shard": -1}) is needed to shard over all ranks; or use job.replicate(model)'
-            )
-        return self._add(parallel.shard(model, self.mesh, units))
+        return self._progress.step
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Tells the job whose step completes a step of the job; the first one, where there are several."""
+    @property
+    def samples(self) -> int:
+        """Samples of the whole job in the completed steps."""
+        return self._progress.samples
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the newest step, or interval between synchronisations, that all ranks have reported; NaN: none
+        was."""
+        return self._ordinals.loss if self._ordinals else math.nan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks of the job, in the dimensions "sync" and "shard". Collective where it is first asked for."""
+        return self._replication.mesh
+
+    def replicate(self, model: nn.Module, units: Units = nn.Module.children) -> nn.Module:
+        """`model` on each rank, kept alike by DistributedDataParallel. Gradients are summed over the ranks.
+
+        units: the parts of the model that Local-SGD modes synchronise one at a time, in the order of the forward pass;
+        its blocks, say.
+        """
+        return self._replication.replicate(model, units)
+
+    def fully_shard(self, model: nn.Module, units: Units = nn.Module.children) -> nn.Module:
+        """`model` sharded by FSDP2 over the ranks of the mesh's "shard". Gradients are summed over the ranks.
+
+        units: the parts of the model that are gathered, and in Local-SGD modes synchronised, one at a time; its blocks,
+        say.
+        """
+        return self._replication.fully_shard(model, units)
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
+    ) -> torch.optim.Optimizer:
+        """Tells the job which optimizer trains. The first one's step completes a step of the job.
+
+        outer: how synchronisations of the Local-SGD modes move the parameters; None: `OuterSGD()`.
+        warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
+        2412.07210, section 3.2).
+        """
         if self._optimizer is None:
             self._optimizer = optimizer
+            self._warmup_steps = warmup_steps
             optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
             optimizer.register_step_post_hook(lambda *_: self._complete_step())
+        self._replication.train_with(optimizer, outer)
         return optimizer
 
     def lr_lambda(self, optimizer: torch.optim.Optimizer, factor: Schedule) -> LambdaLR:
         """A schedule whose learning rate is its initial value times `factor(samples of the job)`."""
-        return LambdaLR(optimizer, lambda _: factor(self.samples))
+        schedule = LambdaLR(optimizer, lambda _: factor(self.samples))
+        self._schedules.append((schedule, factor))
+        return schedule
 
     def dataloader(
         self,
@@ -228,52 +242,30 @@ class Job:
         Returns its step; 0: there is none, and the training begins. Call it when everything is registered. Raises
         InputError where the checkpoint is another model's.
         """
-        state = self.recorder.ring.state
-        with self.recorder.during(Phase.RESTORE):
-            restored = self._keep().restore()
-        if restored is not None:
-            step, self._my_samples, newest = restored
-            assert self.step == step, "the job's own counters are part of its state"
-            self._checkpointed = state.checkpoint_step = newest
-            state.samples = self._my_samples
-        state.restored_step = self.step
-        return self.step
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "samples": self.samples, "answered": self._answered}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.samples, self._answered = state["step"], state["samples"], state["answered"]
+        return self._retention.restore()
 
     def steps(self, loader: Loader, until: int | None = None) -> Iterator[Step]:
         """Optimizer steps, up to number `until` of the job, restarts included; None: without end.
 
-        Ends the process with exit code 143, after a checkpoint, when the job is told to leave (SIGTERM, suspend).
+        In every mode that is `until` global batches of samples. Ends the process with exit code 143, after a
+        checkpoint, when the job is told to leave (SIGTERM, suspend).
         """
-        self.loader = loader
-        loader.replica_size = self._mesh_shape["shard"]
-        state = self.recorder.ring.state
-        state.global_batch = loader.global_batch_size
-        self.recorder.restart_clock(self.step + 1)
-        self._began_at = self.step
-        self._exchange(None)
-        step: Step | None = None
-        while True:
-            self._boundary(self.agreement.take())
-            if until is not None and self.step >= until:
-                break
-            self._exchange(step)
-            step = self.recorder.load(self._next_step)
-            self._share = state.share = step.samples
-            self._stepping = True
-            try:
-                yield step
-            except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
-                self._keep().wait_for_checkpoint()
-                raise
-            step.finish()
-            self._complete_step()
-        self._finish()
+        ordinals = self._ordinals = self._begin(loader, until)
+        ordinals.open()
+        while not ordinals.finished:
+            step = ordinals.next_step()
+            if step is not None:
+                self._stepping = True
+                try:
+                    yield step
+                except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
+                    self._retention.wait()
+                    raise
+                step.finish()
+                self._complete_step()
+            ordinals.pass_boundary()
+        ordinals.close()
+        self._retention.finish()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase other than training, with a deadline of its own: "eval", "compile", "checkpoint" or "data"."""
@@ -281,148 +273,66 @@ class Job:
             raise InputError(f"phase {name!r} is unknown; take one of {', '.join(_PHASES)}")
         return self.recorder.during(_PHASES[name])
 
-    def synchronise_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks or only adds them up."""
-        for model in self._models:
-            parallel.synchronise_gradients(model, wanted)
+    def _begin(self, loader: Loader, until: int | None) -> Ordinals:
+        loader.replica_size = self._replication.shape["shard"]
+        progress = self._progress
+        progress.begin(loader.global_batch_size)
+        self.recorder.ring.state.global_batch = loader.global_batch_size
+        self.recorder.restart_clock(progress.step + 1)
 
-    def checkpoint_if_due(self) -> None:
-        """Takes the checkpoint of this step, where one is due and not yet taken."""
-        if self._checkpoint_every and self.step % self._checkpoint_every == 0:
-            self._checkpoint()
+        def check(course: Course) -> None:
+            if course.shares is not None:
+                loader.check(course.shares)
+            if course.sync_mode is not SyncMode.SYNC:
+                self._replication.check_local()
 
-    def _add(self, model: nn.Module) -> nn.Module:
-        self._models.append(model)
-        return model
+        try:
+            check(progress.course)
+        except InputError:  # of another number of ranks, or of another script
+            progress.course = Course()
+        return Ordinals(
+            rank=self.rank,
+            agreement=self._agreement,
+            plan=PlanFile(self.environment.runtime if self.rank == 0 else None, check),
+            recorder=self.recorder,
+            progress=progress,
+            replication=self._replication,
+            retention=self._retention,
+            loader=loader,
+            until=until,
+            warmup_steps=self._warmup_steps,
+            told_to_leave=lambda: self._told_to_leave,
+            settled=self._adjust_schedules,
+        )
+
+    @cached_property
+    def _retention(self) -> Retention:
+        """Made when it is first needed: by then everything is registered."""
+        objects = {**self._objects, "job": self._progress}
+        keeper = Keeper(self.environment, self._agreement, objects, self._folder, self._replication)
+        snapshot_every = self._snapshot_every if self._objects else 0
+        return Retention(
+            keeper, self.recorder, self._progress, self._replication, self._checkpoint_every, snapshot_every
+        )
+
+    def _adjust_schedules(self) -> None:
+        """The job's samples have changed by what the peers have done: to the learning rates that belong to them."""
+        for schedule, factor in self._schedules:
+            for group, initial in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
+                group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
         if self._stepping:
             self.recorder.optimizer_begins()
 
     def _complete_step(self) -> None:
-        """The optimizer has stepped; the job has one more step and the samples of its global batch behind it."""
-        if not self._stepping:
-            return
-        self._stepping = False
-        self.step += 1
-        self.samples += self.loader.global_batch_size
-        self.loader.complete_step()
-        now = time.perf_counter()
-        self._step_seconds, self._stepped_at = now - self._stepped_at, now
-        self._my_samples += self._share
-        self.recorder.ring.state.samples = self._my_samples
-        self.recorder.end_step(self._share)
-
-    def _next_step(self) -> Step:
-        drawn = self.loader.next_step()
-        assert drawn is not None, "what is dealt by shares has no end"
-        return Step(self, self.step + 1, *drawn)
-
-    def _exchange(self, step: Step | None) -> None:
-        """Begins to agree on what is in force after the next step."""
-        plan = self._plan.read()
-        loss = step.loss_sum if step else None
-        if step and loss is not None:
-            self._record_loss(step, loss)
-        self.agreement.issue(
-            Agreed(
-                plan_version=plan.version,
-                checkpoint_request=plan.checkpoint_request,
-                suspend=plan.stop is Stop.SUSPEND,
-                shares=self._good_shares(plan),
-                snapshot_every=self._snapshot_interval(),
-                leaving=int(self._told_to_leave),
-                loss=loss or 0.0,
-                weight=step.weight if step and loss is not None else 0.0,
-            )
-        )
-
-    def _boundary(self, agreed: Agreed) -> None:
-        """Between two steps, on all ranks alike: follows what was agreed, and keeps the state."""
-        state = self.recorder.ring.state
-        state.plan_version = agreed.plan_version
-        if agreed.weight > 0:
-            self.loss = agreed.loss / agreed.weight
-        if agreed.leaving or agreed.suspend:
-            self._leave(snapshot=agreed.snapshot_every > 0)
-        if agreed.checkpoint_request > self._answered:
-            self._answered = agreed.checkpoint_request
-            self._checkpoint()
-        self.checkpoint_if_due()
-        if (settled := self._keep().settle()) >= 0:
-            state.snapshot_step = settled
-        if agreed.snapshot_every and self.step > self._began_at and self.step % agreed.snapshot_every == 0:
-            self._keep().snapshot(self.step, self._my_samples)
-        if agreed.plan_version:  # without a plan, shares come from the checkpoint alone
-            self.loader.set_shares(agreed.shares)
-
-    def _checkpoint(self) -> None:
-        """Of the present state, unless there is one; it is published in the background."""
-        answered = self._answered
-        if self._folder is None or self.step <= self._checkpointed:
-            self._keep().wait_for_checkpoint()
-            self.recorder.ring.state.checkpoint_request = answered
-            return
-        self._checkpointed = self.step
-        with self.recorder.during(Phase.CHECKPOINT):
-            self._keep().checkpoint(self.step, self._my_samples, lambda step: self._published(step, answered))
-
-    def _published(self, step: int, answered: int) -> None:
-        state = self.recorder.ring.state
-        state.checkpoint_step = step
-        state.checkpoint_request = answered
-
-    def _finish(self) -> None:
-        """The last step is done: its state is kept, then the rank has nothing left to do."""
-        self._checkpoint()
-        with self.recorder.during(Phase.CHECKPOINT):
-            self._keep().wait_for_checkpoint()
-        self.recorder.enter(Phase.FINISHED)
-
-    def _good_shares(self, plan: WorkerPlan) -> tuple[int, ...] | None:
-        """The plan's shares; the last good ones where those cannot be followed."""
-        if plan.shares is not None:
-            try:
-                self.loader.check(plan.shares)
-            except InputError as error:
-                if plan.version != self._refused:
-                    self._refused = plan.version
-                    _log.warning("plan %d not taken, the last good shares go on: %s", plan.version, error)
-                return self.loader.shares
-        return plan.shares
-
-    def _snapshot_interval(self) -> int:
-        """Rank 0's word on how often to take snapshots; 0: never, or it is for rank 0 to say."""
-        if self.rank > 0 or self.environment.runtime is None or not self._objects:
-            return 0
-        if self._snapshot_every is not None:
-            return self._snapshot_every
-        return interval(self._keep().snapshot_seconds, self._step_seconds)
-
-    def _record_loss(self, step: Step, loss: float) -> None:
-        mean = loss / step.weight
-        self.recorder.ring.state.loss = mean
-        end = self.recorder.last_step_end
-        self.recorder.ring.write(Kind.LOSS, end, end, step.number, Phase.TRAIN, mean)
+        """The optimizer has stepped. The first call in a step counts."""
+        if self._stepping and self._ordinals is not None:
+            self._stepping = False
+            self._ordinals.complete_step()
 
     def _leave_soon(self, *_: Any) -> None:
         self._told_to_leave = True
-
-    def _leave(self, snapshot: bool) -> None:
-        """Told to leave, all ranks keep the state and end."""
-        if snapshot:
-            self._keep().snapshot(self.step, self._my_samples)
-            self._keep().settle()
-        self._finish()
-        sys.exit(LEFT_WHEN_TOLD)
-
-    def _keep(self) -> Keeper:
-        """Made when it is first needed: by then everything is registered."""
-        if self._keeper is None:
-            objects = {**self._objects, "job": self}
-            mesh = self.mesh if self._mesh_shape["shard"] > 1 else None
-            self._keeper = Keeper(self.environment, self.agreement, objects, self._folder, mesh)
-        return self._keeper
 
 
 def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -439,9 +349,4 @@ def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
         raise InputError(f"mesh: {dict(mesh)} does not fit {world_size} ranks; use -1 for all that are left")
     if rest:
         shape[rest[0]] = world_size // fixed
-    if shape["sync"] > 1 and shape["shard"] > 1:
-        raise InputError(
-            f"mesh: {dict(mesh)} mixes replicas and shards, which comes with the Local-SGD modes; "
-            'use {"sync": -1} or {"shard": -1}'
-        )
     return shape

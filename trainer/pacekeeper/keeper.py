@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
@@ -32,11 +31,16 @@ from pacekeeper_analysis.errors import InputError
 from .agreement import Agreement, new_cpu_group
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .environment import Environment
+from .loader import Loader
 from .parallel import equalise_buffers, unwrap
+from .progress import Progress
+from .replication import Replication
 from .snapshots import NOTHING, SLOTS, Slot, Snapshots, Version, choose, receive_or_send, unpack
 from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, fingerprint, restore_rank_state
 
 _RANK_STATE = "rank_state"
+_OUTER = "pacekeeper.outer"
+"""Name of an outer optimizer and what goes with it: there once the job has been in a Local-SGD mode, and optional."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,20 +53,18 @@ class Keeper:
         agreement: Agreement,
         objects: Mapping[str, Any],
         folder: CheckpointFolder | None,
-        mesh: DeviceMesh | None,
+        replication: Replication,
     ) -> None:
-        """`mesh`: that the models are sharded over; None: they are replicas."""
+        """`objects`: by the names that they have in checkpoints."""
         self._environment = environment
         self._agreement = agreement
         self._rank, self._world_size = environment.rank, environment.world_size
         self._wrapped = [item for item in objects.values() if isinstance(item, nn.Module)]
         self._models = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
-        self._optimizers = {name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)}
-        self._others = {
-            name: item for name, item in objects.items() if name not in self._models and name not in self._optimizers
-        }
+        self._optimizers = _optimizers(objects)
+        self._others = _others(objects)
         self._folder = folder
-        self._mesh = mesh
+        self._replication = replication
         self._sharded = any(isinstance(model, FSDPModule) for model in self._models.values())
         self._description = describe(list(self._models.values()))
         self._snapshots = self._open_snapshots()
@@ -101,6 +103,10 @@ class Keeper:
         self._exchange = (work, everybody, slot)
 
     @property
+    def can_snapshot(self) -> bool:
+        return self._snapshots is not None
+
+    @property
     def snapshot_seconds(self) -> float:
         """What a snapshot costs the training; 0: not known yet."""
         return median(self._snapshot_costs) if self._snapshot_costs else 0.0
@@ -115,6 +121,10 @@ class Keeper:
 
     # Checkpoints
 
+    @property
+    def has_folder(self) -> bool:
+        return self._folder is not None
+
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
         """Copies the state after `step` and writes it in the background; calls `published` from there. Collective."""
         if self._folder is None:
@@ -123,7 +133,7 @@ class Keeper:
         if self._group is None:
             self._group = new_cpu_group("pacekeeper checkpoints")
         self._equalise_buffers()
-        state = self._checkpoint_state(self._rank_state(samples))
+        state = self._checkpoint_state(self._outer(), self._rank_state(samples))
         staged = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         self._writing = threading.Thread(
             target=self._write, args=(self._folder, step, staged, published), name="checkpoint", daemon=True
@@ -158,7 +168,7 @@ class Keeper:
                     round=folder.round,
                     world_size=self._world_size,
                     model=self._description,
-                    objects=tuple(sorted(self._names())),
+                    objects=tuple(sorted({*self._names(), *self._outer()})),
                     files=files,
                 )
                 done = [folder.publish(manifest)]
@@ -214,21 +224,22 @@ class Keeper:
         if not self._all_agree(have):
             slot = receive_or_send(slot, source, self._agreement.group)
         assert slot is not None
-        state, rank_states = unpack(slot, self._mesh)
-        for name, item in {**self._models, **self._optimizers, **self._others}.items():
+        state, rank_states = unpack(slot, self._replication.mesh["shard"] if self._sharded else None)
+        for name, item in {**self._models, **self._optimizers, **self._others, **self._outer(state)}.items():
             item.load_state_dict(state[name])
         return restore_rank_state(rank_states[self._rank % len(rank_states)])
 
     def _load_checkpoint(self, manifest: Manifest) -> int:
         assert self._folder is not None
-        state = self._checkpoint_state(b"", rank_of_state=self._rank % manifest.world_size)
+        outer = self._outer(manifest.objects)
+        state = self._checkpoint_state(outer, b"", rank_of_state=self._rank % manifest.world_size)
         reader = FileSystemReader(self._folder.folder(manifest))
         load(state, storage_reader=reader, process_group=self._agreement.group)
         for name, model in self._models.items():
             set_model_state_dict(model, state[name])
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in {**self._optimizers, **_optimizers(outer)}.items():
             set_optimizer_state_dict(self._model_of(optimizer), optimizer, state[name])
-        for name, other in self._others.items():
+        for name, other in {**self._others, **_others(outer)}.items():
             other.load_state_dict(pickle.loads(state[name]))
         packed, buffers = pickle.loads(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
         for name, its in buffers.items():
@@ -237,7 +248,7 @@ class Keeper:
 
     def _check_model(self, manifest: Manifest) -> None:
         different = differences(self._description, manifest.model)
-        ours, theirs = self._names(), set(manifest.objects)
+        ours, theirs = self._names(), {name for name in manifest.objects if not name.startswith(_OUTER)}
         if ours != theirs:
             different = different or f"registered are {sorted(ours)}, in the checkpoint {sorted(theirs)}"
         if different:
@@ -249,6 +260,17 @@ class Keeper:
 
     # The state itself
 
+    def equalise_others(self) -> None:
+        """Gives all ranks rank 0's learning rates, schedules, gradient scalers and the like, which may count a rank's
+        own steps. Collective."""
+        common = (Loader, Progress)
+        others = {name: other.state_dict() for name, other in self._others.items() if not isinstance(other, common)}
+        said: list[Any] = [others, self._replication.settings()]
+        dist.broadcast_object_list(said, src=0, group=self._agreement.group)
+        for name, state in said[0].items():
+            self._others[name].load_state_dict(state)
+        self._replication.set_settings(said[1])
+
     def _equalise_buffers(self) -> None:
         for model in self._wrapped:
             equalise_buffers(model)
@@ -256,16 +278,34 @@ class Keeper:
     def _names(self) -> set[str]:
         return {*self._models, *self._optimizers, *self._others}
 
+    def _outer(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """The outer optimizers, and what their penalties have learnt, where there are any; by their names.
+
+        names: of what is to be restored; they are made where it has them. Collective then.
+        """
+        if names is None and not self._replication.has_outer_state:
+            return {}
+        if names is not None and f"{_OUTER}.0" not in names:
+            return {}
+        found: dict[str, Any] = {}
+        for number, replicas in enumerate(self._replication.replicas):
+            found[f"{_OUTER}.{number}"] = replicas.outer
+            found[f"{_OUTER}.{number}.penalty"] = replicas
+        return found
+
     def _state(self) -> dict[str, Any]:
         """As the objects give it: quick, and for the same ranks only."""
-        return {name: item.state_dict() for name, item in {**self._models, **self._optimizers, **self._others}.items()}
+        objects = {**self._models, **self._optimizers, **self._others, **self._outer()}
+        return {name: item.state_dict() for name, item in objects.items()}
 
-    def _checkpoint_state(self, rank_state: bytes, rank_of_state: int | None = None) -> dict[str, Any]:
+    def _checkpoint_state(
+        self, outer: Mapping[str, Any], rank_state: bytes, rank_of_state: int | None = None
+    ) -> dict[str, Any]:
         """By parameter names, as torch.distributed.checkpoint wants it: for any number of ranks."""
         state: dict[str, Any] = {name: get_model_state_dict(model) for name, model in self._models.items()}
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in {**self._optimizers, **_optimizers(outer)}.items():
             state[name] = get_optimizer_state_dict(self._model_of(optimizer), optimizer)
-        for name, other in self._others.items():
+        for name, other in {**self._others, **_others(outer)}.items():
             state[name] = pickle.dumps(other.state_dict())
         state[f"{_RANK_STATE}.{self._rank if rank_of_state is None else rank_of_state}"] = rank_state
         return state
@@ -306,3 +346,11 @@ class Keeper:
         votes = torch.tensor([int(mine)])
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._agreement.group)
         return bool(votes.item())
+
+
+def _optimizers(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    return {name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)}
+
+
+def _others(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in objects.items() if not isinstance(item, (torch.optim.Optimizer, nn.Module))}

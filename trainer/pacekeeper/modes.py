@@ -1,0 +1,108 @@
+"""When the ranks of a job meet, and what they do there. Pure decisions: numbers in, numbers out, no torch.
+
+An *ordinal* is a boundary between two steps at which all ranks meet. In Sync each boundary is one; in the Local-SGD
+modes (EDiT and AsyncEDiT, arXiv 2412.07210) each synchronisation is one, and in between a rank waits for nobody. All
+that concerns the whole job happens at ordinals, from numbers that all ranks have alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pacekeeper_analysis.plan import SyncMode, WorkerPlan
+
+MODES = tuple(SyncMode)
+"""A mode's place in it is its number in `records.STATE` and in the ranks' agreement."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the ranks train together: what a plan may change live. Part of a checkpoint."""
+
+    sync_mode: SyncMode = SyncMode.SYNC
+    sync_every: int = 16
+    """EDiT: steps between two synchronisations."""
+    sync_seconds: float = 2.0
+    """AsyncEDiT: seconds between two synchronisations."""
+    garbage_every: int = 0
+    """Steps between two garbage collections; 0: as Python likes."""
+    shares: tuple[int, ...] | None = None
+    """Samples of each rank in a step; None: as equal as integers allow."""
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> Self:
+        return cls(plan.sync_mode, plan.sync_every, plan.sync_seconds, plan.garbage_every, plan.shares)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        shares = state["shares"]
+        return cls(
+            **{**state, "sync_mode": SyncMode(state["sync_mode"]), "shares": None if shares is None else tuple(shares)}
+        )
+
+
+def mode_from(wanted: SyncMode, step: int, warmup_steps: int) -> SyncMode:
+    """The mode after `step` steps of the job: Local-SGD begins after a warm-up in Sync, and then at once."""
+    return wanted if step >= warmup_steps else SyncMode.SYNC
+
+
+def crossed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]: from ordinal to ordinal a job may go several steps."""
+    return every > 0 and after // every > before // every
+
+
+def joins(elapsed: float, step_seconds: float, seconds: float, ahead: float = 0.0) -> bool:
+    """Whether a rank synchronises after this step rather than after the next one: the one that is nearer to `seconds`.
+
+    elapsed: seconds since the last ordinal; ahead: how long this step will still take; step_seconds: of the next one.
+    """
+    return elapsed + ahead + step_seconds / 2 >= seconds
+
+
+@dataclass(frozen=True)
+class Supply:
+    """How the ranks train, and where their samples come from, up to the next ordinal or for good."""
+
+    mode: SyncMode
+    leased: bool = False
+    """Whether ranks take samples as they come; otherwise each step's global batch is dealt out by shares."""
+    limit: int | None = None
+    """Of leases: how many samples the job may have used at their end; None: there is no end."""
+
+    @property
+    def local(self) -> bool:
+        return self.mode is not SyncMode.SYNC
+
+
+def supply(wanted: SyncMode, samples: int, global_batch: int, limit: int | None) -> Supply:
+    """What follows an ordinal after `samples` of at most `limit` samples of the job.
+
+    Global batches are dealt from multiples of the global batch on; leases may end anywhere. So leases up to the next
+    multiple lie between them. The job's last global batch is dealt in any mode: every rank has a part in its end.
+    """
+    missing = -samples % global_batch
+    if wanted is SyncMode.ASYNC_EDIT:
+        leases_end = None if limit is None else limit - global_batch
+        if leases_end is None or samples < leases_end:
+            return Supply(wanted, leased=True, limit=leases_end)
+    if missing:
+        return Supply(SyncMode.ASYNC_EDIT, leased=True, limit=samples + missing)
+    return Supply(wanted)
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What happens at an ordinal, on all ranks alike."""
+
+    leave: bool = False
+    finish: bool = False
+    checkpoint: bool = False
+    snapshot: bool = False
+    switch: bool = False
+    """Another mode, or another supply of samples."""
+
+    @property
+    def any(self) -> bool:
+        """All of them need the common parameters, and to know which samples are not used."""
+        return self.leave or self.finish or self.checkpoint or self.snapshot or self.switch

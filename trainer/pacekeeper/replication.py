@@ -1,0 +1,177 @@
+"""The job's models on all ranks: alike after every step, or replicas that train by themselves and synchronise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pacekeeper_analysis.errors import InputError
+
+from . import parallel
+from .local_sgd import OuterSGD, Replicas, Synchronisation, equalise
+
+_SYNC, _SHARD = "sync", "shard"
+
+
+class Replication:
+    """One rank's part of it."""
+
+    def __init__(self, rank: int, shape: Mapping[str, int]) -> None:
+        """`shape`: ranks in the dimensions "sync" and "shard"; shard groups are of neighbouring ranks."""
+        self.shape = dict(shape)
+        self.local = False
+        """Whether the replicas train by themselves."""
+        self._rank = rank
+        self._models: list[_Model] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._outer = OuterSGD()
+        self._replicas: list[Replicas] = []
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Both dimensions. Collective where it is made."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        ranks = torch.arange(self.shape[_SYNC] * self.shape[_SHARD]).view(self.shape[_SYNC], self.shape[_SHARD])
+        return DeviceMesh.from_group(
+            [self.sync_group, self.shard_group], device, mesh=ranks, mesh_dim_names=(_SYNC, _SHARD)
+        )
+
+    @cached_property
+    def sync_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of their replicas as this one."""
+        position = self._rank % self.shape[_SHARD]
+        return _group(range(position, dist.get_world_size(), self.shape[_SHARD]), _SYNC)
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that share this one's replica."""
+        first = self._rank - self._rank % self.shape[_SHARD]
+        return _group(range(first, first + self.shape[_SHARD]), _SHARD)
+
+    # What the script gives
+
+    def replicate(self, model: nn.Module, units: parallel.Units) -> nn.Module:
+        if self.shape[_SHARD] > 1:
+            raise InputError('mesh: it has "shard" ranks; use job.fully_shard(model, units=…), or leave "shard" out')
+        return self._add(model, parallel.replicate(model), units)
+
+    def fully_shard(self, model: nn.Module, units: parallel.Units) -> nn.Module:
+        return self._add(model, parallel.shard(model, self.mesh, units), units)
+
+    def train_with(self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None) -> None:
+        """`outer`: of all models; None: as it is."""
+        self._optimizers.append(optimizer)
+        self._outer = outer or self._outer
+
+    def check_local(self) -> None:
+        """Raises InputError where replicas of this script cannot train by themselves."""
+        if not self._optimizers:
+            raise InputError("sync_mode: Local-SGD needs the optimizer; give it to job.optimizer(…) in the script")
+        if not self._models:
+            raise InputError("sync_mode: Local-SGD needs the model; use job.replicate(…) or job.fully_shard(…)")
+
+    # Training
+
+    def synchronise_gradients(self, wanted: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks, or over the replica's, or adds them up."""
+        for model in self._models:
+            parallel.synchronise_gradients(model.wrapped, wanted, self.local)
+
+    def start(self) -> None:
+        """From Sync to Local-SGD: the parameters are the common ones now."""
+        for replicas in self.replicas:
+            replicas.start()
+        self.local = True
+
+    def begin(self, steps: int, asynchronous: bool, weight: float) -> None:
+        """Begins a synchronisation. `steps`, `weight`: of this replica's batches since the last one. Collective."""
+        for replicas in self._replicas:
+            replicas.begin(steps, asynchronous, weight)
+
+    def finish(self) -> None:
+        """Completes it; otherwise the next forward pass does, and the optimizer's step at the latest."""
+        for replicas in self._replicas:
+            replicas.finish()
+
+    def stop(self) -> None:
+        """From Local-SGD to Sync, with one state for all replicas. Collective."""
+        self.equalise()
+        for replicas in self._replicas:
+            replicas.stop()
+        self.local = False
+
+    def equalise(self) -> None:
+        """Gives all replicas one state: parameters, moments and buffers. Collective."""
+        self.finish()
+        if not self.local or self.shape[_SYNC] == 1:
+            return
+        modules = [model.module for model in self._models]
+        for optimizer in self._optimizers:
+            equalise(optimizer, modules, self.sync_group)
+            modules = []  # buffers once
+
+    @property
+    def newest(self) -> list[Synchronisation]:
+        """Of each model, once there was one."""
+        return [replicas.last for replicas in self._replicas if replicas.last is not None]
+
+    # State
+
+    @property
+    def replicas(self) -> list[Replicas]:
+        """One a model; made when they are first needed, since their momentum takes memory. Collective then."""
+        if not self._replicas:
+            shards = self.shard_group if self.shape[_SHARD] > 1 else None
+            for model in self._models:
+                units = [unit for unit in model.units(model.module) if any(p.requires_grad for p in unit.parameters())]
+                replicas = Replicas(model.module, units, self.sync_group, shards, self._outer)
+                for optimizer in self._optimizers:
+                    replicas.attach(optimizer)
+                self._replicas.append(replicas)
+        return self._replicas
+
+    def settings(self) -> list[list[dict[str, Any]]]:
+        """Of the optimizers' groups of parameters: learning rates and their like."""
+        return [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def set_settings(self, settings: list[list[dict[str, Any]]]) -> None:
+        """What another rank's `settings` gave."""
+        for optimizer, groups in zip(self._optimizers, settings, strict=True):
+            for group, its in zip(optimizer.param_groups, groups, strict=True):
+                group.update(its)
+
+    @property
+    def has_outer_state(self) -> bool:
+        return bool(self._replicas)
+
+    def _add(self, module: nn.Module, wrapped: nn.Module, units: parallel.Units) -> nn.Module:
+        self._models.append(_Model(module, wrapped, units))
+        return wrapped
+
+
+@dataclass(frozen=True)
+class _Model:
+    module: nn.Module
+    """The script's own."""
+    wrapped: nn.Module
+    units: parallel.Units
+
+
+def _group(ranks: range, name: str) -> dist.ProcessGroup:
+    """Collective over its ranks."""
+    if len(ranks) == dist.get_world_size():
+        group: Any = dist.group.WORLD
+    else:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"pacekeeper {name}")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,33 @@
+"""The counter that the ranks of a job lease their samples from: an atomic one in the store of the round."""
+
+from __future__ import annotations
+
+from torch._C._distributed_c10d import Store
+
+_KEPT = 64
+"""Answers that a replica's first rank leaves for the others, who are never so far behind it."""
+
+
+class Tickets:
+    """Counts from 0; all ranks make theirs at the same ordinal. Its `take` is what `Loader.start_leases` wants."""
+
+    def __init__(self, store: Store, name: str, rank: int, replica_size: int) -> None:
+        """`name`: another one for each counter of the round. The ranks of a replica get the same answers."""
+        self._store = store
+        self._counter = f"pacekeeper/tickets/{name}"
+        self._answers = f"{self._counter}/{rank // replica_size}"
+        self._shared = replica_size > 1
+        self._answers_for_others = rank % replica_size == 0
+        self._taken = 0
+
+    def take(self, count: int) -> int:
+        """The first of the next `count` tickets. Raises torch's DistError where the store is gone."""
+        self._taken += 1
+        if self._shared and not self._answers_for_others:
+            return int(self._store.get(f"{self._answers}/{self._taken}"))
+        first: int = self._store.add(self._counter, count) - count
+        if self._shared:
+            self._store.set(f"{self._answers}/{self._taken}", str(first))
+            if self._taken > _KEPT:
+                self._store.delete_key(f"{self._answers}/{self._taken - _KEPT}")
+        return first
