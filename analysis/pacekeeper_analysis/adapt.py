@@ -45,8 +45,9 @@ HIDDEN = 0.5
 """Part of a step's own work that hides a transfer: most of a backward pass, which is two thirds of the work."""
 EXCEPTIONAL = 0.1
 """Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
-AS_GOOD = 1.05
-"""Back to Sync also where its steps take at most this many times as long as under Local-SGD."""
+AS_GOOD = 1.1
+"""A slow rank does not bar the way back where shares mend it to within this many times Local-SGD's steps: less than
+`price.NEARLY`, so that it does not lead away again at once."""
 DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
@@ -163,7 +164,7 @@ def way_back(
     windows: of all ranks, in a Local-SGD mode; they need no steps in common. The steps that these ranks would do
     together are put together from the steps that each did alone, and judged as synchronous ones are. trouble: that led
     here; its S has to fall below half of the threshold's excess (1.05 for 1.1), any other only below the threshold;
-    NONE: every one below half. Where Sync with the best shares is as fast as Local-SGD it is the better way anyhow.
+    NONE: every one below half. A rank that stays slow does not matter where shares mend it nearly as well.
     global_batch: samples of a synchronous step; 0: as many as the ranks' local batches together.
     """
     window = _as_if_synchronous(windows, global_batch)
@@ -179,8 +180,10 @@ def way_back(
     lower = 1.0 + (threshold - 1.0) / 2
     limits = {each: lower if trouble in {each, Trouble.NONE} else threshold for each in found.effects}
     (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
-    gone = all(effect < limits[each] for each, effect in found.effects.items())
-    if not gone and found.step_seconds > AS_GOOD * by_clock.step_seconds:
+    mended_seconds = found.step_seconds / found.effects[Trouble.COMPUTE]
+    if found.step_seconds <= AS_GOOD * max(by_clock.step_seconds, mended_seconds):
+        limits[Trouble.COMPUTE] = np.inf
+    if any(effect >= limits[each] for each, effect in found.effects.items()):
         return None
     largest = max(found.effects.values())
     return Way(

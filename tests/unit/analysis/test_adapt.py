@@ -1,0 +1,384 @@
+"""What holds a job back, which ways to train win what, and the way back: on windows made for each trouble."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis.adapt import Diagnosis, Hysteresis, Trouble, Way
+from pacekeeper_analysis.plan import Member, Plan, SyncMode
+from pacekeeper_analysis.reports import RankWindow
+
+THRESHOLD = 1.1
+STEPS = 32
+BATCH = 8
+WORK = 0.08
+"""Seconds of a healthy rank's own work in a step, and of the whole step in the job's first steady ones."""
+FIRST = 0.09
+SHARED = Member("w0", "127.0.0.1", (0, 1, 2, 3))
+
+
+def windows(
+    own: np.ndarray,
+    exposed: float = 0.005,
+    garbage: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    shares: tuple[int, ...] | None = None,
+    baseline: float = FIRST,
+) -> list[RankWindow]:
+    """Of a synchronous job whose ranks do this own work, [steps, ranks]: all wait for the last one of each step."""
+    steps, ranks = own.shape
+    whole = own if garbage is None else own + garbage
+    lasts = tuple(whole.max(axis=1) + exposed)
+    return [
+        RankWindow(
+            rank=rank,
+            steps=tuple(range(100, 100 + steps)),
+            step_seconds=lasts,
+            compute_seconds=tuple(whole[:, rank]),
+            samples=((BATCH,) * ranks if shares is None else shares)[rank : rank + 1] * steps,
+            garbage_seconds=() if garbage is None else tuple(garbage[:, rank]),
+            weight=() if weight is None else tuple(weight[:, rank]),
+            sync_mode="Sync",
+            baseline_seconds=baseline,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def work(seed: int = 0, ranks: int = 4, noise: float = 0.02) -> np.ndarray:
+    """Own seconds of healthy ranks, [steps, ranks]."""
+    return WORK * (1 + noise * np.random.default_rng(seed).standard_normal((STEPS, ranks)))
+
+
+def found(given: list[RankWindow], threshold: float = THRESHOLD) -> Diagnosis:
+    diagnosis = adapt.diagnose(given, threshold)
+    assert diagnosis is not None
+    return diagnosis
+
+
+def taken(given: list[RankWindow]) -> Way | None:
+    """The way that is preferred; None: all are refused, or there is none."""
+    first = next(iter(adapt.ways(found(given), threshold=THRESHOLD)), None)
+    return None if first is None or first.refused else first
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_healthy_jobs_have_no_trouble(ranks: int, noise: float) -> None:
+    for seed in range(10):
+        given = windows(work(seed, ranks, noise))
+        assert found(given).trouble is Trouble.NONE
+        assert adapt.ways(found(given), threshold=THRESHOLD) == ()
+
+
+@pytest.mark.parametrize("slow", [1.25, 1.6, 3.0])
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+def test_a_persistently_slow_rank_gets_a_smaller_share(slow: float, noise: float) -> None:
+    own = work(1, noise=noise)
+    own[:, 2] *= slow
+    diagnosis = found(windows(own))
+    assert diagnosis.trouble is Trouble.COMPUTE
+    assert diagnosis.culprits == (2,)
+    assert diagnosis.slowdown == pytest.approx((WORK * slow + 0.005) / (WORK + 0.005), rel=0.08)
+    assert diagnosis.rank_slowdown[2] == pytest.approx(slow, rel=0.05)
+    assert f"rank 2 {diagnosis.rank_slowdown[2]:.2f} ×" in diagnosis.evidence[0]
+    way = taken(windows(own))
+    assert way is not None
+    assert (way.remedy, way.mode) == ("Rebalance", SyncMode.SYNC)
+    assert way.shares is not None
+    assert sum(way.shares) == 4 * BATCH
+    assert way.shares[2] == min(way.shares) < BATCH
+
+
+def test_what_a_way_promises_is_what_comes_true() -> None:
+    own = work(2)
+    own[:, 2] *= 2
+    way = taken(windows(own))
+    assert way is not None
+    assert way.shares is not None
+    after = work(3) * np.array(way.shares) / BATCH
+    after[:, 2] *= 2
+    assert found(windows(after, shares=way.shares)).step_seconds == pytest.approx(way.step_seconds, rel=0.03)
+
+
+def test_shares_that_mend_as_well_as_integers_allow_are_the_end_of_it() -> None:
+    """9, 9, 9 and 5 on speeds 1 : 1 : 1 : ½ take 10 where 8 would do: that is no reason to leave synchronous SGD."""
+    shares = (9, 9, 9, 5)
+    own = work(4) * np.array(shares) / BATCH
+    own[:, 3] *= 2
+    diagnosis = found(windows(own, shares=shares))
+    assert diagnosis.trouble is Trouble.COMPUTE
+    assert diagnosis.culprits == (3,)
+    ways = adapt.ways(diagnosis, threshold=THRESHOLD)
+    assert {way.remedy for way in ways} == {"Rebalance", "LocalSGD"}
+    assert all(way.refused for way in ways)
+
+
+def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
+    shares = (9, 9, 9, 5)
+    given = windows(work(5) * np.array(shares) / BATCH, shares=shares)
+    assert found(given).culprits == ()
+    way = taken(given)
+    assert way is not None
+    assert way.shares == (8, 8, 8, 8)
+
+
+def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -> None:
+    """Its cost does not depend on its share, as the steps before the last change of shares tell."""
+    samples = np.repeat([[8, 8, 8, 8], [9, 9, 9, 5]], STEPS, axis=0)
+    own = np.concatenate([work(6), work(7)]) * samples / BATCH
+    own[:, 3] = np.concatenate([work(8), work(9)])[:, 3] * 1.8
+    given = [replace(window, samples=tuple(samples[:, window.rank])) for window in windows(own)]
+    diagnosis = found(given)
+    assert diagnosis.trouble is Trouble.COMPUTE
+    assert diagnosis.culprits == (3,)
+    assert diagnosis.rank_slowdown[3] == pytest.approx(1.8, rel=0.05)
+    way = taken(given)
+    assert way is not None
+    assert (way.remedy, way.mode) == ("LocalSGD", SyncMode.ASYNC_EDIT)
+    assert way.shares == (8, 8, 8, 8)
+
+
+def test_a_bound_of_memory_can_rule_shares_out() -> None:
+    own = work(10)
+    own[:, 1] *= 2
+    diagnosis = found(windows(own))
+    way = adapt.ways(diagnosis, threshold=THRESHOLD, largest_share=BATCH)[0]
+    assert way.mode is SyncMode.ASYNC_EDIT
+    way = adapt.ways(diagnosis, threshold=THRESHOLD, smallest_share=BATCH + 1)[0]
+    assert way.mode is SyncMode.ASYNC_EDIT
+
+
+@pytest.mark.parametrize("slow", [1.5, 2.0, 3.0])
+def test_slow_ranks_that_come_and_go_are_not_waited_for(slow: float) -> None:
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        own = work(seed) * np.where(random.integers(0, 4, (STEPS, 1)) == np.arange(4), slow, 1.0)
+        diagnosis = found(windows(own))
+        assert diagnosis.trouble is Trouble.VOLATILE
+        assert diagnosis.culprits == ()
+        way = taken(windows(own))
+        assert way is not None
+        assert way.mode is SyncMode.ASYNC_EDIT
+        assert way.step_seconds < 0.9 * diagnosis.step_seconds
+
+
+def test_noise_on_all_ranks_that_makes_each_step_wait_for_one() -> None:
+    own = WORK * (1 + np.random.default_rng(0).exponential(0.6, (STEPS, 8)))
+    assert found(windows(own)).trouble is Trouble.VOLATILE
+    way = taken(windows(own))
+    assert way is not None
+    assert way.mode is SyncMode.ASYNC_EDIT
+
+
+def test_a_single_hiccup_is_no_trouble() -> None:
+    own = work(11)
+    own[7, 2] *= 30
+    assert found(windows(own)).trouble is Trouble.NONE
+
+
+@pytest.mark.parametrize("exposed", [0.04, 0.2])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_a_link_that_has_become_slow(exposed: float, noise: float) -> None:
+    diagnosis = found(windows(work(12, noise=noise), exposed))
+    assert diagnosis.trouble is Trouble.COMMUNICATION
+    assert diagnosis.culprits == ()
+    assert diagnosis.exposed_seconds == pytest.approx(exposed)
+    way = taken(windows(work(12, noise=noise), exposed))
+    assert way is not None
+    assert way.remedy == "LocalSGD"
+    assert way.sync_seconds is not None
+    assert exposed / way.sync_seconds < 0.03
+    assert way.step_seconds == pytest.approx(WORK, rel=0.08)
+
+
+def test_communication_that_has_always_been_there_is_no_trouble() -> None:
+    assert found(windows(work(13), 0.06, baseline=WORK + 0.06)).trouble is Trouble.NONE
+    assert found(windows(work(13), 0.06, baseline=0.0)).trouble is Trouble.NONE
+
+
+def test_own_work_that_has_grown_on_all_ranks_is_not_the_links_fault() -> None:
+    assert found(windows(2 * work(14), 0.03, baseline=WORK + 0.03)).trouble is Trouble.NONE
+
+
+def test_garbage_in_different_steps_is_collected_in_the_same() -> None:
+    pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, WORK, 0.0)
+    diagnosis = found(windows(work(15), garbage=pauses))
+    assert diagnosis.trouble is Trouble.GARBAGE
+    way = taken(windows(work(15), garbage=pauses))
+    assert way is not None
+    assert (way.remedy, way.mode) == ("PlanGarbage", SyncMode.SYNC)
+    assert way.garbage_every is not None
+    assert way.garbage_every == round(1 / (pauses > 0).mean())
+    together = np.where(np.arange(STEPS)[:, None] % way.garbage_every == 0, WORK, 0.0).repeat(4, axis=1)
+    assert found(windows(work(15), garbage=together)).trouble is Trouble.NONE
+    assert found(windows(work(15), garbage=together)).step_seconds == pytest.approx(way.step_seconds, rel=0.1)
+
+
+def test_sequences_of_different_lengths_are_for_the_scripts_loader() -> None:
+    weight = 100 * np.random.default_rng(0).lognormal(0, 0.3, (STEPS, 4))
+    given = windows(work(16) * weight / weight.mean(), weight=weight)
+    diagnosis = found(given)
+    assert diagnosis.trouble is Trouble.LENGTHS
+    (way,) = adapt.ways(diagnosis, threshold=THRESHOLD)
+    assert way.remedy == "BalanceLengths"
+    assert "loader" in way.refused
+    assert way.step_seconds == pytest.approx(WORK + 0.005, rel=0.08)
+    assert found([replace(window, weight=()) for window in given]).trouble is Trouble.VOLATILE
+
+
+def test_lengths_that_do_not_cost_are_not_blamed() -> None:
+    weight = 100 * np.random.default_rng(0).lognormal(0, 0.3, (STEPS, 4))
+    own = work(17)
+    own[:, 0] *= 2
+    diagnosis = found(windows(own, weight=weight))
+    assert diagnosis.trouble is Trouble.COMPUTE
+    assert diagnosis.effects[Trouble.LENGTHS] == pytest.approx(1.0, abs=0.05)
+
+
+def test_windows_that_cannot_tell() -> None:
+    given = windows(work(18))
+    assert adapt.diagnose([], THRESHOLD) is None
+    assert adapt.diagnose(given[1:], THRESHOLD) is None
+    assert adapt.diagnose([replace(window, sync_mode="AsyncEDiT") for window in given], THRESHOLD) is None
+    assert adapt.diagnose([replace(given[0], compute_seconds=(float("nan"),) * STEPS), *given[1:]], THRESHOLD) is None
+    just_changed = [replace(w, samples=(BATCH,) * (STEPS - 4) + (BATCH + 1,) * 4) for w in given]
+    assert adapt.diagnose(just_changed, THRESHOLD) is None
+
+
+def test_a_script_that_is_only_watched_is_told_why_nothing_can_be_done() -> None:
+    own = work(19)
+    own[:, 0] *= 2
+    given = [replace(window, samples=(0,) * STEPS) for window in windows(own)]
+    assert found(given).culprits == (0,)
+    rebalance = next(way for way in adapt.ways(found(given), threshold=THRESHOLD) if way.remedy == "Rebalance")
+    assert "does not use the library" in rebalance.refused
+
+
+def test_a_way_becomes_the_plans_next_version() -> None:
+    plan = Plan(version=4, members=(SHARED,), shares=(9, 9, 9, 5), sync_every=7)
+    way = Way("LocalSGD", SyncMode.ASYNC_EDIT, 1.0, 1.0, "", shares=(8, 8, 8, 8), sync_seconds=3.0)
+    assert way.applied_to(plan) == replace(
+        plan, version=5, sync_mode=SyncMode.ASYNC_EDIT, shares=(8, 8, 8, 8), sync_seconds=3.0
+    )
+    assert not way.option().exact
+    assert way.option("not allowed").refused == "not allowed"
+    assert replace(way, refused="no").option("not allowed").refused == "no"
+
+
+def local(
+    seed: int = 0, transfer: float = 0.006, slow: float = 1.0, often: float = 0.0, rank_3: float = 1.0
+) -> list[RankWindow]:
+    """Of a job under AsyncEDiT: each rank counts its own steps; now and then (`often`) one takes `slow` × as long."""
+    random = np.random.default_rng(seed)
+    waits = random.random((5, 4)) * WORK
+    waits -= waits.min(axis=1, keepdims=True)
+    given = []
+    for rank in range(4):
+        own = WORK * (1 + 0.03 * random.standard_normal(STEPS)) * np.where(random.random(STEPS) < often, slow, 1.0)
+        own = own * (rank_3 if rank == 3 else 1.0)
+        steps = tuple(range(1000 * rank, 1000 * rank + STEPS))
+        inside = tuple(waits[:, rank] + transfer)
+        given.append(
+            RankWindow(rank, steps, tuple(own), tuple(own), (BATCH,) * STEPS, (), (), "AsyncEDiT", inside, FIRST)
+        )
+    return given
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_way_back_is_open_when_the_trouble_is_over(seed: int) -> None:
+    for trouble in (Trouble.COMMUNICATION, Trouble.VOLATILE, Trouble.COMPUTE):
+        way = adapt.way_back(local(seed), threshold=THRESHOLD, trouble=trouble)
+        assert way is not None
+        assert (way.remedy, way.mode, way.shares) == ("Sync", SyncMode.SYNC, None)
+        assert way.step_seconds == pytest.approx(FIRST, rel=0.05)
+        assert way.slowdown_after < 1.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_and_closed_while_it_lasts(seed: int) -> None:
+    link = local(seed, transfer=0.2)
+    volatile = local(seed, slow=2.0, often=0.25)
+    assert adapt.way_back(link, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
+    assert adapt.way_back(volatile, threshold=THRESHOLD, trouble=Trouble.VOLATILE) is None
+    assert adapt.way_back(volatile, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
+
+
+def test_what_led_here_must_fall_further_than_the_threshold() -> None:
+    """A slowdown of about 1.08 by ranks that come and go: below 1.1, above half of its excess."""
+    given = local(3, slow=1.3, often=0.1)
+    assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
+    assert adapt.way_back(given, threshold=1.06, trouble=Trouble.VOLATILE) is None
+
+
+def test_back_with_shares_that_fit_a_rank_that_stays_slow() -> None:
+    fine = [replace(window, samples=(32,) * STEPS) for window in local(4, rank_3=1.3)]
+    way = adapt.way_back(fine, threshold=THRESHOLD, trouble=Trouble.VOLATILE)
+    assert way is not None
+    assert way.shares is not None
+    assert sum(way.shares) == 4 * 32
+    assert 24 <= way.shares[3] <= 28
+
+
+def test_the_way_back_needs_all_ranks_and_some_synchronisations() -> None:
+    given = local(5)
+    assert adapt.way_back([*given[:-1], replace(given[-1], rank=7)], threshold=THRESHOLD) is None
+    assert adapt.way_back([replace(window, transfers=()) for window in given], threshold=THRESHOLD) is None
+    assert adapt.way_back([], threshold=THRESHOLD) is None
+    nan = replace(given[0], compute_seconds=(float("nan"),) * STEPS)
+    assert adapt.way_back([nan, *given[1:]], threshold=THRESHOLD) is None
+
+
+def test_a_transfer_is_what_remains_when_nobody_is_waited_for() -> None:
+    """Rank 3 always comes last: the others' seconds inside are waits, its own are the transfer."""
+    given = [replace(window, transfers=(0.5,) * 4) for window in local(6)[:3]]
+    given.append(replace(local(6)[3], transfers=(0.004,) * 4))
+    assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
+
+
+def test_a_mode_is_held_after_each_change_and_longer_after_each_flap() -> None:
+    held = Hysteresis(first=60.0, longest=300.0)
+    assert held.allows(0.0)
+    held = held.changed(1000.0)
+    assert not held.allows(1059.0)
+    assert held.allows(1060.0)
+    held = held.changed(1060.0)
+    assert held.hold_seconds == 120.0
+    for _ in range(5):
+        held = held.changed(held.changed_at + held.hold_seconds)
+    assert held.hold_seconds == 300.0
+    calm = held.changed(held.changed_at + 4 * held.hold_seconds)
+    assert calm.hold_seconds == 60.0
+
+
+@pytest.mark.parametrize(("strength", "often", "swing"), [(1.4, 0.12, 0.1), (1.5, 0.12, 0.0), (1.5, 0.16, 0.0)])
+def test_trouble_at_the_threshold_makes_no_job_flap(strength: float, often: float, swing: float) -> None:
+    """500 looks, one every 5 s, at slow ranks that come and go about as strongly as it takes to change the mode."""
+    held, mode, changes = Hysteresis(), SyncMode.SYNC, 0
+    for look in range(500):
+        now, share = 5.0 * look, often + swing * np.sin(look / 40)
+        if mode is SyncMode.SYNC:
+            slow = np.random.default_rng(look).random((STEPS, 4)) < share
+            way = taken(windows(work(look, noise=0.03) * np.where(slow, strength, 1.0)))
+            wants = way is not None and way.mode is not SyncMode.SYNC
+        else:
+            given = local(look, slow=strength, often=share)
+            wants = adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.VOLATILE) is not None
+        if wants and held.allows(now):
+            held, changes = held.changed(now), changes + 1
+            mode = SyncMode.ASYNC_EDIT if mode is SyncMode.SYNC else SyncMode.SYNC
+    assert changes <= 6, "the trouble itself comes and goes twice in these 42 minutes, or not at all"
+
+
+def test_prices_prefer_exact_training_beside_a_way_of_local_sgd() -> None:
+    own = work(20)
+    own[:, 0] *= 2
+    diagnosis = found(windows(own))
+    options = [way.option() for way in adapt.ways(diagnosis, threshold=THRESHOLD)]
+    choice = price.choose(options[::-1], diagnosis.slowdown, 0.0, mended=THRESHOLD)
+    assert choice.chosen is not None
+    assert choice.chosen.option.remedy == "Rebalance"
