@@ -70,7 +70,7 @@ RECORD = np.dtype(
         ("kind", "u1"),
         ("phase", "u1"),
         ("collective", "u1"),
-        ("flags", "u1"),
+        ("flags", "u1"),  # of a step: position in plan.SyncMode of the mode that was in force
         ("step", "<u4"),
         ("sequence", "<u4"),  # of the collective inside its group
         ("group", "<u4"),  # identity of the communicator

@@ -282,6 +282,7 @@ class Ordinals:
         self._garbage.boundary(progress.step, course.garbage_every)
         if meeting.duties.switch:
             self._switch(meeting.supply)
+        self._state.sync_mode = self._recorder.mode = MODES.index(self._supply.mode)
         self._interval = Interval(planned=self._planned_steps())
         if not self._supply.local:
             self._issue()
@@ -307,7 +308,6 @@ class Ordinals:
             self._replication.start()
         if new.leased:
             self._start_leases(new.limit)
-        self._state.sync_mode = MODES.index(new.mode)
         if new.mode is not old.mode and self._rank == 0:
             _log.warning("%s from step %d on", new.mode, self._progress.step + 1)
 

@@ -40,6 +40,8 @@ class Recorder:
         self.step = 0
         """The step that is under way: the number it will have when it is complete."""
         self.phase = Phase.START
+        self.mode = 0
+        """Position in plan.SyncMode of the mode in force."""
         self.steered = False
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
         self._training_thread = threading.get_ident()
@@ -56,7 +58,7 @@ class Recorder:
         start, self._step_start = self._step_start, end
         own = max(0, end - start - sum(self._waits))
         self._waits.clear()
-        self.ring.write(_STEP, start, end, self.step, self.phase, samples)
+        self.ring.write(_STEP, start, end, self.step, self.phase, samples, flags=self.mode)
         self.ring.write(_COMPUTE, start, start + own, self.step, self.phase, samples)
         self.ring.end_step(self.step, end)
         self.step += 1

@@ -11,9 +11,11 @@ from pacekeeper_analysis.records import STATE
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
 
-def rank(step: int, snapshot_step: int) -> np.void:
+def rank(step: int, snapshot_step: int = -1, **fields: int) -> np.void:
     state = np.zeros((), STATE)
     state["step"], state["steps_in_round"], state["snapshot_step"] = step, step, snapshot_step
+    for name, value in {"bad_loss_step": -1, "sync_mode": -1, **fields}.items():
+        state[name] = value
     copy: np.void = np.frombuffer(state.tobytes(), STATE)[0]
     return copy
 
@@ -36,3 +38,25 @@ def test_the_slowest_rank_speaks_for_the_worker() -> None:
     running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
     beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, -1), rank(7, -1)], wall=100.0, monotonic=9.0)
     assert (beat.step, beat.round_started_at) == (7, 96.0)
+
+
+def test_the_mode_and_what_is_wrong_are_told() -> None:
+    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    ranks = [
+        rank(9, rank=4, sync_mode=2, bad_loss_step=8),
+        rank(8, rank=5, sync_mode=2, bad_loss_step=6),
+        rank(9, rank=6, sync_mode=2),
+    ]
+    beat = next_beat(Heartbeat("w", round=1), running, None, ranks, 100.0, 9.0, refused="shares: too few")
+    assert (beat.sync_mode, beat.refused) == ("AsyncEDiT", "shares: too few")
+    assert (beat.bad_loss_rank, beat.bad_loss_step) == (5, 6)
+    good = next_beat(beat, running, None, [rank(12, sync_mode=0)], 101.0, 10.0)
+    assert (good.sync_mode, good.refused, good.bad_loss_rank, good.bad_loss_step) == ("Sync", "", -1, -1)
+
+
+def test_a_script_that_is_only_watched_has_no_mode_and_a_new_round_no_bad_loss_yet() -> None:
+    before = Heartbeat("w", round=1, bad_loss_rank=2, bad_loss_step=7, sync_mode="EDiT")
+    gathering = State(stage=LauncherState.GATHERING, round=2)
+    beat = next_beat(before, gathering, None, [], 100.0, 9.0)
+    assert (beat.bad_loss_rank, beat.bad_loss_step) == (-1, -1)
+    assert next_beat(beat, gathering, None, [rank(3)], 100.0, 9.0).sync_mode == ""

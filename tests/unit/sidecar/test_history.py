@@ -15,14 +15,16 @@ from pacekeeper.sidecar.ranks import Ranks
 from pacekeeper_analysis.records import RECORD, Kind, Phase
 
 
-def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8) -> NDArray[np.void]:
+def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
     rows = np.zeros(2 * len(steps), RECORD)
     for row, step in zip(range(0, len(rows), 2), steps, strict=True):
         for offset, (kind, length) in enumerate(((Kind.STEP, step_ms), (Kind.COMPUTE, compute_ms))):
             rows[row + offset]["kind"] = kind
             rows[row + offset]["phase"] = Phase.TRAIN
             rows[row + offset]["step"] = step
-            rows[row + offset]["end_ns"] = length * 1_000_000
+            rows[row + offset]["start_ns"] = step * 1_000_000_000
+            rows[row + offset]["end_ns"] = step * 1_000_000_000 + length * 1_000_000
+            rows[row + offset]["flags"] = mode
             rows[row + offset]["value"] = samples
     return rows
 
@@ -73,3 +75,45 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
     assert rank.history.window(5).steps == (12, 13)
     assert rank.history.first_steps_seconds == pytest.approx(0.01)
     assert ranks.evidence("e1", "w", 2).windows[0].rank == 5
+
+
+def event(kind: Kind, milliseconds: int) -> NDArray[np.void]:
+    row = np.zeros(1, RECORD)
+    row["kind"], row["end_ns"] = kind, milliseconds * 1_000_000
+    return row
+
+
+def test_a_window_holds_steps_of_one_mode_only() -> None:
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([records(range(6), 100, 60), event(Kind.SYNCHRONISATION, 9)]))
+    assert history.window(0).sync_mode == "Sync"
+    rows = [
+        records(range(6, 9), 80, 60, mode=2),
+        event(Kind.SYNCHRONISATION, 30),
+        records(range(9, 10), 80, 60, mode=2),
+    ]
+    history.add(np.concatenate(rows))
+    window = history.window(0)
+    assert (window.sync_mode, window.steps) == ("AsyncEDiT", (6, 7, 8, 9))
+    assert window.transfers == pytest.approx((0.03,))
+    assert history.synchronisation_seconds == pytest.approx(0.03)
+    assert history.window(0, steered=False).sync_mode == ""
+
+
+def test_steps_whose_numbers_come_again_keep_their_own_work() -> None:
+    """A fast rank in AsyncEDiT counts further than the job, and goes back at the synchronisation."""
+    first, again = records(range(5, 7), 100, 60, mode=2), records(range(5, 7), 100, 30, mode=2)
+    again["start_ns"] += 10_000_000_000
+    again["end_ns"] += 10_000_000_000
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([first, again]))
+    assert history.window(0).steps == (5, 6, 5, 6)
+    assert history.window(0).compute_seconds == pytest.approx((0.06, 0.06, 0.03, 0.03))
+
+
+def test_garbage_belongs_to_the_step_that_it_was_collected_in() -> None:
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([records(range(1), 100, 60), event(Kind.GARBAGE, 7), event(Kind.GARBAGE, 5)]))
+    history.add(records(range(1, 3), 100, 60))
+    assert history.window(0).garbage_seconds == pytest.approx((0.0, 0.012, 0.0))
+    assert history.garbage_seconds_total == pytest.approx(0.012)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pacekeeper.runtime import write_json
-from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.plan import SyncMode, WorkerPlan
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
 from .rounds import State
@@ -41,10 +41,17 @@ class HeartbeatFile:
 
 
 def next_beat(
-    before: Heartbeat, state: State, plan: WorkerPlan | None, ranks: Collection[np.void], wall: float, monotonic: float
+    before: Heartbeat,
+    state: State,
+    plan: WorkerPlan | None,
+    ranks: Collection[np.void],
+    wall: float,
+    monotonic: float,
+    refused: str = "",
 ) -> Heartbeat:
     """The heartbeat after `before`. `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds.
 
+    refused: what rank 0 has written of why it does not follow the plan, if that is here.
     What a new round does not know yet (step, checkpoints) stays as the round before left it.
     """
     beat = replace(
@@ -54,9 +61,11 @@ def next_beat(
         membership=max(state.membership, 0),
         round=state.round,
         restarts=state.restarts,
+        refused=refused,
     )
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
+        beat = replace(beat, bad_loss_rank=-1, bad_loss_step=-1)
     if state.stage is LauncherState.RUNNING and beat.round_started_at == 0.0:
         beat = replace(beat, round_started_at=wall - (monotonic - state.started))
     if not ranks:
@@ -66,6 +75,8 @@ def next_beat(
         # Exact for the round's first step, which is seen within a tick; a later one is seen only after a long tick.
         beat = replace(beat, first_step_at=wall - (monotonic - int(slowest["step_end_ns"]) * 1e-9))
     step = int(slowest["step"])
+    bad = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
+    first_bad = min(bad, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
         beat,
         step=beat.step if step < 0 else step,
@@ -77,4 +88,12 @@ def next_beat(
         checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
         global_batch=int(slowest["global_batch"]),
         steered=bool(slowest["global_batch"] > 0),
+        sync_mode=_mode(int(slowest["sync_mode"])),
+        bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
+        bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
     )
+
+
+def _mode(position: int) -> str:
+    """Of the ranks; "": they are not steered, or have not begun."""
+    return "" if position < 0 else tuple(SyncMode)[position]

@@ -132,7 +132,7 @@ class Launcher:
         """What is to be told: the heartbeat, stalls, GPU errors."""
         states = self._ranks.states()
         self._heartbeat.write(
-            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now), now
+            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now, self._refused()), now
         )
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
@@ -142,6 +142,12 @@ class Launcher:
             self._gpus_at = now + _GPU_PERIOD
             for event in self._gpus.poll():
                 self.notify(gpu_fault(event, self._state, self._settings))
+
+    def _refused(self) -> str:
+        try:
+            return self._runtime.refused.read_text()
+        except FileNotFoundError:
+            return ""
 
     def _see(self, plan: WorkerPlan | None) -> Seen:
         return Seen(

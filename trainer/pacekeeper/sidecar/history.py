@@ -10,6 +10,7 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
 
@@ -25,6 +26,8 @@ class StepTimes:
     step_seconds: float
     compute_seconds: float
     samples: int
+    garbage_seconds: float
+    """Of it, in Python garbage collections."""
 
 
 class RankHistory:
@@ -33,34 +36,55 @@ class RankHistory:
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
         self._steps: deque[StepTimes] = deque(maxlen=window_steps)
+        self._transfers: deque[float] = deque(maxlen=window_steps)
+        self._mode = 0
+        self._garbage = 0.0  # seconds, since the last step
         self._first: list[float] = []
         self._skipped = 0
         self.steps_total = 0
         self.samples_total = 0
         self.collective_seconds_total = 0.0
+        self.garbage_seconds_total = 0.0
 
     def add(self, records: NDArray[np.void]) -> None:
         """Take in new records (`records.RECORD`), oldest first. The first step of a round is no training yet."""
         collectives = records[records["kind"] == Kind.COLLECTIVE]
         self.collective_seconds_total += float((collectives["end_ns"] - collectives["start_ns"]).sum()) * 1e-9
         self.steps_total += int((records["kind"] == Kind.STEP).sum())
-        training = records[records["phase"] == Phase.TRAIN]
-        computed = {int(record["step"]): record for record in training[training["kind"] == Kind.COMPUTE]}
-        for record in training[training["kind"] == Kind.STEP]:
-            own = computed.get(int(record["step"]), record)
-            self._append(StepTimes(int(record["step"]), _seconds(record), _seconds(own), int(record["value"])))
+        # A step's own work is the record with its start: in Local-SGD modes numbers of steps may come again.
+        own_work = {int(record["start_ns"]): record for record in records[records["kind"] == Kind.COMPUTE]}
+        kept = np.isin(records["kind"], (Kind.STEP, Kind.GARBAGE, Kind.SYNCHRONISATION))
+        for record in records[kept]:
+            seconds = _seconds(record)
+            if record["kind"] == Kind.GARBAGE:
+                self._garbage += seconds
+                self.garbage_seconds_total += seconds
+            elif record["kind"] == Kind.SYNCHRONISATION:
+                self._transfers.append(seconds)
+            else:
+                garbage, self._garbage = self._garbage, 0.0
+                if record["phase"] == Phase.TRAIN:
+                    own = _seconds(own_work.get(int(record["start_ns"]), record))
+                    step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage)
+                    self._append(step, int(record["flags"]))
 
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
         self._steps.clear()
+        self._transfers.clear()
 
-    def window(self, rank: int) -> RankWindow:
+    def window(self, rank: int, steered: bool = True) -> RankWindow:
+        """Of steps in one mode only. `steered`: whether the script has modes."""
         return RankWindow(
             rank=rank,
             steps=tuple(step.step for step in self._steps),
             step_seconds=tuple(step.step_seconds for step in self._steps),
             compute_seconds=tuple(step.compute_seconds for step in self._steps),
             samples=tuple(step.samples for step in self._steps),
+            garbage_seconds=tuple(step.garbage_seconds for step in self._steps),
+            sync_mode=tuple(SyncMode)[self._mode] if steered else "",
+            transfers=tuple(self._transfers),
+            baseline_seconds=self.first_steps_seconds or 0.0,
         )
 
     @property
@@ -78,11 +102,19 @@ class RankHistory:
         return _mean(step.compute_seconds / max(step.samples, 1) for step in self._steps)
 
     @property
+    def synchronisation_seconds(self) -> float | None:
+        """Mean time of a synchronisation in Local-SGD modes, from when the rank came; None: there was none."""
+        return _mean(self._transfers)
+
+    @property
     def first_steps_seconds(self) -> float | None:
         """Median step time of the first steady steps that were seen; None until there are enough."""
         return median(self._first) if len(self._first) == self._window_steps else None
 
-    def _append(self, step: StepTimes) -> None:
+    def _append(self, step: StepTimes, mode: int) -> None:
+        if mode != self._mode:
+            self._mode = mode
+            self.start_round()
         self._steps.append(step)
         self.samples_total += step.samples
         if self._skipped < FIRST_STEPS_SKIPPED:

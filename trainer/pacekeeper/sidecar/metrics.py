@@ -29,6 +29,14 @@ _GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
         "Median time of the first steady steps seen here.",
         lambda rank: rank.history.first_steps_seconds,
     ),
+    "sync_mode": (
+        "Mode in force: 0 Sync, 1 EDiT, 2 AsyncEDiT.",
+        lambda rank: None if rank.state["sync_mode"] < 0 else float(rank.state["sync_mode"]),
+    ),
+    "synchronisation_seconds": (
+        "Mean time of a synchronisation in Local-SGD modes, from when the rank came.",
+        lambda rank: rank.history.synchronisation_seconds,
+    ),
     "share": ("Samples of this rank in a step.", lambda rank: float(rank.state["share"]) or None),
     "loss": ("Training loss of the last step.", lambda rank: float(rank.state["loss"]) or None),
     "checkpoint_step": ("Last step whose checkpoint is published.", lambda rank: float(rank.state["checkpoint_step"])),
@@ -37,6 +45,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
 _COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
     "steps": ("Optimizer steps.", lambda rank: rank.history.steps_total),
     "samples": ("Samples trained on.", lambda rank: rank.history.samples_total),
+    "garbage_seconds": ("Time in Python garbage collections.", lambda rank: rank.history.garbage_seconds_total),
     "collective_seconds": ("Time inside collectives.", lambda rank: rank.history.collective_seconds_total),
 }
 

@@ -49,7 +49,9 @@ class Ranks:
     def evidence(self, request: str, worker: str, round_: int) -> Evidence:
         """The windows of the ranks here."""
         ranks = self.look()
-        windows = tuple(rank.history.window(int(rank.state["rank"])) for rank in ranks)
+        windows = tuple(
+            rank.history.window(int(rank.state["rank"]), steered=rank.state["sync_mode"] >= 0) for rank in ranks
+        )
         return Evidence(request=request, worker=worker, round=round_, windows=windows)
 
     def _open(self, local_rank: int) -> Rank | None:
