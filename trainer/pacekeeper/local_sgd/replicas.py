@@ -207,6 +207,7 @@ class Replicas:
         last = max(index for index, unit in enumerate(self._units) if unit.module in needed)
         while self._waiting and self._waiting[0] <= last:
             self._complete_first()
+        _gather_after_update(module)
 
     def _before_step(self, *_: Any) -> None:
         self.finish()
@@ -303,6 +304,13 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _gather_after_update(module: nn.Module) -> None:
+    """FSDP2 gathers on streams of its own, which wait for updates of parameters only when a forward pass begins."""
+    if isinstance(module, FSDPModule) and next(module.parameters()).device.type != "cpu":
+        updated = torch.accelerator.current_stream().record_event()
+        module._get_fsdp_state()._comm_ctx.wait_all_gather_streams_on_event(updated)
 
 
 def _gathered_with(module: nn.Module) -> set[nn.Module]:
