@@ -248,6 +248,11 @@ class Observation:
         return max(times) if times and len(times) == len(self.plan.members) else None
 
     @property
+    def global_batch(self) -> int:
+        """Samples of a step of the whole job; 0: the script does not tell."""
+        return max((view.heartbeat.global_batch for view in self.members if view.heartbeat is not None), default=0)
+
+    @property
     def refused(self) -> str:
         """Why ranks do not follow the newest plan, in their words; "": they do."""
         return next((v.heartbeat.refused for v in self.members if v.heartbeat is not None and v.heartbeat.refused), "")

@@ -95,10 +95,9 @@ def _slowdown(observation: Observation, incident: Incident) -> float | None:
     metrics = observation.metrics
     if incident.remedy == Remedy.REBALANCE:
         return metrics.behind
-    batch = max((view.heartbeat.global_batch for view in observation.members if view.heartbeat is not None), default=0)
-    if not metrics.throughput or not batch or not incident.reference_seconds or not steady(observation):
+    if not metrics.throughput or not incident.reference_seconds or not steady(observation):
         return None
-    return batch / metrics.throughput / incident.reference_seconds
+    return observation.global_batch / metrics.throughput / incident.reference_seconds
 
 
 def _take_back(draft: Draft, incident: Incident, observation: Observation) -> Draft:

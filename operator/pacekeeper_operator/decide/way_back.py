@@ -17,6 +17,9 @@ ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
 
+TRANSFERS = 4
+"""The last synchronisations that count: those of long ago say nothing about the link as it is now."""
+
 
 def step(observation: Observation) -> Draft:
     """The draft with the next question, or in mode Sync again."""
@@ -38,8 +41,12 @@ def _judge(observation: Observation, adaptation: Adaptation) -> Draft | None:
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
         return None
     draft, now = observation.draft.with_plan(evidence_request=""), observation.now
-    threshold = observation.job.spec.detection.straggler_slowdown
-    way = adapt.way_back(windows, threshold=threshold, trouble=adaptation.trouble)
+    way = adapt.way_back(
+        [replace(window, transfers=window.transfers[-TRANSFERS:]) for window in windows],
+        threshold=observation.job.spec.detection.straggler_slowdown,
+        trouble=adaptation.trouble,
+        global_batch=observation.global_batch,
+    )
     over = 0 if way is None else adaptation.over + 1
     if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):
         return draft.with_state(adaptation=replace(adaptation, over=over))

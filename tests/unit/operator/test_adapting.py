@@ -34,7 +34,7 @@ def windows(
     garbage: dict[int, Sequence[int]] | None = None,
     shares: tuple[int, ...] = (8, 8, 8, 8),
     mode: SyncMode = SyncMode.SYNC,
-    transfer: float = 0.0,
+    transfer: float | tuple[float, ...] = 0.0,
 ) -> tuple[Evidence, ...]:
     """Of four ranks with `own` seconds of work in a step; `exposed`: seconds of a step in which all wait.
 
@@ -61,7 +61,9 @@ def windows(
                     (shares[rank],) * STEPS,
                     garbage_seconds=tuple(pauses[:, rank].tolist()),
                     sync_mode=mode,
-                    transfers=(transfer,) * 4 if mode is not SyncMode.SYNC else (),
+                    transfers=(transfer if isinstance(transfer, tuple) else (transfer,) * 4)
+                    if mode is not SyncMode.SYNC
+                    else (),
                     baseline_seconds=FIRST,
                 ),
             ),
@@ -261,6 +263,14 @@ class TestBack:
         assert plan.shares in (None, (8, 8, 8, 8))
         assert state.adaptation is None
         assert "synchronous step" in state.mode_reason
+
+    def test_only_the_last_synchronisations_count(self) -> None:
+        """Of a link that was slow for long."""
+        thought, world = in_local_mode()
+        world = replace(world, now=world.now + HOLD_SECONDS, metrics=WELL)
+        for _ in range(2):
+            thought, world = self.look(thought, world, transfer=(*(0.25,) * 20, *(0.03,) * 4))
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
 
     def test_not_before_the_mode_has_had_its_time(self) -> None:
         thought, world = in_local_mode()
