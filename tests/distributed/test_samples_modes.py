@@ -1,0 +1,150 @@
+"""Each sample is used exactly once an epoch while real ranks switch modes, are of unequal speed, leave and restart."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pacekeeper as pk
+from pacekeeper.modes import MODES
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.sampler import Permutations
+from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from tests.support.ranks import run_ranks
+
+SYNC, EDIT, ASYNC = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
+SIZE, BATCH = 50, 12
+PLAN = WorkerPlan(version=1, role=Role.MEMBER, sync_every=3, sync_seconds=0.02)
+
+Sample = tuple[int, torch.Tensor]
+
+
+def sample(index: int) -> Sample:
+    return index, torch.full((4,), index / SIZE)
+
+
+class Indexed(torch.utils.data.Dataset[Sample]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Sample:
+        return sample(index)
+
+
+class Streamed(torch.utils.data.IterableDataset[Sample]):
+    """The same samples in the same order, without an index and without saying how many."""
+
+    def __init__(self) -> None:
+        self.order = Permutations(SIZE, seed=0)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(sample, self.order.indices(self.epoch * SIZE, (self.epoch + 1) * SIZE))
+
+
+def expected(steps: int) -> Counter[int]:
+    return Counter(Permutations(SIZE, seed=0).indices(0, steps * BATCH))
+
+
+def used_by(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
+    return Counter(index for used, _ in results for index in used)
+
+
+def train(
+    rank: int,
+    runtime: Path,
+    dataset: Any,
+    until: int,
+    modes: list[SyncMode],
+    mesh: dict[str, int],
+    leaves: bool = False,
+    **options: Any,
+) -> tuple[list[int], list[SyncMode]]:
+    """The samples of the steps that this rank has completed, and the modes that it has been through.
+
+    leaves: rank 1 is told to, in AsyncEDiT; then all do.
+    modes: what the plan says one after the other, each when the one before has been in force for some steps of rank 0.
+    """
+    job = pk.init(mesh=mesh, checkpoints=pk.Checkpoints(runtime / "checkpoints", 1000))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = job.fully_shard(model) if mesh.get("shard", 1) > 1 else job.replicate(model)
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), warmup_steps=0)
+    loader = job.dataloader(dataset, BATCH, max_microbatch=2, **options)
+    job.register(model=model, opt=opt, loader=loader)
+    job.restore()
+    used: list[int] = []
+    seen: list[SyncMode] = []
+    wanted, steps = 0, 0
+    try:
+        for step in job.steps(loader, until=until):
+            for indices, x in step.microbatches():
+                (model(x).sum() / step.total_weight).backward()
+                used += indices.tolist() if step.total_weight < math.inf else []
+            opt.step()
+            opt.zero_grad()
+            time.sleep(0.002 * rank)  # the last rank is the slowest
+            mode = MODES[job.recorder.ring.state.sync_mode]
+            steps = steps + 1 if seen[-1:] == [mode] else 1
+            if steps == 1:
+                seen.append(mode)
+            if rank == 0 and steps >= 4 and wanted < len(modes) and mode is (SYNC, *modes)[wanted]:
+                write_json(Runtime(runtime).plan, replace(PLAN, version=2 + wanted, sync_mode=modes[wanted]).to_json())
+                wanted += 1
+            if leaves and rank == 1 and mode is ASYNC and steps == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit:
+        assert leaves
+    return used, seen
+
+
+@pytest.mark.parametrize(
+    ("dataset", "mesh", "options"),
+    [
+        (Indexed(), {"sync": 3}, {}),
+        (Indexed(), {"sync": 3}, {"num_workers": 1}),
+        (Streamed(), {"sync": 3}, {}),
+        (Indexed(), {"sync": 2, "shard": 2}, {}),
+        (Indexed(), {"sync": 3}, {"lengths": lambda index: index + 1.0}),
+    ],
+    ids=["indexed", "workers", "iterable", "sharded", "lengths"],
+)
+def test_across_switches_of_the_mode(dataset: Any, mesh: dict[str, int], options: Any, tmp_path: Path) -> None:
+    modes = [ASYNC, SYNC, EDIT, ASYNC, EDIT, SYNC]
+    ranks = mesh["sync"] * mesh.get("shard", 1)
+    results = run_ranks(
+        lambda rank: train(rank, tmp_path, dataset, 100, modes, mesh, **options), ranks, runtime=tmp_path
+    )
+    assert all(seen == [SYNC, *modes] for _, seen in results)
+    assert used_by(results) == expected(100)
+
+
+@pytest.mark.parametrize("dataset", [Indexed(), Streamed()], ids=["indexed", "iterable"])
+def test_across_leaving_with_leases_and_coming_back_as_another_number_of_ranks(dataset: Any, tmp_path: Path) -> None:
+    first = run_ranks(
+        lambda rank: train(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
+        3,
+        runtime=tmp_path,
+    )
+    done = sum(used_by(first).values())
+    assert [seen for _, seen in first] == [[SYNC, ASYNC]] * 3
+    until = done // BATCH + 12
+    second = run_ranks(
+        lambda rank: train(rank, tmp_path, dataset, until, [], {"sync": 2}),
+        2,
+        runtime=tmp_path,
+    )
+    assert used_by(first + second) == expected(until)
