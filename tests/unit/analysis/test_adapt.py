@@ -175,6 +175,26 @@ def test_noise_on_all_ranks_that_makes_each_step_wait_for_one() -> None:
     assert way.mode is SyncMode.ASYNC_EDIT
 
 
+@pytest.mark.parametrize("exposed", [0.005, 0.1])
+def test_the_price_of_async_edit_is_what_a_simulation_of_it_takes(exposed: float) -> None:
+    random = np.random.default_rng(0)
+
+    def own(steps: int) -> np.ndarray:
+        slow = np.where(random.random((steps, 4)) < 0.3, 2.0, 1.0)
+        return np.asarray(WORK * slow * (1 + 0.05 * random.standard_normal((steps, 4))) * [1.0, 1.0, 1.0, 1.4])
+
+    given = windows(own(STEPS), exposed)
+    way = next(way for way in adapt.ways(found(given), threshold=THRESHOLD) if way.mode is SyncMode.ASYNC_EDIT)
+    assert way.sync_seconds is not None
+    seconds, done = 0.0, 0
+    for _ in range(200):
+        ends = own(round(way.sync_seconds / WORK) + 20).cumsum(axis=0)
+        steps = (ends < way.sync_seconds).sum(axis=0) + 1  # each ends the step that it has in hand
+        seconds += ends[steps - 1, np.arange(4)].max() + exposed
+        done += int(steps.sum())
+    assert way.step_seconds == pytest.approx(seconds / (done / 4), rel=0.06)
+
+
 def test_a_single_hiccup_is_no_trouble() -> None:
     own = work(11)
     own[7, 2] *= 30

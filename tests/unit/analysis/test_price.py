@@ -67,3 +67,37 @@ def test_a_free_remedy_that_wins_next_to_nothing_is_left() -> None:
 @pytest.mark.parametrize(("elapsed", "expected"), [(0.0, 450.0), (500.0, 600.0)])
 def test_expected_rest_learns_from_earlier_incidents(elapsed: float, expected: float) -> None:
     assert expected_remaining(elapsed, [300.0, 300.0], prior_seconds=600.0) == pytest.approx(expected)
+
+
+def local_sgd(after: float) -> Option:
+    return Option("LocalSGD", 0.0, after, exact=False)
+
+
+def test_exact_training_is_preferred_where_it_mends_nearly_as_well() -> None:
+    for after in (1.05, 0.9):  # noise and communication that Local-SGD wins beside the fault count for nothing
+        choice = choose([local_sgd(after), Option("Rebalance", 0.0, 1.12)], slowdown=1.9, lost_seconds=0.0)
+        assert choice.chosen is not None
+        assert choice.chosen.option.exact
+    choice = choose([local_sgd(1.02), Option("Rebalance", 0.0, 1.5)], slowdown=1.9, lost_seconds=0.0)
+    assert choice.chosen is not None
+    assert not choice.chosen.option.exact
+
+
+def test_what_is_mended_needs_no_better() -> None:
+    options = [local_sgd(1.0), Option("Rebalance", 0.0, 1.25)]
+    exact, better = (choose(options, 1.9, 0.0, mended=mended).chosen for mended in (1.3, 1.1))
+    assert exact is not None
+    assert exact.option.exact
+    assert better is not None
+    assert not better.option.exact
+
+
+def test_synchronous_training_is_not_left_for_little() -> None:
+    assert choose([local_sgd(1.0)], slowdown=1.12, lost_seconds=1e6).chosen is None
+    assert choose([local_sgd(0.7)], slowdown=1.12, lost_seconds=1e6).chosen is None
+    assert choose([local_sgd(1.0)], slowdown=1.2, lost_seconds=0.0).chosen is not None
+
+
+def test_shares_that_have_done_what_they_can_do_not_lead_to_local_sgd() -> None:
+    """What is chosen once stays chosen: from 1.9 to 1.12 by shares, and from there nowhere."""
+    assert choose([local_sgd(1.0), Option("Rebalance", 0.0, 1.12)], 1.12, lost_seconds=1e6).chosen is None

@@ -1,4 +1,4 @@
-"""Integer shares against brute force."""
+"""Integer shares against brute force, and what windows tell of the ranks' costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.shares import balance, equal
+from pacekeeper_analysis.shares import balance, equal, fit, probe, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -61,3 +61,165 @@ def test_bad_costs_are_refused(bad: float) -> None:
     cost[1, 1] = bad
     with pytest.raises(InputError, match="finite, positive"):
         balance(cost, (4, 4))
+
+
+def test_the_grain_of_integers_decides_how_near_shares_come_to_the_bound() -> None:
+    """Speeds 1 : 1 : 1 : ½ could do 3.5 samples a second: 32 reach 91.4 % of that and 28 all of it."""
+    cost = np.tile([1.0, 1.0, 1.0, 2.0], (8, 1))
+    coarse, whole = (rebalance(cost * samples, np.full(cost.shape, samples)) for samples in (8, 7))
+    assert coarse.shares[3] in {4, 5}
+    assert 32 / 3.5 / coarse.seconds_after == pytest.approx(0.914, abs=0.001)
+    assert whole.shares == (8, 8, 8, 4)
+    assert 28 / 3.5 / whole.seconds_after == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_integer_shares_are_better_under_noise_either(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ranks = int(random.integers(2, 5))
+    total = int(random.integers(ranks + 2, 13))
+    cost = random.uniform(0.5, 3.0, ranks) * random.choice([1.0, 2.0], size=(16, ranks), p=[0.8, 0.2])
+    fixed = random.uniform(0.0, 2.0, ranks)
+    found = balance(cost, equal(total, ranks), fixed=fixed, draws=64, seed=5)
+    drawn = cost[np.random.default_rng(5).integers(0, 16, size=(64, ranks)), np.arange(ranks)]
+    best = min(
+        float((fixed + drawn * np.array(shares)).max(axis=1).mean())
+        for shares in itertools.product(range(1, total), repeat=ranks)
+        if sum(shares) == total
+    )
+    assert found.seconds_after == pytest.approx(best, rel=1e-4)
+
+
+def test_many_ranks_with_large_batches_keep_sum_and_bounds() -> None:
+    random = np.random.default_rng(0)
+    cost = random.uniform(0.5, 2.0, 200) * (1 + 0.05 * random.standard_normal((16, 200)))
+    found = balance(cost, (100,) * 200, minimum=60, maximum=160, draws=64)
+    assert sum(found.shares) == 100 * 200
+    assert 60 <= min(found.shares) < max(found.shares) <= 160
+    slowest, fastest = int(cost.mean(axis=0).argmax()), int(cost.mean(axis=0).argmin())
+    assert found.shares[slowest] == 60 < found.shares[fastest]
+
+
+def steps_of(samples: np.ndarray, fixed: np.ndarray, per_sample: np.ndarray, noise: float = 0.02) -> np.ndarray:
+    """Own seconds, [steps, ranks]."""
+    random = np.random.default_rng(3)
+    return np.asarray((fixed + per_sample * samples) * (1 + noise * random.standard_normal(samples.shape)))
+
+
+FIXED, PER_SAMPLE = np.array([0.0, 1.0, 4.0, 8.0]), np.array([1.0, 1.0, 0.5, 0.25])
+
+
+def test_fixed_and_per_sample_cost_are_told_apart_where_samples_varied() -> None:
+    samples = np.random.default_rng(0).integers(5, 12, size=(64, 4))
+    costs = fit(steps_of(samples, FIXED, PER_SAMPLE), samples)
+    assert costs.identified.all()
+    assert costs.fixed == pytest.approx(FIXED, abs=0.4)
+    assert costs.per_sample == pytest.approx(PER_SAMPLE, abs=0.05)
+    assert costs.seconds([8, 8, 8, 8]) == pytest.approx(FIXED + 8 * PER_SAMPLE, rel=0.02)
+
+
+def test_pauses_in_a_fifth_of_the_steps_do_not_distort_the_fit() -> None:
+    samples = np.random.default_rng(0).integers(5, 12, size=(64, 4))
+    seconds = steps_of(samples, FIXED, PER_SAMPLE)
+    seconds[np.random.default_rng(1).random(seconds.shape) < 0.2] += 50.0
+    costs = fit(seconds, samples)
+    assert costs.identified.all()
+    assert costs.fixed == pytest.approx(FIXED, abs=1.0)
+    assert costs.per_sample == pytest.approx(PER_SAMPLE, abs=0.15)
+
+
+def test_where_samples_did_not_vary_enough_all_cost_is_taken_as_per_sample() -> None:
+    samples = np.full((32, 4), 8)
+    costs = fit(steps_of(samples, FIXED, PER_SAMPLE), samples)
+    assert not costs.identified.any()
+    assert (costs.fixed == 0).all()
+    assert costs.per_sample == pytest.approx(FIXED / 8 + PER_SAMPLE, rel=0.02)
+    samples[7, 2] = 9  # once, in the noise
+    assert not fit(steps_of(samples, FIXED, PER_SAMPLE, noise=0.1), samples).identified.any()
+
+
+def test_shares_that_cannot_help_are_seen_once_the_fixed_part_is_known() -> None:
+    """Rank 3's cost hardly depends on its samples: less of them would only burden the others."""
+    fixed, per_sample = np.array([0.0, 0.0, 0.0, 12.0]), np.array([1.0, 1.0, 1.0, 0.02])
+    unknown = np.full((32, 4), 8)
+    assert rebalance(steps_of(unknown, fixed, per_sample), unknown).win > 0.2, "as far as anybody can know"
+    tried = np.repeat([[8, 8, 8, 8], [9, 9, 9, 5]], 16, axis=0)
+    found = rebalance(steps_of(tried, fixed, per_sample), tried)
+    assert not found.worthwhile
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 64])
+def test_a_probe_varies_every_rank_a_little_and_costs_little(ranks: int) -> None:
+    random = np.random.default_rng(ranks)
+    current = (20,) * ranks
+    cost = random.uniform(0.8, 1.6, ranks)
+    seconds = np.tile(20 * cost, (8, 1))
+    shares = probe(current, seconds)
+    assert sum(shares) == sum(current)
+    assert all(shares[rank] != 20 for rank in range(ranks)), "every rank's share must vary"
+    assert all(abs(share - 20) <= 4 for share in shares)
+    assert (cost * np.array(shares)).max() <= (20 * cost).max() * 1.1
+    assert shares == probe(current, seconds)
+
+
+def test_a_probe_makes_the_fit_possible() -> None:
+    before = np.full((32, 4), 10)
+    after = np.tile(probe((10,) * 4, steps_of(before, FIXED, PER_SAMPLE)), (32, 1))
+    samples = np.concatenate([before, after])
+    costs = fit(steps_of(samples, FIXED, PER_SAMPLE, noise=0.01), samples)
+    assert costs.identified.all()
+    assert costs.fixed == pytest.approx(FIXED, abs=1.0)
+
+
+def test_a_probe_stays_within_its_bounds() -> None:
+    seconds = np.tile([9.0, 1.0, 1.0, 1.0], (8, 1))
+    assert probe((8, 8, 8, 8), seconds, maximum=8) == (8, 8, 8, 8)
+    assert probe((8, 8, 8, 8), seconds, minimum=8) == (8, 8, 8, 8)
+    assert probe((8,), np.ones((4, 1))) == (8,)
+    with pytest.raises(InputError, match=r"4 shares need \[steps, ranks\]"):
+        probe((8, 8, 8, 8), np.ones((8, 3)))
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 48])
+def test_shares_do_not_follow_noise(ranks: int) -> None:
+    """Ranks that are alike, with noise as large as their work: whatever the window shows, the next one is another."""
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        seconds = 8 * (1 + random.exponential(0.7, (32, ranks)))
+        assert not rebalance(seconds, np.full(seconds.shape, 8)).worthwhile
+
+
+def test_what_is_promised_under_noise_comes_true() -> None:
+    promised, real = [], []
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        pace = np.where(np.arange(8) == 5, 2.0, 1.0)
+        found = rebalance(16 * pace * (1 + random.exponential(0.3, (32, 8))), np.full((32, 8), 16))
+        later = pace * (1 + random.exponential(0.3, (2000, 8)))
+        after, before = ((later * np.array(shares)).max(axis=1).mean() for shares in (found.shares, (16,) * 8))
+        promised.append(found.win)
+        real.append(1 - after / before)
+    assert np.mean(real) > 0.2
+    assert np.mean(promised) == pytest.approx(np.mean(real), abs=0.03)
+
+
+def test_a_rare_pause_moves_no_shares() -> None:
+    seconds = np.full((32, 4), 8.0)
+    seconds[11, 2] = 200.0
+    assert not rebalance(seconds, np.full((32, 4), 8)).worthwhile
+
+
+@pytest.mark.parametrize(
+    ("seconds", "samples", "words"),
+    [
+        (np.ones((4, 2)), np.ones((4, 3)), r"must both be \[steps, ranks\]"),
+        (np.ones(4), np.ones(4), r"must both be \[steps, ranks\]"),
+        (np.ones((0, 2)), np.ones((0, 2)), r"must both be \[steps, ranks\]"),
+        (np.zeros((4, 2)), np.ones((4, 2)), "compute_seconds must be finite and above 0"),
+        (np.ones((4, 2)), np.zeros((4, 2)), "samples must be finite and above 0"),
+        (np.full((4, 2), np.inf), np.ones((4, 2)), "compute_seconds must be finite"),
+    ],
+)
+def test_bad_windows_are_refused(seconds: np.ndarray, samples: np.ndarray, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        rebalance(seconds, samples)

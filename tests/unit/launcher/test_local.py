@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
-from pacekeeper.launcher.local import ADDRESS, WORKER, judge_faults, judge_paces
-from pacekeeper_analysis.plan import Member, Plan
+import numpy as np
+import pytest
+
+from pacekeeper.launcher.local import (
+    ADDRESS,
+    ANSWERS,
+    WORKER,
+    Adapting,
+    LocalController,
+    Outcome,
+    judge_faults,
+    judge_paces,
+    judge_refusal,
+)
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.plan import Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 
 PLAN = Plan(version=3, membership=1, members=(Member(WORKER, ADDRESS, (0, 1, 2, 3)),), restarts=5)
@@ -48,37 +66,141 @@ def test_a_failed_launcher_ends_the_run_with_the_scripts_words() -> None:
 
 def windows(*seconds_per_sample: float, shares: tuple[int, ...] = (8, 8, 8, 8)) -> list[RankWindow]:
     steps = tuple(range(32))
+    lasts = max(cost * share for cost, share in zip(seconds_per_sample, shares, strict=True))
     return [
-        RankWindow(rank, steps, (1.0,) * 32, (cost * share,) * 32, (share,) * 32)
+        RankWindow(rank, steps, (lasts,) * 32, (cost * share,) * 32, (share,) * 32, sync_mode="Sync")
         for rank, (cost, share) in enumerate(zip(seconds_per_sample, shares, strict=True))
     ]
 
 
-def test_a_slow_rank_gets_a_smaller_share() -> None:
-    outcome = judge_paces(PLAN, windows(0.01, 0.01, 0.02, 0.01))
+def volatile(slow: float = 2.5) -> list[RankWindow]:
+    """In each step another rank takes longer."""
+    steps = tuple(range(32))
+    own = 0.08 * np.where(np.random.default_rng(0).integers(0, 4, (32, 1)) == np.arange(4), slow, 1.0)
+    lasts = tuple(own.max(axis=1))
+    return [RankWindow(r, steps, lasts, tuple(own[:, r]), (8,) * 32, sync_mode="Sync") for r in range(4)]
+
+
+def local(windows: list[RankWindow]) -> list[RankWindow]:
+    """The same own work under AsyncEDiT, with quick synchronisations."""
+    return [
+        replace(window, sync_mode="AsyncEDiT", step_seconds=window.compute_seconds, transfers=(0.001,) * 4)
+        for window in windows
+    ]
+
+
+def judged(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> Outcome:
+    return judge_paces(plan, given, adapting or Adapting(), now)
+
+
+def repeatedly(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> Outcome:
+    """As many judgements as a change of mode takes."""
+    outcome = Outcome(plan, adapting=adapting or Adapting())
+    for _ in range(ANSWERS):
+        assert outcome.plan is plan
+        outcome = judge_paces(plan, given, outcome.adapting, now)
+    return outcome
+
+
+def test_a_slow_rank_gets_a_smaller_share_at_once() -> None:
+    outcome = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01))
     assert outcome.plan.shares is not None
     assert sum(outcome.plan.shares) == 32
     assert outcome.plan.shares[2] == min(outcome.plan.shares)
     assert outcome.plan.version == 4
     assert outcome.plan.membership == PLAN.membership
+    assert "rank 2 2.00 ×" in outcome.words[0]
 
 
 def test_equal_ranks_and_balanced_shares_stay_as_they_are() -> None:
-    assert judge_paces(PLAN, windows(0.01, 0.01, 0.01, 0.01)).plan is PLAN
-    shares = judge_paces(PLAN, windows(0.01, 0.01, 0.02, 0.01)).plan.shares
+    assert judged(PLAN, windows(0.01, 0.01, 0.01, 0.01)).plan is PLAN
+    shares = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01)).plan.shares
     assert shares is not None
     balanced = replace(PLAN, shares=shares)
-    assert judge_paces(balanced, windows(0.01, 0.01, 0.02, 0.01, shares=shares)).plan is balanced
+    assert repeatedly(balanced, windows(0.01, 0.01, 0.02, 0.01, shares=shares)).plan is balanced
 
 
 def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
     uneven = (9, 9, 5, 9)
-    outcome = judge_paces(replace(PLAN, shares=uneven), windows(0.01, 0.01, 0.01, 0.01, shares=uneven))
+    outcome = judged(replace(PLAN, shares=uneven), windows(0.01, 0.01, 0.01, 0.01, shares=uneven))
     assert outcome.plan.shares == (8, 8, 8, 8)
 
 
 def test_unwatched_shares_and_windows_over_a_change_are_left_alone() -> None:
-    unknown = [replace(window, samples=(0,) * 32) for window in windows(0.01, 0.01, 0.02, 0.01)]
-    assert judge_paces(PLAN, unknown).plan is PLAN
-    changed = [replace(w, samples=(4,) * 16 + w.samples[16:]) for w in windows(0.01, 0.01, 0.02, 0.01)]
-    assert judge_paces(PLAN, changed).plan is PLAN
+    unknown = [replace(window, samples=(0,) * 32) for window in windows(0.01, 0.01, 0.012, 0.01)]
+    assert judged(PLAN, unknown).plan is PLAN
+    changed = [replace(w, samples=(4,) * 28 + w.samples[28:]) for w in windows(0.01, 0.01, 0.02, 0.01)]
+    assert judged(PLAN, changed).plan is PLAN
+    assert judged(PLAN, []).plan is PLAN
+
+
+def test_slow_ranks_that_come_and_go_lead_to_async_edit_when_several_judgements_say_so() -> None:
+    outcome = repeatedly(PLAN, volatile(), now=50.0)
+    assert outcome.plan.sync_mode is SyncMode.ASYNC_EDIT
+    assert outcome.plan.version == PLAN.version + 1
+    assert outcome.adapting == Adapting(Trouble.VOLATILE, changes=Hysteresis().changed(50.0))
+    assert "come and go" in outcome.words[0]
+
+
+def test_a_judgement_to_the_contrary_begins_the_count_anew() -> None:
+    outcome = judged(PLAN, volatile())
+    outcome = judged(PLAN, windows(0.01, 0.01, 0.01, 0.01), outcome.adapting)
+    assert outcome.adapting.wanted == 0
+
+
+ASYNC = replace(PLAN, sync_mode=SyncMode.ASYNC_EDIT)
+AFTER_A_WHILE = Adapting(Trouble.VOLATILE, changes=Hysteresis().changed(0.0))
+
+
+def test_back_to_sync_when_the_trouble_is_over_and_the_mode_was_held_long_enough() -> None:
+    calm = local(windows(0.01, 0.01, 0.01, 0.01))
+    assert repeatedly(ASYNC, calm, AFTER_A_WHILE, now=59.0).plan is ASYNC
+    outcome = repeatedly(ASYNC, calm, AFTER_A_WHILE, now=60.0)
+    assert outcome.plan.sync_mode is SyncMode.SYNC
+    assert outcome.adapting.trouble is Trouble.NONE
+    assert not outcome.adapting.changes.allows(100.0)
+    assert repeatedly(ASYNC, local(volatile()), AFTER_A_WHILE, now=1e6).plan is ASYNC
+
+
+def test_nothing_is_judged_while_the_ranks_are_in_another_mode_than_the_plan() -> None:
+    assert repeatedly(ASYNC, volatile(), AFTER_A_WHILE, now=1e6).plan is ASYNC
+    assert repeatedly(PLAN, local(windows(0.01, 0.01, 0.01, 0.01)), now=1e6).plan is PLAN
+    mixed = [*volatile()[:2], *local(volatile())[2:]]
+    assert repeatedly(PLAN, mixed).plan is PLAN
+
+
+def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
+    beat = replace(BEAT, refused="plan 3: no replicas to average", plan_version=ASYNC.version)
+    before = replace(PLAN, version=2)
+    outcome = judge_refusal(ASYNC, before, beat, AFTER_A_WHILE)
+    assert outcome.plan == replace(PLAN, version=ASYNC.version + 1)
+    assert "no replicas to average" in outcome.words[0]
+    again = judge_refusal(outcome.plan, ASYNC, replace(beat, plan_version=4), outcome.adapting)
+    assert again.plan is outcome.plan
+    assert not again.words
+    assert repeatedly(outcome.plan, volatile(), outcome.adapting).plan is outcome.plan
+
+
+def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
+    beat = replace(BEAT, refused="plan 2: …", plan_version=ASYNC.version - 1)
+    assert judge_refusal(ASYNC, PLAN, beat, Adapting()).plan is ASYNC
+    assert judge_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), Adapting()).plan is ASYNC
+
+
+NONSENSE = ["{", '{"state": "Dancing"}', '{"kind": 7}', "[1]", '"words"']
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+@pytest.mark.parametrize("what", ["heartbeat", "fault"])
+def test_nonsense_in_the_runtime_folder_ends_nothing(
+    what: str, nonsense: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime(tmp_path).make()
+    controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
+    plan = json.loads(runtime.plan.read_text())
+    (runtime.heartbeat if what == "heartbeat" else runtime.fault("one")).write_text(nonsense)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(controller.run(), 0.3))  # it looks on, several times
+    assert json.loads(runtime.plan.read_text()) == plan
+    assert not runtime.fault("one").exists()
+    assert len(caplog.records) <= 1, "the same is said once"

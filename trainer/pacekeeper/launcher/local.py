@@ -1,7 +1,8 @@
 """`pacekeeper run --local N`: operator and sidecar in one small controller beside the launcher, for one machine.
 
 It uses the runtime folder as they do, and the same functions of `pacekeeper_analysis` decide: crashed ranks start again
-in place (the launcher does that by itself), a hang is judged and ended, a steered script's shares are rebalanced.
+in place (the launcher does that by itself), a hang is judged and ended, and a steered script changes how it trains:
+batch shares, planned garbage collection, Local-SGD and back.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pacekeeper.runtime import Runtime, read_json, write_json
 from pacekeeper.sidecar.ranks import Ranks as RankWindows
-from pacekeeper_analysis import shares
-from pacekeeper_analysis.diagnose import hang, straggler
-from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis import adapt
+from pacekeeper_analysis.adapt import Hysteresis, Trouble, Way
+from pacekeeper_analysis.diagnose import hang
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankWindow
 
 from .settings import Settings
@@ -32,16 +36,26 @@ ADDRESS = "127.0.0.1"
 LOOK = 0.05
 """Seconds between two looks at the runtime folder."""
 WINDOW_STEPS = 32
-BALANCE_EVERY = 5.0
+JUDGE_EVERY = 5.0
 """Seconds between two judgements of the ranks' paces."""
-SMALLEST_WIN = 0.02
-"""A change of shares must make the step shorter by at least this part."""
 SLOWDOWN = 1.1
+ANSWERS = 3
+"""Judgements in a row that must ask for another mode: what passes by itself is no reason to leave, or to return."""
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "pacekeeper-"
 _ENOUGH_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """What the controller keeps in mind of how the job trains."""
+
+    trouble: Trouble = Trouble.NONE  # that led to the Local-SGD mode in force
+    wanted: int = 0  # judgements in a row that asked for another mode
+    changes: Hysteresis = field(default_factory=Hysteresis)
+    refused: str = ""  # why the ranks did not follow a change: nothing is tried any more
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,7 @@ class Outcome:
     plan: Plan
     words: tuple[str, ...] = ()
     give_up: str = ""
+    adapting: Adapting = field(default_factory=Adapting)
 
 
 def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat: Heartbeat) -> Outcome:
@@ -71,20 +86,44 @@ def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat
     return Outcome(restarted, (words, f"ends round {beat.round} and starts round {restarted.round}"))
 
 
-def judge_paces(plan: Plan, windows: Sequence[RankWindow]) -> Outcome:
-    """New batch shares where a rank persistently holds the others back and they win enough."""
-    window = straggler.align(windows)
-    if window is None or min(window.shares) < 1 or window.samples[0].tolist() != window.samples[-1].tolist():
-        return Outcome(plan)  # too few steps, or the shares have changed within them
-    found = straggler.find(window, SLOWDOWN)
-    balanced = shares.balance(window.cost_per_sample, window.shares)
-    if balanced.win < SMALLEST_WIN or (not found.culprits and plan.shares is None):
-        return Outcome(plan)
-    words = (
-        f"ranks {list(found.culprits)} are slow (slowdown {found.slowdown:.2f}): shares {list(window.shares)} → "
-        f"{list(balanced.shares)}, expected to shorten a step by {balanced.win:.0%}",
+def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, now: float) -> Outcome:
+    """Another way to train where one wins enough: other shares at once, another mode when several judgements ask."""
+    in_force = {window.sync_mode or SyncMode.SYNC for window in windows}
+    if adapting.refused or in_force != {plan.sync_mode}:
+        return Outcome(plan, adapting=adapting)  # the ranks do not follow, or not yet
+    if plan.sync_mode is SyncMode.SYNC:
+        trouble, way, why = _way_to_adapt(windows)
+    else:
+        trouble, way, why = Trouble.NONE, adapt.way_back(windows, threshold=SLOWDOWN, trouble=adapting.trouble), ()
+    if way is None:
+        return Outcome(plan, adapting=replace(adapting, wanted=0))
+    words = (*why, f"{way.mode}: {way.reason}")
+    if way.mode is plan.sync_mode:
+        return Outcome(way.applied_to(plan), words, adapting=replace(adapting, wanted=0))
+    asked = replace(adapting, wanted=adapting.wanted + 1)
+    if asked.wanted < ANSWERS or not adapting.changes.allows(now):
+        return Outcome(plan, adapting=asked)
+    return Outcome(way.applied_to(plan), words, adapting=Adapting(trouble, changes=adapting.changes.changed(now)))
+
+
+def _way_to_adapt(windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, tuple[str, ...]]:
+    """The trouble of a synchronous job, what to do about it, and why."""
+    found = adapt.diagnose(windows, SLOWDOWN)
+    if found is None:
+        return Trouble.NONE, None, ()
+    way = next((way for way in adapt.ways(found, threshold=SLOWDOWN) if not way.refused), None)
+    return found.trouble, way, (f"slowdown {found.slowdown:.2f}: {found.evidence[0]}",)
+
+
+def judge_refusal(plan: Plan, before: Plan, beat: Heartbeat, adapting: Adapting) -> Outcome:
+    """Trains on as `before` where the ranks refuse the plan, and tries nothing else."""
+    if not beat.refused or beat.plan_version < plan.version or adapting.refused:
+        return Outcome(plan, adapting=adapting)
+    as_before = replace(
+        before, version=plan.version + 1, membership=plan.membership, round=plan.round, restarts=plan.restarts
     )
-    return Outcome(replace(plan, version=plan.version + 1, shares=balanced.shares), words)
+    words = f"the ranks refuse the change, and train on as they did: {beat.refused}"
+    return Outcome(as_before, (words,), adapting=replace(adapting, refused=beat.refused))
 
 
 class LocalController:
@@ -95,45 +134,71 @@ class LocalController:
         self._give_up = give_up
         self._windows = RankWindows(runtime, WINDOW_STEPS)
         self._faults: list[Fault] = []
-        self._balance_at = 0.0
+        self._judge_at = 0.0
+        self._complaint = ""
+        self._adapting = Adapting()
         member = Member(WORKER, ADDRESS, tuple(range(ranks)))
-        self._publish(Plan(version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts))
+        self._plan = self._before = Plan(
+            version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts
+        )
+        self._publish(self._plan)
 
     async def run(self) -> None:
         """Until cancelled, or given up."""
         while True:
             await asyncio.sleep(LOOK)
             self._runtime.contact.touch()
-            beat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
-            outcome = judge_faults(self._plan, self._faults, self._take_faults(), beat)
-            if outcome == Outcome(self._plan) and self._is_time_to_balance(beat):
-                windows = self._windows.evidence("", WORKER, beat.round).windows
-                outcome = judge_paces(self._plan, windows)
+            try:
+                outcome = self._look()
+            except ValueError as error:
+                self._complain(error)
+                continue
             for words in outcome.words:
                 log.warning("%s", words)
+            self._adapting = outcome.adapting
             if outcome.plan is not self._plan:
                 self._publish(outcome.plan)
             if outcome.give_up:
                 self._give_up(outcome.give_up)
                 return
 
+    def _look(self) -> Outcome:
+        """Raises ValueError where what the ranks or the launcher have written makes no sense."""
+        beat = Heartbeat.from_json(_read(self._runtime.heartbeat))
+        outcome = replace(judge_faults(self._plan, self._faults, self._take_faults(), beat), adapting=self._adapting)
+        if outcome.plan is self._plan and not outcome.words and not outcome.give_up:
+            outcome = judge_refusal(self._plan, self._before, beat, self._adapting)
+        if outcome.plan is self._plan and not outcome.give_up and self._is_time_to_judge(beat):
+            windows = self._windows.evidence("", WORKER, beat.round).windows
+            outcome = judge_paces(self._plan, windows, self._adapting, time.monotonic())
+        return outcome
+
+    def _complain(self, error: ValueError) -> None:
+        """Once of each: it comes again with every look."""
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            log.warning("cannot be judged: %s", error)
+
     def _publish(self, plan: Plan) -> None:
-        self._plan = plan
+        self._before, self._plan = self._plan, plan
         write_json(self._runtime.plan, plan.part(WORKER).to_json())
 
     def _take_faults(self) -> list[Fault]:
         new = []
         for path in sorted(self._runtime.faults.glob("*.json")):
-            new.append(Fault.from_json(read_json(path) or {}))
+            try:
+                new.append(Fault.from_json(_read(path)))
+            except ValueError as error:
+                log.warning("%s: %s", path.name, error)
             path.unlink()
         self._faults += new
         return new
 
-    def _is_time_to_balance(self, beat: Heartbeat) -> bool:
+    def _is_time_to_judge(self, beat: Heartbeat) -> bool:
         now = time.monotonic()
-        if not beat.steered or beat.steps_in_round < WINDOW_STEPS or now < self._balance_at:
+        if not beat.steered or beat.steps_in_round < WINDOW_STEPS or now < self._judge_at:
             return False
-        self._balance_at = now + BALANCE_EVERY
+        self._judge_at = now + JUDGE_EVERY
         return True
 
 
@@ -161,6 +226,14 @@ def _sweep(parent: Path) -> None:
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if process.isdecimal() and not Path(f"/proc/{process}").exists() and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises ValueError where the file holds something else than an object."""
+    content = read_json(path) or {}
+    if not isinstance(content, dict):
+        raise InputError(f"{path.name} holds a {type(content).__name__} instead of an object")
+    return content
 
 
 def _last_words(faults: Sequence[Fault]) -> str:
