@@ -19,17 +19,18 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from bench.overlap import measure as measure_overlap
 from bench.scripts.stragglers import bounds, diaries
 from bench.scripts.stragglers.draws import Scenario, draw_costs
 from bench.scripts.stragglers.hosts import Hosts, hosts, say
 from bench.scripts.stragglers.links import Network, network
 from bench.scripts.stragglers.run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Run
-from bench.scripts.stragglers.sides import SIDES, TORCHFT
+from bench.scripts.stragglers.sides import ALTERNATE, LEAVING_OUT, OURS, SIDES, TORCHFT
 from pacekeeper_analysis.shares import balance
 
 
@@ -45,12 +46,14 @@ class Sizes:
     """Of `sync_every` global batches in a run that measures throughput; the first one is left out."""
     loss_periods: int
     learning_rates: tuple[float, ...]
-    block_pairs: int
-    """Of steps with DDP and with ours alternating in one process."""
+    warmup_steps: int
+    """Of our Local-SGD modes in the runs that measure the loss; torchft has no such thing."""
+    cost_steps: int
+    """Where DDP and ours alternate in the same processes; half of them are of each."""
 
 
-FULL = Sizes(5, 0.02, 24, 3, 40, (1e-3, 2e-3, 4e-3, 8e-3), 24)
-QUICK = Sizes(1, 0.01, 8, 3, 6, (4e-3,), 4)
+FULL = Sizes(5, 0.02, 24, 3, 40, (1e-3, 2e-3, 4e-3, 8e-3), 96, 480)
+QUICK = Sizes(1, 0.01, 8, 3, 6, (4e-3,), 16, 64)
 SIZES = QUICK if os.environ.get("QUICK") else FULL
 LOSS_UNIT_SECONDS = 0.004
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
@@ -58,48 +61,71 @@ LINK = "16mbit"
 """The slow one's: DDP's all-reduces of a step (330 KB over it, both ways) take longer than the step then."""
 RUN_TIMEOUT = 600.0
 
-Figures = dict[str, list[float]]
-"""Side → its figure in each repeat."""
-
 
 def main() -> None:
+    throughput = {scenario: defaultdict[str, list[Measured]](list) for scenario in Scenario}
     with hosts() as started, network(RANKS, LINK) as links:
-        throughput = {scenario: defaultdict[str, list[float]](list) for scenario in Scenario}
-        details: dict[str, dict[str, Any]] = {scenario: {} for scenario in Scenario}
         for repeat in range(SIZES.repeats):
             for scenario in Scenario:
                 if scenario is Scenario.SLOW_LINK and links is None:
                     say("slow_link: left out, it needs root and iproute2")
                     continue
-                for side in turns(repeat):
-                    figures = measure_throughput(started, side, scenario, repeat, links)
-                    throughput[scenario][side].append(figures["of_bound"])
-                    details[scenario].setdefault(side, []).append(figures)
+                for side in turns(repeat, scenario):
+                    throughput[scenario][side].append(measure_throughput(started, side, scenario, repeat, links))
+        cost = {side: measure_cost(started, side) for side in ALTERNATE}
         loss = measure_loss(started)
-    for scenario in Scenario:
-        print(throughput_table(scenario, throughput[scenario], details[scenario]))
+        failures = started.failures
+    say("overlap …")
+    overlap = measure_overlap()
+    for scenario, of_sides in throughput.items():
+        if of_sides:
+            print(throughput_table(scenario, of_sides))
     print(loss_table(loss))
-    print(json.dumps({"bench": "stragglers", **summary(throughput, details), "loss": loss}))
+    result: dict[str, Any] = {scenario: summary(scenario, of) for scenario, of in throughput.items() if of}
+    result[Scenario.NONE]["cost_against_ddp"] = cost
+    result |= {"overlap_hidden": overlap["overlap_hidden"], "loss": loss}
+    print(
+        json.dumps(
+            {"bench": "stragglers", **result, "holds": holds(result), "failed_runs": failures, "sizes": asdict(SIZES)}
+        )
+    )
 
 
-def turns(repeat: int) -> list[str]:
+def turns(repeat: int, scenario: Scenario) -> list[str]:
     """The sides in the order in which they take their turns; another one each time."""
-    first = repeat % len(SIDES)
-    return [*SIDES[first:], *SIDES[:first]]
+    sides = [*SIDES, *(LEAVING_OUT if scenario is Scenario.CONSTANT else ())]
+    first = repeat % len(sides)
+    return [*sides[first:], *sides[:first]]
 
 
 # Throughput
 
 
-def measure_throughput(
-    started: Hosts, side: str, scenario: Scenario, repeat: int, links: Network | None
-) -> dict[str, Any]:
-    """One run's figures."""
+@dataclass(frozen=True)
+class Measured:
+    """One run's throughput."""
+
+    of_bound: float
+    """Samples a second that count in the result, as a share of the bound."""
+    samples_s: float
+    """As they came."""
+    counted: float
+    """The share of them that counts."""
+    weights: list[float]
+    """Of each rank's data in the result."""
+    compute_share: float
+    """Real work, as a share of the drawn seconds."""
+    used_twice: int
+    """Samples."""
+
+
+def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: int, links: Network | None) -> Measured:
+    steps = SIZES.periods * SIZES.sync_every
     run = Run(
         side,
         scenario,
         seed=repeat + 1,
-        steps=SIZES.periods * SIZES.sync_every,
+        steps=steps + SIZES.sync_every if side == "aedit" else steps,  # its end, where leases run out, is left out
         unit_seconds=SIZES.unit_seconds,
         sync_every=SIZES.sync_every,
         shares=operators_shares(scenario, repeat) if side == "shares" else None,
@@ -107,45 +133,37 @@ def measure_throughput(
     if scenario is Scenario.SLOW_LINK:
         assert links is not None
         run = replace(run, addresses=links.addresses, namespaces=links.namespaces, interface=links.interface)
-    outcomes = started.perform(run, RUN_TIMEOUT)
-    figures = throughput_figures(run, outcomes)
+    measured = measure_run(run, started.perform(run, RUN_TIMEOUT), steps * GLOBAL_BATCH)
     say(
-        f"repeat {repeat + 1} of {SIZES.repeats}, {scenario}, {side}: {figures['of_bound']:.3f} of the bound, "
-        f"weights {' '.join(f'{weight:.2f}' for weight in figures['weights'])}"
+        f"repeat {repeat + 1} of {SIZES.repeats}, {scenario}, {side}: {measured.of_bound:.3f} of the bound, "
+        f"weights {' '.join(f'{weight:.2f}' for weight in measured.weights)}"
     )
-    return figures
+    return measured
 
 
-def throughput_figures(run: Run, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Of one run, without its first period and those that began within its first half `sync_every` global batches.
-
-    Returns: samples_s, as they came; counted, the share of them that counts in the result; of_bound; weights, of each
-    rank's data; samples_per_rank; compute_share, of the drawn seconds.
-    """
+def measure_run(run: Run, outcomes: Sequence[Outcome], samples: int) -> Measured:
+    """Over the periods among the first `samples` of the job, without the first one and those that begin within half
+    `sync_every` global batches."""
     written = [outcome.diary for outcome in outcomes]
-    steady = diaries.complete_periods(written)
-    warm_up = run.sync_every * GLOBAL_BATCH // 2
-    skipped = sum(diaries.samples_until(written, period) < warm_up for period in range(1, len(steady) + 1))
-    steady = steady[skipped:]
-    samples = [period.samples for period in steady]
-    weights = outcomes[0].weights[1 + skipped : 1 + skipped + len(steady)]
-    seconds = sum(period.seconds for period in steady)
-    rate = sum(map(sum, samples)) / seconds
-    counted = diaries.counted(samples, weights)
-    best = bounds.bound(run.costs(), GLOBAL_BATCH) / run.unit_seconds
+    after = [diaries.samples_until(written, period) for period in range(1, diaries.last_period(written) + 1)]
+    first = sum(done < run.sync_every * GLOBAL_BATCH // 2 for done in after) + 1
+    last = sum(done <= samples for done in after)
+    periods = diaries.complete_periods(written)[first - 1 : last - 1]
+    weights = list(zip(*(outcome.weights for outcome in outcomes), strict=False))[first:last]
+    came = [period.samples for period in periods]
+    rate = sum(map(sum, came)) / sum(period.seconds for period in periods)
+    counted = diaries.counted(came, weights)
     entries = [entry for diary in written for entry in diary]
     used = [sample for entry in entries for sample in entry.samples]
-    return {
-        "of_bound": rate * counted / best,
-        "samples_s": rate,
-        "counted": counted,
-        "bound_samples_s": best,
-        "weights": diaries.weight_per_rank(samples, weights),
-        "samples_per_rank": [sum(of_rank) for of_rank in zip(*samples, strict=True)],
-        "compute_share": sum(entry.compute for entry in entries)
+    return Measured(
+        of_bound=rate * counted * run.unit_seconds / bounds.bound(run.costs(), GLOBAL_BATCH),
+        samples_s=rate,
+        counted=counted,
+        weights=[round(weight, 4) for weight in diaries.weight_per_rank(came, weights)],
+        compute_share=sum(entry.compute for entry in entries)
         / (sum(entry.cost for entry in entries) * run.unit_seconds),
-        "samples_used_twice": len(used) - len(set(used)),
-    }
+        used_twice=len(used) - len(set(used)),
+    )
 
 
 def operators_shares(scenario: Scenario, repeat: int) -> tuple[int, ...]:
@@ -155,37 +173,39 @@ def operators_shares(scenario: Scenario, repeat: int) -> tuple[int, ...]:
     return balance(np.ascontiguousarray(a_sample), (LOCAL_BATCH,) * RANKS).shares
 
 
-def summary(
-    throughput: Mapping[Scenario, Figures], details: Mapping[str, Mapping[str, list[dict[str, Any]]]]
-) -> dict[str, Any]:
-    """Of each scenario: each side's throughput as a share of the bound, and what is made of them."""
-    result: dict[str, Any] = {}
-    for scenario, of_sides in throughput.items():
-        if not of_sides:
-            continue
-        means = {side: statistics.fmean(values) for side, values in of_sides.items()}
-        best = max(TORCHFT, key=lambda side: means[side])
-        costs = draw_costs(scenario, RANKS, 400 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1)
-        known = bounds.bound(costs, GLOBAL_BATCH)
-        result[scenario] = {
-            **{side: round(mean, 4) for side, mean in means.items()},
-            "torchft_best": round(means[best], 4),
-            "torchft_best_is": best,
-            "bound": 1.0,
-            "interval": {side: half_width(values) for side, values in of_sides.items()},
-            "against_ddp": {side: ratio(values, of_sides["ddp"]) for side, values in of_sides.items() if side != "ddp"},
-            "against_torchft": {
-                side: ratio(values, of_sides[best]) for side, values in of_sides.items() if side not in TORCHFT
-            },
-            "weights": {side: details[scenario][side][0]["weights"] for side in of_sides},
-            "compute_share": max(figures["compute_share"] for side in of_sides for figures in details[scenario][side]),
-            "within_reach": {  # of the bound, by schedules that cannot foresee
-                "best_fixed_shares": round(bounds.fixed_shares(costs, GLOBAL_BATCH)[1] / known, 4),
-                "equal_shares": round(bounds.shares_rate(costs, (LOCAL_BATCH,) * RANKS) / known, 4),
-                "leases_of_a_local_batch": round(bounds.leases(costs, LOCAL_BATCH) / known, 4),
-            },
-        }
-    return result
+def measure_cost(started: Hosts, side: str) -> dict[str, float | None]:
+    """What ours adds to a step of DDP where nothing is wrong, as a share of it, from pairs of blocks."""
+    run = Run(side, Scenario.NONE, 1, SIZES.cost_steps, SIZES.unit_seconds, SIZES.sync_every)
+    blocks = started.perform(run, RUN_TIMEOUT)[0].blocks
+    added = [ours / theirs - 1 for theirs, ours in blocks]
+    say(f"{side}: {statistics.fmean(added):+.4f} of a step of DDP")
+    return {"mean": round(statistics.fmean(added), 5), "interval": half_width(added), "pairs": len(added)}
+
+
+def summary(scenario: Scenario, of_sides: Mapping[str, list[Measured]]) -> dict[str, Any]:
+    """Each side's throughput as a share of the bound, and what is made of them."""
+    values = {side: [measured.of_bound for measured in runs] for side, runs in of_sides.items()}
+    means = {side: statistics.fmean(its) for side, its in values.items()}
+    best = max(TORCHFT, key=lambda side: means[side])
+    costs = draw_costs(scenario, RANKS, 400 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1)
+    known = bounds.bound(costs, GLOBAL_BATCH)
+    return {
+        **{side: round(mean, 4) for side, mean in means.items()},
+        "torchft_best": round(means[best], 4),
+        "torchft_best_is": best,
+        "bound": 1.0,
+        "interval": {side: half_width(its) for side, its in values.items()},
+        "against_ddp": {side: ratio(values[side], values["ddp"]) for side in OURS},
+        "against_torchft_best": {side: ratio(values[side], values[best]) for side in OURS},
+        "weights": {side: runs[0].weights for side, runs in of_sides.items()},
+        "compute_share": round(max(run.compute_share for runs in of_sides.values() for run in runs), 4),
+        "samples_used_twice": sum(run.used_twice for runs in of_sides.values() for run in runs),
+        "of_bound_within_reach": {  # of schedules that cannot foresee, with no overhead
+            "equal_shares": round(bounds.shares_rate(costs, (LOCAL_BATCH,) * RANKS) / known, 4),
+            "best_fixed_shares": round(bounds.fixed_shares(costs, GLOBAL_BATCH)[1] / known, 4),
+            "leases_of_a_local_batch": round(bounds.leases(costs, LOCAL_BATCH) / known, 4),
+        },
+    }
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:
@@ -196,7 +216,24 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, float |
 
 def half_width(values: Sequence[float]) -> float | None:
     """Of the 95 % interval; None where there is one value only."""
-    return round(diaries.interval(values)[1], 4) if len(values) > 1 else None
+    return round(diaries.interval(values)[1], 5) if len(values) > 1 else None
+
+
+def holds(result: Mapping[str, Any]) -> dict[str, bool]:
+    """The figures to reach."""
+    constant, loss = result["constant"], result["loss"]
+    return {
+        "constant_95_percent": min(constant["shares"], constant["aedit"]) >= 0.95,
+        "constant_1.4_ddp": min(constant["shares"], constant["aedit"]) >= 1.4 * constant["ddp"],
+        "constant_1.4_torchft": min(constant["shares"], constant["aedit"]) >= 1.4 * constant["torchft_best"],
+        "random_90_percent": result["random"]["aedit"] >= 0.9,
+        "noise_90_percent": result["noise"]["aedit"] >= 0.9,
+        "none_1_percent": result["none"]["cost_against_ddp"]["cost_of_sync"]["mean"] <= 0.01,
+        "aedit_loss_1_percent": loss["against_ddp"]["aedit"]["ratio"] <= 1.01,
+        "shares_loss_as_ddp": abs(loss["equal_samples"]["shares"] - loss["equal_samples"]["ddp"])
+        <= (loss["seed_to_seed"]["ddp"] or 0.0) + 1e-3,
+        "overlap_70_percent": result["overlap_hidden"] >= 0.7,
+    }
 
 
 # Loss
@@ -238,7 +275,6 @@ def loss_curve(
 ) -> list[tuple[float, float, float]]:
     """Samples of the job, virtual time and held-out loss, along one run."""
     scenario = Scenario.CONSTANT
-    synchronous = side in ("ddp", "shares")
     run = Run(
         side,
         scenario,
@@ -248,7 +284,8 @@ def loss_curve(
         sync_every=SIZES.sync_every,
         learning_rate=learning_rate,
         shares=operators_shares(scenario, seed) if side == "shares" else None,
-        snapshots=SIZES.sync_every if synchronous else 1,
+        snapshot_every=SIZES.sync_every,
+        warmup_steps=SIZES.warmup_steps,
     )
     outcomes = started.perform(run, RUN_TIMEOUT)
     written = [outcome.diary for outcome in outcomes]
@@ -270,15 +307,13 @@ def loss_at(curve: Sequence[tuple[float, float, float]], time: float) -> float:
 # Tables
 
 
-def throughput_table(scenario: str, of_sides: Figures, details: Mapping[str, list[dict[str, Any]]]) -> str:
+def throughput_table(scenario: str, of_sides: Mapping[str, list[Measured]]) -> str:
     lines = [f"\n{scenario:<22}{'of the bound':>14}{'samples/s':>11}{'counted':>9}   weight of each rank's data"]
-    for side in of_sides:
-        figures = details[side]
-        weights = " ".join(f"{weight:.3f}" for weight in figures[0]["weights"])
-        mean, half = diaries.interval(of_sides[side])
-        interval = f" ±{half:.3f}" if len(of_sides[side]) > 1 else ""
-        rate = statistics.fmean(figure["samples_s"] for figure in figures)
-        counted = statistics.fmean(figure["counted"] for figure in figures)
+    for side, runs in of_sides.items():
+        mean, half = diaries.interval([run.of_bound for run in runs])
+        interval = f" ±{half:.3f}" if len(runs) > 1 else ""
+        rate, counted = statistics.fmean(run.samples_s for run in runs), statistics.fmean(run.counted for run in runs)
+        weights = " ".join(f"{weight:.3f}" for weight in runs[0].weights)
         lines.append(f"{side:<22}{mean:>8.3f}{interval:<6}{rate:>11.1f}{counted:>9.3f}   {weights}")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ BUCKET_MB = 0.05
 
 def run(run: Run, place: Place) -> Outcome:
     dist.init_process_group("gloo")
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots(run.snapshots)
+    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
     data = SourceCode(run.samples, run.seed)
     model = GPT(pace)
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -28,13 +28,14 @@ def run(run: Run, place: Place) -> Outcome:
         pace.end()
         optimizer.step()
         optimizer.zero_grad()
-        snapshots.keep(pace.period, model)
+        if run.snapshot_every and (step + 1) % run.snapshot_every == 0:
+            snapshots.keep(pace.period, model)
         pace.period += 1
     dist.barrier()
     dist.destroy_process_group()
     return Outcome(
         pace.diary,
-        weights=[[1 / RANKS] * RANKS for _ in range(run.steps)],
+        weights=[1 / RANKS] * run.steps,
         losses=snapshots.losses(data) if place.rank == 0 else [],
     )
 

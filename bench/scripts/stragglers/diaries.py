@@ -43,8 +43,7 @@ Diary = Sequence[Entry]
 
 def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
     """In order, from the second on: nobody saw when the first began."""
-    last = min(diary[-1].period for diary in diaries)
-    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last + 1)]
+    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last_period(diaries) + 1)]
     ends = [max(of_rank[-1].at for of_rank in period if of_rank) for period in steps]
     return [
         Period(
@@ -54,6 +53,11 @@ def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
         )
         for period, begin, end in zip(steps[1:], ends, ends[1:], strict=False)
     ]
+
+
+def last_period(diaries: Sequence[Diary]) -> int:
+    """That all ranks came to."""
+    return min(diary[-1].period for diary in diaries)
 
 
 def virtual_time(diaries: Sequence[Diary], period: int) -> float:

@@ -30,9 +30,20 @@ class Hosts:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._processes: dict[str, subprocess.Popen[str]] = {}
+        self.failures: list[str] = []
+        """Runs that had to be tried again."""
 
-    def perform(self, run: Run, timeout: float) -> list[Outcome]:
+    def perform(self, run: Run, timeout: float, tries: int = 2) -> list[Outcome]:
         """The outcomes in rank order. Raises RuntimeError with the first rank's traceback, or the host's last words."""
+        for _ in range(tries - 1):
+            try:
+                return self._perform(run, timeout)
+            except RuntimeError as error:
+                say(f"failed, and tried again: {error}")
+                self.failures.append(f"{run.scenario}, {run.side}, seed {run.seed}")
+        return self._perform(run, timeout)
+
+    def _perform(self, run: Run, timeout: float) -> list[Outcome]:
         kind = "torchft" if run.side in TORCHFT_SIDES else "pacekeeper"
         process = self._processes.get(kind) or self._start(kind)
         assert process.stdin is not None

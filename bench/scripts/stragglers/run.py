@@ -31,8 +31,11 @@ class Run:
     """Local steps between two synchronisations, of the sides that have such."""
     learning_rate: float = 2e-3
     shares: tuple[int, ...] | None = None
-    snapshots: int = 0
-    """Periods between two snapshots of the parameters for the held-out loss; 0: none."""
+    snapshot_every: int = 0
+    """Global batches between two snapshots of the common parameters, for the held-out loss; 0: none. Of the sides that
+    synchronise now and then it is the next synchronisation."""
+    warmup_steps: int = 0
+    """Of our Local-SGD modes, in Sync."""
     addresses: tuple[str, ...] = ("127.0.0.1",) * RANKS
     """Of the ranks."""
     namespaces: tuple[str, ...] = ()
@@ -77,8 +80,8 @@ class Outcome:
     """What one rank gives back."""
 
     diary: list[Entry]
-    weights: list[list[float]] = field(default_factory=list)
-    """[period from 1 on][rank] of the ranks' data in the result; empty: nobody measured, all periods are alike."""
+    weights: list[float]
+    """Of this rank's data in the result of each period, from 1 on."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Period and held-out loss after it; of rank 0."""
     blocks: list[tuple[float, float]] = field(default_factory=list)

@@ -11,11 +11,15 @@ Side = Callable[[Run, Place], Outcome]
 
 PLAIN = {"ddp": "ddp:run"}
 TORCHFT = {"torchft_local_sgd": "with_torchft:local_sgd", "torchft_diloco": "with_torchft:diloco"}
-OURS = {"shares": "with_pacekeeper:shares"}
+LEAVING_OUT = {"torchft_without_late": "with_torchft:without_late"}
+OURS = {"shares": "with_pacekeeper:shares", "edit": "with_pacekeeper:edit", "aedit": "with_pacekeeper:aedit"}
+ALTERNATE = {"cost_of_sync": "alternate:sync", "cost_of_edit": "alternate:edit"}
+"""Not sides of their own: ours in this mode against DDP, in turns."""
+
 SIDES = (*PLAIN, *TORCHFT, *OURS)
 
 
 def find(name: str) -> Side:
-    module, function = {**PLAIN, **TORCHFT, **OURS}[name].split(":")
+    module, function = {**PLAIN, **TORCHFT, **OURS, **LEAVING_OUT, **ALTERNATE}[name].split(":")
     side: Side = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     return side

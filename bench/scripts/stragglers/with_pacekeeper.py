@@ -20,27 +20,66 @@ def shares(run: Run, place: Place) -> Outcome:
     return train(run, place, SyncMode.SYNC)
 
 
+def edit(run: Run, place: Place) -> Outcome:
+    return train(run, place, SyncMode.EDIT)
+
+
+def aedit(run: Run, place: Place) -> Outcome:
+    return train(run, place, SyncMode.ASYNC_EDIT)
+
+
 def train(run: Run, place: Place, mode: SyncMode) -> Outcome:
     prepare_runtime(run, place, mode)
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots(run.snapshots)
+    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
     data = SourceCode(run.samples, run.seed)
     job = pk.init(seed=run.seed)
     model = GPT(pace)
-    replica = job.replicate(model)
-    optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=run.learning_rate))
+    replica = job.replicate(model, units=lambda gpt: gpt.blocks)
+    inner = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    optimizer = job.optimizer(inner, outer=pk.OuterSGD(), warmup_steps=run.warmup_steps)
     loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH, shuffle=False)
-    weights = []
+    periods = Periods(job, pace)
     for step in job.steps(loader, until=run.steps):
+        periods.begin_step()
         for positions, x, y in step.microbatches():
             pace.begin(positions.tolist())
             (loss_sum(replica, x, y) / step.total_weight).backward()
             pace.end()
         optimizer.step()
         optimizer.zero_grad()
-        weights.append([share / GLOBAL_BATCH for share in loader.shares])
-        snapshots.keep(pace.period, model)
-        pace.period += 1
-    return Outcome(pace.diary, weights, snapshots.losses(data) if place.rank == 0 else [])
+        if run.snapshot_every and step.due("snapshot", every=run.snapshot_every):
+            snapshots.keep(pace.period, model)
+    periods.end()
+    return Outcome(pace.diary, periods.weights, snapshots.losses(data) if place.rank == 0 else [])
+
+
+class Periods:
+    """Tells the diary which synchronisation comes next, and what this rank's data weighed in each."""
+
+    def __init__(self, job: pk.Job, pace: Pace) -> None:
+        self.weights: list[float] = []
+        self._job, self._pace = job, pace
+        self._replication = job._replication
+        self._synchronisations = 0
+        self._began = False
+        self._local = False
+
+    def begin_step(self) -> None:
+        if self._began:
+            self.end()
+        self._began, self._local = True, self._replication.local
+        self._pace.period = len(self.weights) + 1
+
+    def end(self) -> None:
+        """Between two steps: what came then, after a step that was made in Sync or by this rank alone?"""
+        if not self._local:
+            self.weights.append(len(self._pace.diary[-1].samples) / GLOBAL_BATCH)
+            return
+        newest = self._replication.newest
+        if newest and newest[0].number > self._synchronisations:
+            without_this_rank = newest[0].number - self._synchronisations - 1  # it had no sample left
+            self.weights += [*[0.0] * without_this_rank, float(newest[0].replica_weights[self._job.rank])]
+            self._synchronisations = newest[0].number
 
 
 def prepare_runtime(run: Run, place: Place, mode: SyncMode) -> None:

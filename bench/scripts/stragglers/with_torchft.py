@@ -1,8 +1,11 @@
 """torchft's LocalSGD and DiLoCo, each rank a replica group of its own. Runs in torchft's virtual environment.
 
 At its best: the lighthouse looks for a quorum every 10 ms instead of every 100, models begin alike and are not sent
-around (init_sync=False), DiLoCo sends its pseudo-gradients in one bucket. All four replicas belong to each quorum, so
-that no rank's work is thrown away.
+around (init_sync=False), DiLoCo sends its pseudo-gradients in one bucket.
+
+Usually all four replicas belong to each quorum, and no rank's work is thrown away. `without_late` lets the quorum go on
+without a rank that is later than JOIN_TIMEOUT_MS: nobody waits for it, and its work is lost when it comes, since it is
+then given the state of the others.
 """
 
 from __future__ import annotations
@@ -25,12 +28,20 @@ from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum
 
 TIMEOUT = timedelta(seconds=120)
 QUORUM_TICK_MS = 10
+JOIN_TIMEOUT_MS = 200
 
 Wrapper = Callable[[Manager, GPT, torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
 def local_sgd(run: Run, place: Place) -> Outcome:
     return train(run, place, lambda manager, model, inner: LocalSGD(manager, model, inner, run.sync_every))
+
+
+def without_late(run: Run, place: Place) -> Outcome:
+    """LocalSGD whose quorum needs three of the four ranks."""
+    return train(
+        run, place, lambda manager, model, inner: LocalSGD(manager, model, inner, run.sync_every), quorum=RANKS - 1
+    )
 
 
 def diloco(run: Run, place: Place) -> Outcome:
@@ -46,15 +57,18 @@ def diloco(run: Run, place: Place) -> Outcome:
     return train(run, place, wrap)
 
 
-def train(run: Run, place: Place, wrap: Wrapper) -> Outcome:
+def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome:
+    """`quorum`: how many ranks a synchronisation needs."""
     logging.getLogger("torchft").setLevel(logging.WARNING)
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots(run.snapshots)
+    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
     data = SourceCode(run.samples, run.seed)
-    lighthouse = start_lighthouse(place) if place.rank == 0 else None
+    lighthouse = start_lighthouse(place, quorum) if place.rank == 0 else None
     model = GPT(pace)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
-    manager, store = make_manager(run, place, model, optimizer)
-    weights = []
+    state = State(model, optimizer)
+    manager, store = make_manager(run, place, state, quorum)
+    weights: list[float] = []
+    finished, last = place.folder / "finished", run.steps // run.sync_every
     with wrap(manager, model, optimizer):
         for step in range(run.steps):
             positions = local_batch(step, place.rank)
@@ -63,13 +77,22 @@ def train(run: Run, place: Place, wrap: Wrapper) -> Outcome:
             pace.begin(positions)
             (loss_sum(model, x, y) / LOCAL_BATCH).backward()
             pace.end()
+            synchronises = (step + 1) % run.sync_every == 0
+            if synchronises and finished.exists():  # this rank was left behind
+                break
+            state.loaded = False
             before = manager.current_step()
             optimizer.step()
-            if (step + 1) % run.sync_every == 0:
-                committed = manager.current_step() > before
-                weights.append([1 / RANKS if committed else 0.0] * RANKS)
-                snapshots.keep(pace.period, model)
-                pace.period += 1
+            if synchronises:
+                counts = manager.current_step() > before and not state.loaded
+                weights += [0.0] * (manager.current_step() - len(weights))
+                weights[-1:] = [1 / manager.num_participants() if counts else 0.0]
+                if run.snapshot_every and (step + 1) % run.snapshot_every < run.sync_every:
+                    snapshots.keep(pace.period, model)
+                pace.period = manager.current_step() + 1
+                if manager.current_step() == last:
+                    break
+    finished.touch()
     manager.shutdown(wait=False)
     if lighthouse is not None:
         lighthouse.shutdown()
@@ -77,26 +100,40 @@ def train(run: Run, place: Place, wrap: Wrapper) -> Outcome:
     return Outcome(pace.diary, weights, snapshots.losses(data) if place.rank == 0 else [])
 
 
-def start_lighthouse(place: Place) -> LighthouseServer:
+class State:
+    """What a rank is given when it comes too late, and whether it was."""
+
+    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+        self.loaded = False
+        self._model, self._optimizer = model, optimizer
+
+    def get(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.loaded = True
+
+
+def start_lighthouse(place: Place, quorum: int) -> LighthouseServer:
     return LighthouseServer(
-        bind=f"[::]:{place.ports[RANKS]}", min_replicas=RANKS, join_timeout_ms=60_000, quorum_tick_ms=QUORUM_TICK_MS
+        bind=f"[::]:{place.ports[RANKS]}",
+        min_replicas=quorum,
+        join_timeout_ms=60_000 if quorum == RANKS else JOIN_TIMEOUT_MS,
+        quorum_tick_ms=QUORUM_TICK_MS,
     )
 
 
-def make_manager(run: Run, place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> tuple[Manager, TCPStore]:
+def make_manager(run: Run, place: Place, state: State, quorum: int) -> tuple[Manager, TCPStore]:
     """This rank's manager, and the store that its replica group (the rank alone) needs."""
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
     address = run.addresses[place.rank]
     store = TCPStore(address, place.ports[place.rank], is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=RANKS,
+        load_state_dict=state.load,
+        state_dict=state.get,
+        min_replica_size=quorum,
         use_async_quorum=False,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,

@@ -166,15 +166,12 @@ def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 class Snapshots:
     """Copies of the common parameters along the run, whose held-out loss is computed when the run is over."""
 
-    def __init__(self, every: int) -> None:
-        """`every`: periods between two of them; 0: none."""
-        self._every = every
+    def __init__(self) -> None:
         self._kept: list[tuple[int, dict[str, Tensor]]] = []
 
     def keep(self, period: int, model: nn.Module) -> None:
         """After `period`, with the parameters common to all ranks."""
-        if self._every and period % self._every == 0:
-            self._kept.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
+        self._kept.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
 
     @torch.no_grad()
     def losses(self, data: SourceCode) -> list[tuple[int, float]]:
