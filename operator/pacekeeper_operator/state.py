@@ -91,6 +91,7 @@ class Suspicion:
     since: float
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
+    shown: Trouble | None = None  # by the answer before
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.plan import SyncMode
@@ -28,6 +30,8 @@ BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
 ENOUGH = 0.5
 """Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs."""
+WILD = 1.3
+"""From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
 ASK_AGAIN_SECONDS = 5.0
@@ -66,10 +70,12 @@ def diagnose(observation: Observation) -> Diagnosis | None:
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
-    """Ranks that are slow in turns since the job's first steady steps are its own way: nobody asked for Local-SGD."""
-    first = found.window.baseline_seconds
-    grown = found.step_seconds >= observation.job.spec.detection.straggler_slowdown * first > 0
-    return found.trouble is Trouble.VOLATILE and not grown
+    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone."""
+    if found.trouble is not Trouble.VOLATILE:
+        return False
+    first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
+    grown = now >= observation.job.spec.detection.straggler_slowdown * first > 0
+    return not grown or found.slowdown < WILD
 
 
 def suspect(observation: Observation) -> Draft:
@@ -88,7 +94,10 @@ def suspect(observation: Observation) -> Draft:
         return _give_up(observation)
     if now - suspicion.asked_at <= ASK_AGAIN_SECONDS:
         return draft
-    return _ask(draft, suspicion, now) if slow or waits else _drop(draft)
+    if not slow and not waits:
+        return _drop(draft)
+    found = diagnose(observation)
+    return _ask(draft, suspicion if found is None else replace(suspicion, shown=found.trouble), now)
 
 
 def steady(observation: Observation) -> bool:
@@ -175,7 +184,8 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     cause = CAUSES[found.trouble]
     choice, action = _weigh(observation, policy, found, culprit)
     chosen = choice.chosen
-    if chosen is None and (found.trouble is Trouble.COMPUTE or _earlier(observation, cause) or _mode_held(observation)):
+    unsure = found.trouble is not observation.state.suspicion.shown or _mode_held(observation)
+    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, cause)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
     return Decision(
         cause=cause,
@@ -219,9 +229,9 @@ def _weigh(
         mended=threshold,
     )
     ways = adapt.ways(found, threshold=threshold)
-    exact = _exact_helps(found, [way for way in ways if not _refusal(observation, policy, way)])
+    exact = _exact_helps(found, [way for way in ways if not _refusal(observation, policy, found, way)])
     options = [
-        way.option(_refusal(observation, policy, way) or (exact if way.mode is not SYNC else "")) for way in ways
+        way.option(_refusal(observation, policy, found, way) or (exact if way.mode is not SYNC else "")) for way in ways
     ]
     best = choose(options).chosen
     broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
@@ -246,8 +256,9 @@ def _exact_helps(found: Diagnosis, ways: Sequence[Way]) -> str:
     return "shares mend most of it, and stay exact" if after - 1 <= ENOUGH * (found.slowdown - 1) else ""
 
 
-def _refusal(observation: Observation, policy: Policy, way: Way) -> str:
-    """Why this job may not train in that way; "": it may."""
+def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
+    """Why this job may not train in that way (now); "": it may."""
+    assert observation.state.suspicion is not None
     try:
         remedy = Remedy(way.remedy)
     except ValueError:
@@ -258,6 +269,8 @@ def _refusal(observation: Observation, policy: Policy, way: Way) -> str:
         return "the script does not use the library, so it cannot be steered"
     if way.mode is SYNC:
         return ""
+    if found.trouble is not observation.state.suspicion.shown:
+        return "the next steps have to show the same first"
     if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
         return "the ranks do not tell the mode that they train in: is their library older than the operator?"
     if observation.state.mode_refused:
