@@ -109,7 +109,7 @@ def test_sharded_equals_unsharded() -> None:
 
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
 def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
-    """Overlap, activation checkpointing, CPU off-load, and an evaluation that leaves parameters gathered."""
+    """Overlap, activation checkpointing, torch.compile, CPU off-load, an evaluation that leaves parameters gathered."""
     plain = Run(OuterSGD(prefetch=0), eager=True)
     runs = {
         "eager": plain,
@@ -118,6 +118,7 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
         "overlap of one": Run(OuterSGD(prefetch=1)),
         "overlap of all": Run(OuterSGD(prefetch=9)),
         "activation checkpointing": Run(checkpointing=True),
+        "compiled": Run(compiled=True),
         "off-load": Run(OuterSGD(offload=True)),
         "evaluation": Run(evaluate=True),
     }

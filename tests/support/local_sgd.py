@@ -95,6 +95,8 @@ class Run:
     eager: bool = False
     """Every synchronisation is finished as soon as it has begun."""
     checkpointing: bool = False
+    compiled: bool = False
+    """By torch.compile, and used before anybody knew of replicas."""
     evaluate: bool = False
     """A forward pass without gradients stands before each synchronisation."""
     skipped: int | None = None
@@ -119,6 +121,10 @@ class Training:
             parallel.shard(self.net, mesh, lambda net: net.blocks)
             parallel.synchronise_gradients(self.net, True, local=True)
         self.optimizer = run.optimizer(self.net)
+        if run.compiled:
+            self.net.compile(backend="eager")
+            with torch.no_grad():
+                self.net(torch.ones(BATCH, 4, dtype=run.dtype))
         shard_group = mesh.get_group("shard") if self.shards > 1 else None
         self.replicas = Replicas(self.net, self.net.blocks, mesh.get_group("sync"), shard_group, run.settings)
         self.replicas.attach(self.optimizer)

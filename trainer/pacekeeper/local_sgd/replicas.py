@@ -7,6 +7,7 @@ the next units are under way meanwhile. `finish` completes the rest at once.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -74,7 +75,8 @@ class Replicas:
         """
         model: the script's own module, after sharding, without DistributedDataParallel around it.
         units: parts of it that are synchronised one at a time, in the order of the forward pass; its blocks, say.
-        What none of them has is one more, and comes first. Parameters that need no gradient are left out.
+        What none of them has is one more, and comes first. Parameters that need no gradient are left out. Modules that
+        torch.compile has compiled are compiled once more, so that they are waited for.
         sync_group: ranks with the same position in their shard groups; every rank's parameters have the same shapes.
         shard_group: ranks that share this replica; None: it is whole.
         Raises InputError for units that are not the model's.
@@ -100,8 +102,9 @@ class Replicas:
         self._launched = 0
         self._inner: list[torch.optim.Optimizer] = []
         self._running = False
-        for unit in self._units:  # now and for good: code that is compiled before a hook is there never calls it
+        for unit in self._units:
             unit.module.register_forward_pre_hook(self._before_forward, prepend=True)
+        _forget_compiled_code()
 
     @property
     def running(self) -> bool:
@@ -304,6 +307,12 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _forget_compiled_code() -> None:
+    """Code that was compiled before a hook was registered never calls it."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def _gather_after_update(module: nn.Module) -> None:
