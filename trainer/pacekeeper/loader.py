@@ -59,9 +59,9 @@ class Loader:
             )
         if max_microbatch < 1:
             raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")
-        taken = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
+        taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
         if taken:
-            raise InputError(f"{sorted(taken)}: the shares decide this; leave it out")
+            raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")
         if cost is not None and lengths is None:
             raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
         self.global_batch_size = global_batch_size

@@ -5,7 +5,6 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ from pacekeeper_analysis.records import Kind, Phase
 
 from .collectives import watch_collectives
 from .environment import Environment
+from .garbage import time_collections
 from .recorder import NoRing, Recorder, open_recorder
 
 GARBAGE_NS = 100_000
@@ -70,17 +70,10 @@ def _watch_loaders(watched: Recorder) -> None:
 
 
 def _watch_garbage(watched: Recorder) -> None:
-    clock, began = time.monotonic_ns, 0
+    def collected(start: int, end: int, _: int) -> None:
+        watched.ring.write(Kind.GARBAGE, start, end, watched.step, watched.phase)
 
-    def collecting(event: str, _: dict[str, int]) -> None:
-        nonlocal began
-        now = clock()
-        if event == "start":
-            began = now
-        elif now - began >= GARBAGE_NS:
-            watched.ring.write(Kind.GARBAGE, began, now, watched.step, watched.phase)
-
-    gc.callbacks.append(collecting)
+    time_collections(collected, at_least_ns=GARBAGE_NS)
 
 
 def _watch_compilation(watched: Recorder) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -304,6 +307,62 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
     job.step(job.loaders)
     assert job.seen[seen:] == [index for first, end in left.places(0, 8) for index in job.order.indices(first, end)]
     assert left.places(0, 8)[0][0] == unused[0][0]
+
+
+def test_a_step_that_was_begun_and_not_completed_comes_again() -> None:
+    loader = Loader(NUMBERS, global_batch_size=4, max_microbatch=2, rank=0, world_size=1, shuffle=False)
+    loader.start_leases(Follower([0], {}), None)
+    assert step_alone(loader) == {0, 1, 2, 3}
+    assert loader.next_step() is not None
+    assert loader.unused() == [(4, 8)]
+    loader.meet(4, loader.unused())
+    assert loader.used == 4
+    loader.stop_leases()
+    assert step_alone(loader) == {4, 5, 6, 7}
+
+
+class Workers(torch.utils.data.Dataset[int]):
+    """Each sample is the process that loads it."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, _: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=str)
+def test_workers_outlive_switches(options: dict[str, Any]) -> None:
+    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2, **options)
+    pids: set[int] = set()
+    for _ in range(3):
+        loader.start_leases(Follower([0], {}), None)
+        pids |= step_alone(loader)
+        loader.meet(4, loader.unused())
+        loader.stop_leases()
+        pids |= step_alone(loader)
+    assert loader.used == 24
+    assert len(pids) == 2
+
+
+def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
+    """Not when Python collects garbage, in the middle of a step, and then not in order: it takes seconds."""
+    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2)
+    pids = step_alone(loader)
+    gc.disable()
+    try:
+        del loader
+        assert not pids & {child.pid for child in multiprocessing.active_children()}
+    finally:
+        gc.enable()
+
+
+def step_alone(loader: Loader) -> set[int]:
+    drawn = loader.next_step()
+    assert drawn is not None
+    values = {value for batch in drawn[1] for value in batch.tolist()}
+    loader.complete_step()
+    return values
 
 
 def test_a_state_is_taken_only_when_all_have_met() -> None:

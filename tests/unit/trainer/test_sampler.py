@@ -108,7 +108,8 @@ def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) 
     [
         ({"global_batch_size": 2}, "global_batch_size=2 is less than the 3 ranks"),
         ({"max_microbatch": 0}, "max_microbatch=0 must be at least 1"),
-        ({"batch_size": 4}, "batch_size.*the shares decide this"),
+        ({"batch_size": 4}, r"batch_size.*the loader decides this, by the shares; leave it out"),
+        ({"in_order": False}, r"in_order.*the loader decides this"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
