@@ -165,7 +165,9 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     assert not reported.moving
     writer.leave_collective()
     state = RingReader(tmp_path / "0").state()
-    reported = rank_state(state, Look("R", 3, "a"), Look("R", 4, "a"), since=91.0, now=100.0)
+    reported = rank_state(state, Look("S", 3, "a"), Look("S", 5, "a"), since=91.0, now=100.0)
+    assert not reported.moving, "so much the look itself may cost"
+    reported = rank_state(state, Look("R", 3, "a"), Look("R", 6, "a"), since=91.0, now=100.0)
     assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
 
 

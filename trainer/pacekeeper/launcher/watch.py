@@ -35,6 +35,8 @@ STOPPED = "T"
 """State letter of a process that a signal has stopped."""
 BETWEEN_LOOKS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
+TICKS_OF_A_LOOK = 2
+"""Processor time that the rank may be charged for writing its stack at the first look."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 _PROBE_TIMEOUT = 1.0
@@ -180,7 +182,7 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
         collectives_entered=int(rank["collectives_entered"]),
         waiting_seconds=now - waiting_since,
         process_state=second.process_state,
-        moving=first.stack != second.stack or first.ticks != second.ticks,
+        moving=first.stack != second.stack or second.ticks - first.ticks > TICKS_OF_A_LOOK,
         stack=second.stack,
     )
 
