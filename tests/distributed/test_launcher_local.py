@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pacekeeper.launcher import local
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.warm import preimport
@@ -23,8 +25,9 @@ def local_run(
     steps: int = 20,
     step_seconds: float = 0.01,
     script: Path = STEPS_SCRIPT,
+    controller: Mapping[str, float] | None = None,
 ) -> Iterator[int]:
-    """The process id of a run with two ranks; its output is in `folder`/log."""
+    """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it."""
     preimport()
     environment = {
         "FOLDER": str(folder),
@@ -34,7 +37,13 @@ def local_run(
         "FAULTS": json.dumps(list(faults)),
     }
     what = Script(str(script), False, ())
-    pid = fork(lambda: launch_locally(what, ranks=2, restarts=restarts), folder / "log", environment)
+
+    def run() -> int:
+        for name, value in (controller or {}).items():
+            setattr(local, name, value)
+        return launch_locally(what, ranks=2, restarts=restarts)
+
+    pid = fork(run, folder / "log", environment)
     try:
         yield pid
     finally:
@@ -110,7 +119,6 @@ def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Pat
         (left,) = Path("/dev/shm").glob(f"pacekeeper-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert left.exists()
     (tmp_path / "next").mkdir()
     with local_run(tmp_path / "next", steps=0) as pid:
         assert exit_code(pid, tmp_path / "next") == 0
@@ -128,3 +136,19 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     assert {sum(pair) for pair in zip(*samples, strict=True)} == {24}
     assert samples[1][0] == 12
     assert samples[1][-1] in {5, 6, 7}
+
+
+def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:
+    hurried = {"JUDGE_EVERY": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
+    erratic = STEPS_SCRIPT.with_name("erratic.py")
+    log = tmp_path / "log"
+    with local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:
+        eventually(lambda: "LocalSGD: AsyncEDiT, synchronising every" in log.read_text(), "a judgement")
+        eventually(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
+        (tmp_path / "calm").touch()
+        eventually(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
+        eventually(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
+        os.kill(pid, signal.SIGTERM)
+        assert exit_code(pid, tmp_path) == 143
+    assert "starts with ranks [0, 1] of 2" in log.read_text()
+    assert "round 2" not in log.read_text(), "all of it in one round"
