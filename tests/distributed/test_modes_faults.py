@@ -1,0 +1,121 @@
+"""What a job in a Local-SGD mode does about bad plans and bad ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pacekeeper as pk
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import SyncMode
+from tests.support.mode_jobs import BATCH, PLAN, Numbers, mode_steps, run_job
+from tests.support.ranks import run_ranks
+
+SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"sync_mode": "DiLoCo"}, "sync_mode: 'DiLoCo' is unknown; take one of Sync, EDiT, AsyncEDiT"),
+        ({"sync_mode": "Sync", "shares": [9, 8]}, "shares: [9, 8] sum to 17; they must sum to the global batch, 16"),
+        ({"sync_mode": "Sync", "shares": [16, 0]}, "shares: [16, 0] must all be at least 1"),
+        ("no plan", "plan.json: not JSON"),
+    ],
+    ids=["unknown mode", "too many samples", "nothing for a rank", "unreadable"],
+)
+def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on(
+    bad: Any, words: str, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def rank_main(rank: int) -> list[str]:
+        runtime = Runtime(tmp_path)
+
+        def give(version: int, changes: Any) -> None:
+            if isinstance(changes, str):
+                runtime.plan.write_text(changes)
+            else:
+                write_json(runtime.plan, {**PLAN.to_json(), "sync_every": 2, "version": version, **changes})
+
+        if rank == 0:
+            give(1, {"sync_mode": "EDiT"})
+        job = pk.init()
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=16):
+            for _, x in step.microbatches():
+                (net(x).sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                said.append(runtime.refused.read_text())
+                if step.number == 4:
+                    give(2, bad)
+                if step.number == 10:
+                    give(3, {"sync_mode": "Sync"})
+        return said
+
+    said, _ = run_ranks(rank_main, 2, runtime=tmp_path)
+    assert said[:4] == [""] * 4
+    assert words in said[8]
+    assert said[-1] == ""
+    assert mode_steps(tmp_path, 1) == [(EDIT, 1), (SYNC, 11)]
+
+
+def test_a_local_mode_needs_the_optimizer(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> str:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "AsyncEDiT"})
+        job = pk.init()
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=3):
+            for _, x in step.microbatches():
+                (net(x).sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return Runtime(tmp_path).refused.read_text()
+
+    (refused, _) = run_ranks(rank_main, 2, runtime=tmp_path)
+    assert "sync_mode: Local-SGD needs the optimizer; give it to job.optimizer(…)" in refused
+    assert mode_steps(tmp_path, 1) == [(SYNC, 1)]
+
+
+@pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
+def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMode, tmp_path: Path) -> None:
+    def bad(rank: int, step: pk.Step, loss: Tensor) -> Tensor:
+        return loss * float("nan") if rank == 2 and step.number == 7 else loss
+
+    run = run_job(tmp_path, until=24, plans={0: {"sync_mode": mode}}, ranks=3, sabotage=bad)
+    assert len({seen.ordinals[-1].parameters for seen in run}) == 1
+    assert all(torch.tensor(seen.losses[-1]).isfinite() for seen in run)
+    told = [int(RingReader(Runtime(tmp_path).ring(rank)).state()["bad_loss_step"]) for rank in range(3)]
+    assert told == [-1, -1, 7]
+
+
+def test_what_is_asked_on_one_rank_only_holds_nobody_up(tmp_path: Path) -> None:
+    """`if job.rank == 0 and step.due("print", …)`, as examples do."""
+
+    def rank_main(rank: int) -> list[int]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "EDiT"})
+        job = pk.init()
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        due = []
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=24):
+            for _, x in step.microbatches():
+                (net(x).sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.rank == 0 and step.due("print", every=6):
+                due.append(job.step)
+        return due
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [[8, 12, 20, 24], []]

@@ -1,0 +1,77 @@
+"""Modes change live: at one ordinal on all ranks, in both directions, and every sample is used once an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.records import Kind
+from tests.support.mode_jobs import BATCH, PLAN, Seen, each_once_an_epoch, mode_steps, records, run_job, used_by_all
+
+SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
+THROUGH_ALL = {3: {"sync_mode": EDIT}, 13: {"sync_mode": ASYNC_EDIT}, 40: {"sync_mode": SYNC}}
+
+
+def check_ordinals(run: list[Seen], shard: int = 1) -> None:
+    """Ranks agree on step, samples and learning rate; those of a sync group have the same parameters to the bit."""
+    for rank, seen in enumerate(run):
+        assert [(one.step, one.samples, one.rate) for one in seen.ordinals] == [
+            (one.step, one.samples, one.rate) for one in run[0].ordinals
+        ]
+        assert [one.parameters for one in seen.ordinals] == [one.parameters for one in run[rank % shard].ordinals]
+        assert all(one.step == one.samples // BATCH for one in seen.ordinals)
+
+
+@pytest.mark.parametrize(
+    ("shard", "workers"), [(1, 0), (1, 1), (2, 0)], ids=["replicas", "replicas with loader workers", "sharded replicas"]
+)
+def test_through_all_modes_and_back(shard: int, workers: int, tmp_path: Path) -> None:
+    run = run_job(tmp_path, until=60, plans=THROUGH_ALL, shard=shard, workers=workers, pauses=(0.004, 0.012))
+    check_ordinals(run, shard)
+    assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
+    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
+    switches = [mode_steps(tmp_path, rank) for rank in range(4)]
+    assert switches == [switches[0]] * 4
+    (_, first), (_, edit), (_, leased), (_, back) = switches[0]
+    assert [mode for mode, _ in switches[0]] == [SYNC, EDIT, ASYNC_EDIT, SYNC]
+    assert (first, edit) == (1, 5)  # written in step 3, read when step 4 begins, agreed when it is over
+    assert (leased - edit) % PLAN.sync_every == 0
+    between = [one.step for one in run[0].ordinals if edit <= one.step < leased]
+    assert between == list(range(edit + 3, leased, PLAN.sync_every))
+    assert [one.step for one in run[0].ordinals if one.step >= back] == list(range(back, 61))
+    synchronised = [int((records(tmp_path, rank)["kind"] == Kind.SYNCHRONISATION).sum()) for rank in range(4)]
+    assert synchronised == [synchronised[0]] * 4
+    assert synchronised[0] >= len([one for one in run[0].ordinals if edit <= one.step < back])
+
+
+def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_path: Path) -> None:
+    run = run_job(
+        tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.4}}, pauses=(0.01, 0.08, 0.01)
+    )
+    check_ordinals(run)
+    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
+    fast = [seen.own_steps for rank, seen in enumerate(run) if rank != 1]
+    assert run[1].own_steps < min(fast) / 2
+    assert [len(seen.used) for seen in run] == [4 * seen.own_steps for seen in run]
+
+
+def test_the_job_ends_in_a_step_of_all_ranks_whatever_the_mode(tmp_path: Path) -> None:
+    """So that an evaluation which is due then happens, on all of them."""
+    run = run_job(tmp_path, until=20, plans={0: {"sync_mode": ASYNC_EDIT}}, pauses=(0.002, 0.03))
+    check_ordinals(run)
+    assert [seen.ordinals[-1].step for seen in run] == [20] * 4
+
+
+@pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
+def test_one_rank_alone(mode: SyncMode, tmp_path: Path) -> None:
+    (seen,) = run_job(tmp_path, until=12, plans={0: {"sync_mode": mode}, 8: {"sync_mode": SYNC}}, ranks=1)
+    assert (seen.step, seen.samples) == (12, 12 * BATCH)
+    assert each_once_an_epoch(used_by_all([seen]), 12 * BATCH)
+
+
+def test_local_sgd_waits_for_its_warm_up_and_then_for_nothing() -> None:
+    from pacekeeper.modes import mode_from
+
+    assert [mode_from(EDIT, step, 100) for step in (0, 99, 100, 5000)] == [SYNC, SYNC, EDIT, EDIT]

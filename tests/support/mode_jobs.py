@@ -1,0 +1,189 @@
+"""A small steered job for tests of the modes: what each rank used, and what it was like at each ordinal."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import pacekeeper as pk
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from tests.support.ranks import run_ranks
+
+SIZE = 96
+BATCH = 16
+PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=4, sync_seconds=0.1)
+
+Sabotage = Callable[[int, pk.Step, Tensor], Tensor]
+"""From rank, step and loss to the loss that the rank trains with."""
+
+
+class Numbers(torch.utils.data.Dataset[tuple[int, Tensor]]):
+    """Sample i and its features."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.x[index]
+
+
+@dataclass(frozen=True)
+class Ordinal:
+    """What a rank found at an ordinal: the same on all ranks, apart from sharded parameters."""
+
+    step: int
+    samples: int
+    rate: float
+    parameters: str
+
+
+@dataclass
+class Seen:
+    """What one rank did."""
+
+    restored: int = 0
+    used: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    ordinals: list[Ordinal] = field(default_factory=list)
+    own_steps: int = 0
+    step: int = 0
+    samples: int = 0
+    moments: str = ""
+    left_with: Any = None
+
+
+def run_job(
+    runtime: Path,
+    *,
+    until: int | None,
+    plans: Mapping[int, Mapping[str, Any]],
+    ranks: int = 4,
+    shard: int = 1,
+    sharded: bool | None = None,
+    workers: int = 0,
+    pauses: Sequence[float] = (0.005,),
+    volume: Path | None = None,
+    checkpoint_every: int = 1000,
+    sabotage: Sabotage | None = None,
+    at_step: Callable[[int, pk.Job], bool] = lambda *_: False,
+) -> list[Seen]:
+    """What the ranks did.
+
+    plans: from the job's step to what rank 0 changes in the plan when the job has come so far; 0: from the beginning.
+    pauses: seconds a step of each rank; the last one's goes for all after it.
+    at_step: called in each step; True: the rank leaves the loop.
+    """
+    (runtime / "plan.json").unlink(missing_ok=True)
+    first = plans.get(0, {})
+
+    def rank_main(rank: int) -> Seen:
+        if rank == 0:
+            write_json(Runtime(runtime).plan, replace(PLAN, **first).to_json())
+        job = pk.init(
+            mesh={"sync": -1, "shard": shard},
+            checkpoints=pk.Checkpoints(volume, checkpoint_every) if volume else None,
+            snapshot_every=0,
+        )
+        torch.manual_seed(0)
+        net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        net = job.fully_shard(net) if (shard > 1 if sharded is None else sharded) else job.replicate(net)
+        optimizer = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01), warmup_steps=0)
+        schedule = job.lr_lambda(optimizer, lambda samples: 1 / (1 + samples / 500))
+        loader = job.dataloader(Numbers(), BATCH, max_microbatch=3, num_workers=workers)
+        job.register(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+        seen = Seen(restored=job.restore())
+        coming = {step: changes for step, changes in sorted(plans.items()) if step > seen.restored}
+        seen.moments = digest_moments(job)
+        try:
+            for step in job.steps(loader, until):
+                loss = torch.zeros(())
+                for indices, x in step.microbatches():
+                    loss = (net(x) - x.sum(1, keepdim=True)).square().sum()
+                    if sabotage:
+                        loss = sabotage(rank, step, loss)
+                    step.add_loss(loss)
+                    (loss / step.total_weight).backward()
+                    seen.used += indices.tolist()
+                time.sleep(pauses[min(rank, len(pauses) - 1)])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                seen.own_steps += 1
+                seen.losses.append(loss.item())
+                if step.due("look", every=1):
+                    rate = optimizer.param_groups[0]["lr"]
+                    seen.ordinals.append(Ordinal(job.step, job.samples, rate, digest(net.parameters())))
+                if rank == 0 and coming and job.step >= min(coming):
+                    at = min(coming)
+                    write_json(Runtime(runtime).plan, replace(PLAN, version=1 + at, **coming.pop(at)).to_json())
+                if at_step(rank, job):
+                    break
+        except SystemExit as exit_:
+            seen.left_with = exit_.code
+        seen.step, seen.samples = job.step, job.samples
+        seen.moments = seen.moments if until == seen.restored else digest_moments(job)
+        return seen
+
+    return run_ranks(rank_main, ranks, runtime=runtime)
+
+
+def digest(tensors: Any) -> str:
+    """Of every bit, of this rank's parts."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digest_moments(job: pk.Job) -> str:
+    """Of the whole outer momentum, however it is sharded; "": there is none."""
+    replication = job._replication
+    if not replication.has_outer_state:
+        return ""
+    momenta = [state["momentum_buffer"] for state in replication.replicas[0].outer.state.values()]
+    return digest(momentum.full_tensor() if hasattr(momentum, "full_tensor") else momentum for momentum in momenta)
+
+
+def used_by_all(*runs: list[Seen]) -> Counter[int]:
+    """How often each sample was used."""
+    return Counter(index for run in runs for seen in run for index in seen.used)
+
+
+def each_once_an_epoch(counts: Counter[int], samples: int) -> bool:
+    """Whether `samples` samples were so many epochs, and the beginning of one more."""
+    whole, rest = divmod(samples, SIZE)
+    wanted = Counter({whole: SIZE - rest, whole + 1: rest})
+    return Counter(counts[index] for index in range(SIZE)) == +wanted
+
+
+def records(runtime: Path, rank: int) -> NDArray[np.void]:
+    return RingReader(Runtime(runtime).ring(rank)).records()
+
+
+def mode_steps(runtime: Path, rank: int) -> list[tuple[SyncMode, int]]:
+    """The modes that a rank was in, each with the number of its first step."""
+    from pacekeeper_analysis.records import Kind
+
+    found: list[tuple[SyncMode, int]] = []
+    for record in records(runtime, rank):
+        if record["kind"] == Kind.STEP:
+            mode = tuple(SyncMode)[int(record["flags"])]
+            if not found or found[-1][0] is not mode:
+                found.append((mode, int(record["step"])))
+    return found
