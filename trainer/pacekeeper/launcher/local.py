@@ -41,6 +41,8 @@ JUDGE_EVERY = 5.0
 SLOWDOWN = 1.1
 ANSWERS = 3
 """Judgements in a row that must ask for another mode: what passes by itself is no reason to leave, or to return."""
+HOLD_SECONDS = 60.0
+"""A mode is kept so long at least, and longer each time that it is left again soon."""
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "pacekeeper-"
 _ENOUGH_BYTES = 1 << 30
@@ -97,7 +99,7 @@ def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, n
         trouble, way, why = Trouble.NONE, adapt.way_back(windows, threshold=SLOWDOWN, trouble=adapting.trouble), ()
     if way is None:
         return Outcome(plan, adapting=replace(adapting, wanted=0))
-    words = (*why, f"{way.mode}: {way.reason}")
+    words = (*why, f"{way.remedy}: {way.reason}")
     if way.mode is plan.sync_mode:
         return Outcome(way.applied_to(plan), words, adapting=replace(adapting, wanted=0))
     asked = replace(adapting, wanted=adapting.wanted + 1)
@@ -136,7 +138,7 @@ class LocalController:
         self._faults: list[Fault] = []
         self._judge_at = 0.0
         self._complaint = ""
-        self._adapting = Adapting()
+        self._adapting = Adapting(changes=Hysteresis(first=HOLD_SECONDS))
         member = Member(WORKER, ADDRESS, tuple(range(ranks)))
         self._plan = self._before = Plan(
             version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts
