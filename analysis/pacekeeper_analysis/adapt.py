@@ -71,7 +71,7 @@ class Diagnosis:
 
     trouble: Trouble
     slowdown: float  # S: expected step time over that without this trouble; of NONE: without the largest effect
-    culprits: tuple[int, ...]  # ranks that are persistently slow
+    culprits: tuple[int, ...]  # ranks that are persistently slower than most
     evidence: tuple[str, ...]  # sentences for people
     step_seconds: float  # expected of a step as things are
     exposed_seconds: float  # of them: communication that no computation hides
@@ -141,7 +141,9 @@ def ways(
     reference = diagnosis.step_seconds / diagnosis.slowdown
     if trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven:
         found.append(_rebalance(work, reference, smallest_share, largest_share))
-    if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (trouble is Trouble.COMPUTE and diagnosis.culprits):
+    if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (
+        trouble is Trouble.COMPUTE and (work.culprits or work.differ)
+    ):
         found += _local_sgd(work, reference, work.exposed, counted=trouble is Trouble.COMMUNICATION)
     if trouble is Trouble.GARBAGE:
         found.append(_planned_garbage(work, reference))
@@ -232,6 +234,7 @@ class _Work:
     usual: npt.NDArray[np.bool_]  # (steps,): not exceptionally long
     shares: tuple[int, ...]
     culprits: tuple[int, ...]
+    differ: bool  # the ranks' paces, persistently; without culprits where it is not a few that are slower than the rest
     rank_slowdown: tuple[float, ...]
     exposed: float
 
@@ -251,8 +254,12 @@ class _Work:
         relative = even[now] / straggler.peers_median(even[now])
         culprits = np.flatnonzero((relative >= threshold).mean(axis=0) >= PERSISTENT)
         paced = even[now].copy()
-        if 0 < len(culprits) < even.shape[1]:
+        common = 1.0 / np.mean(1.0 / paced, axis=1, keepdims=True)  # that the best shares come near to
+        differ = bool(((paced / common >= threshold).mean(axis=0) >= PERSISTENT).any())
+        if len(culprits):
             paced[:, culprits] = np.median(np.delete(paced, culprits, axis=1), axis=1, keepdims=True)
+        elif differ:
+            paced *= np.median(common / paced, axis=0)
         exposed = np.min(window.step_seconds[now] - window.compute_seconds[now], axis=1)
         return cls(
             window=window,
@@ -264,6 +271,7 @@ class _Work:
             usual=_usual(working[now].max(axis=1)),
             shares=tuple(int(n) for n in window.samples[-1]),
             culprits=tuple(int(rank) for rank in culprits),
+            differ=differ,
             rank_slowdown=tuple(float(value) for value in np.median(relative, axis=0)),
             exposed=max(0.0, float(np.median(exposed))),
         )
@@ -304,7 +312,7 @@ class _Work:
 def _judge(work: _Work, threshold: float) -> Diagnosis:
     now = work.step_seconds()
     _, planned_garbage = _plan_garbage(work.garbage)
-    has_to_change = bool(work.culprits) or work.is_uneven
+    has_to_change = bool(work.culprits) or work.differ or work.is_uneven
     steady = float(work.paced[work.usual].mean(axis=0).max())
     lost = {
         Trouble.GARBAGE: work.longest(work.own) - work.longest(work.working) - planned_garbage,
@@ -348,6 +356,8 @@ def _evidence(work: _Work, trouble: Trouble, effects: Mapping[Trouble, float], n
         Trouble.NONE: "no trouble costs enough to be dealt with",
         Trouble.COMPUTE: f"slow in their own work in most steps, at equal shares over their peers: {culprits}"
         if work.culprits
+        else f"the ranks' own work differs by {max(work.rank_slowdown) / min(work.rank_slowdown):.2f} × at equal shares"
+        if work.differ
         else "no rank is slow any more, and shares are uneven",
         Trouble.VOLATILE: f"the last rank of a step takes {_ms(work.longest(work.paced))}, and no rank on average more "
         f"than {_ms(float(work.paced[work.usual].mean(axis=0).max()))}: slow ranks come and go",

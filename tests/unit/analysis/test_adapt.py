@@ -143,6 +143,18 @@ def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -
     assert way.shares == (8, 8, 8, 8)
 
 
+@pytest.mark.parametrize("paces", [(0.5, 1.0, 1.0, 1.0), (1.0, 1.25, 1.5, 1.75)])
+def test_ranks_that_differ_without_a_few_slow_ones_get_shares_that_fit(paces: tuple[float, ...]) -> None:
+    """One that is twice as fast as all the others, or ranks of four kinds."""
+    diagnosis = found(windows(work(21) * paces))
+    assert diagnosis.trouble is Trouble.COMPUTE
+    way = taken(windows(work(21) * paces))
+    assert way is not None
+    assert way.shares is not None
+    assert way.shares[0] == max(way.shares) > BATCH > way.shares[3]
+    assert way.step_seconds < 0.92 * diagnosis.step_seconds
+
+
 def test_a_bound_of_memory_can_rule_shares_out() -> None:
     own = work(10)
     own[:, 1] *= 2
