@@ -106,11 +106,15 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    job = pk.init(seed=arguments.seed, mesh={"shard": -1} if arguments.shard else {"sync": -1})
+    job = pk.init(seed=arguments.seed, mesh=mesh(arguments.shard))
     config = Config(arguments.context, arguments.width, arguments.heads, arguments.layers, arguments.dropout)
-    model: nn.Module = GPT(config)
-    model = job.fully_shard(model, units=lambda gpt: gpt.blocks) if arguments.shard else job.replicate(model)
-    optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01))
+    spread = job.replicate if arguments.shard == 1 else job.fully_shard
+    model = spread(GPT(config), units=lambda gpt: gpt.blocks)
+    optimizer = job.optimizer(
+        torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01),
+        outer=pk.OuterSGD(lr=arguments.outer_learning_rate, momentum=arguments.outer_momentum),
+        warmup_steps=arguments.warmup_steps,
+    )
     schedule = job.lr_lambda(optimizer, warmup_cosine(arguments.steps * arguments.global_batch))
 
     source = SourceCode(config.context, arguments.bytes)
@@ -136,7 +140,7 @@ def main() -> None:
             with job.phase("eval"):
                 held_out_loss = evaluate(model, evaluation, job)
             if job.rank == 0:
-                print(f"step {step.number}: held-out loss {held_out_loss:.4f}", flush=True)
+                print(f"step {job.step}: held-out loss {held_out_loss:.4f}", flush=True)
         if job.rank == 0 and step.number % arguments.print_every == 0:
             now = time.perf_counter()
             milliseconds, since = (now - since) / arguments.print_every * 1000, now
@@ -154,6 +158,11 @@ def evaluate(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.
     dist.all_reduce(loss)
     model.train()
     return loss.item() / job.world_size
+
+
+def mesh(shard: int) -> dict[str, int]:
+    """`shard` ranks share a replica (-1: all ranks share one), and there are as many replicas as that allows."""
+    return {"shard": -1} if shard == -1 else {"sync": -1, "shard": shard}
 
 
 def warmup_cosine(samples: int) -> pk.Schedule:
@@ -184,7 +193,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=2_000_000, help="of source code to learn")
     parser.add_argument("--eval-every", type=int, default=100, help="steps")
     parser.add_argument("--print-every", type=int, default=10, help="steps")
-    parser.add_argument("--shard", action="store_true", help="FSDP2 instead of replicas")
+    parser.add_argument(
+        "--shard", type=int, nargs="?", const=-1, default=1, help="ranks that share a replica by FSDP2; no number: all"
+    )
+    parser.add_argument("--warmup-steps", type=int, default=20, help="in Sync, before a Local-SGD mode may begin")
+    parser.add_argument("--outer-learning-rate", type=float, default=0.7, help="of Local-SGD modes")
+    parser.add_argument("--outer-momentum", type=float, default=0.8, help="of Local-SGD modes")
     return parser.parse_args()
 
 

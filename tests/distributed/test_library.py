@@ -301,6 +301,8 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
         ({"mesh": {"sync": -1, "shard": -1}}, "only one dimension can be -1"),
         ({"mesh": {"shard": 0}}, "does not fit 2 ranks"),
         ({"snapshot_every": -1}, "snapshot_every=-1"),
+        ({"sync_mode": "DiLoCo"}, "sync_mode='DiLoCo' is unknown; take one of Sync, EDiT, AsyncEDiT"),
+        ({"sync_mode": "EDiT", "sync_every": 0}, "sync_every=0 must be 1 step or more"),
     ],
 )
 def test_bad_arguments_of_init_are_named(

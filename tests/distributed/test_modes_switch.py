@@ -5,10 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import pacekeeper as pk
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Kind
-from tests.support.mode_jobs import BATCH, PLAN, Seen, each_once_an_epoch, mode_steps, records, run_job, used_by_all
+from tests.support.mode_jobs import (
+    BATCH,
+    PLAN,
+    Numbers,
+    Seen,
+    each_once_an_epoch,
+    mode_steps,
+    records,
+    run_job,
+    used_by_all,
+)
+from tests.support.ranks import run_ranks
 
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 THROUGH_ALL = {3: {"sync_mode": EDIT}, 13: {"sync_mode": ASYNC_EDIT}, 40: {"sync_mode": SYNC}}
@@ -71,7 +85,20 @@ def test_one_rank_alone(mode: SyncMode, tmp_path: Path) -> None:
     assert each_once_an_epoch(used_by_all([seen]), 12 * BATCH)
 
 
-def test_local_sgd_waits_for_its_warm_up_and_then_for_nothing() -> None:
-    from pacekeeper.modes import mode_from
+def test_without_an_operator_the_script_says_how_to_train() -> None:
+    """As under torchrun."""
 
-    assert [mode_from(EDIT, step, 100) for step in (0, 99, 100, 5000)] == [SYNC, SYNC, EDIT, EDIT]
+    def rank_main(_: int) -> tuple[int, int, int]:
+        job = pk.init(sync_mode="EDiT", sync_every=3)
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=2)
+        asked = 0
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=10):
+            for _, x in step.microbatches():
+                (net(x).sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            asked += step.due("look", every=1)
+        return job.step, job.samples, asked
+
+    assert run_ranks(rank_main, 2) == [(10, 10 * BATCH, 2 + 3)] * 2  # 1, 2 in Sync; then 5, 8, 10

@@ -33,7 +33,7 @@ from .environment import Environment
 from .keeper import Keeper
 from .loader import Loader, Weight
 from .local_sgd import OuterSGD
-from .modes import Course
+from .modes import MODES, Course
 from .ordinals import Ordinals
 from .parallel import Units
 from .plan_file import PlanFile
@@ -67,6 +67,9 @@ def init(
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
     snapshot_every: int | None = None,
+    sync_mode: str | None = None,
+    sync_every: int = 16,
+    sync_seconds: float = 2.0,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Job:
@@ -80,6 +83,8 @@ def init(
     checkpoints: None: as the TrainingJob says (PACEKEEPER_CHECKPOINT_PATH and its like), or none.
     snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time
     allows.
+    sync_mode, sync_every, sync_seconds: "Sync", "EDiT" (synchronises every so many steps) or "AsyncEDiT" (every so many
+    seconds), where no operator says otherwise, such as under torchrun; None: as the checkpoint says, at first "Sync".
     backend: of the process group; by default nccl for GPUs and gloo for CPUs.
     timeout: after which a collective that does not come to its end fails.
     Raises InputError that names the argument and the remedy.
@@ -92,6 +97,7 @@ def init(
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
+    course = _course(sync_mode, sync_every, sync_seconds)
     folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
     recorder = watch()
     if not dist.is_initialized():
@@ -102,7 +108,8 @@ def init(
             dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     if folder and environment.rank == 0:
         folder.own()
-    return Job(environment, recorder, shape, seed, folder, checkpoints.every if checkpoints else 0, snapshot_every)
+    checkpoint_every = checkpoints.every if checkpoints else 0
+    return Job(environment, recorder, shape, seed, folder, checkpoint_every, snapshot_every, course)
 
 
 class Job:
@@ -117,6 +124,7 @@ class Job:
         folder: CheckpointFolder | None,
         checkpoint_every: int,
         snapshot_every: int | None,
+        course: Course | None,
     ) -> None:
         self.environment = environment
         self.recorder = recorder
@@ -130,6 +138,7 @@ class Job:
         self._folder = folder
         self._checkpoint_every = checkpoint_every
         self._snapshot_every = snapshot_every
+        self._course = course
         self._objects: dict[str, Any] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._warmup_steps = 0
@@ -290,6 +299,9 @@ class Job:
             check(progress.course)
         except InputError:  # of another number of ranks, or of another script
             progress.course = Course()
+        if self._course is not None:
+            check(self._course)
+            progress.course = self._course
         return Ordinals(
             rank=self.rank,
             agreement=self._agreement,
@@ -333,6 +345,17 @@ class Job:
 
     def _leave_soon(self, *_: Any) -> None:
         self._told_to_leave = True
+
+
+def _course(sync_mode: str | None, sync_every: int, sync_seconds: float) -> Course | None:
+    """None: the script says nothing. Raises InputError."""
+    if sync_mode is None:
+        return None
+    if sync_mode not in MODES:
+        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(MODES)}")
+    if sync_every < 1 or not sync_seconds > 0:
+        raise InputError(f"sync_every={sync_every} must be 1 step or more, sync_seconds={sync_seconds} above 0")
+    return Course(SyncMode(sync_mode), sync_every, sync_seconds)
 
 
 def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
