@@ -1,0 +1,207 @@
+"""The ranks' own work in synchronous steps, with one trouble after the other taken out: what each of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import shares
+from ..reports import RankWindow
+from .straggler import MINIMAL_STEPS, PERSISTENT, Window, baseline, peers_median
+
+HIDDEN = 0.5
+"""Part of a step's own work that hides a transfer: most of a backward pass, which is two thirds of the work."""
+EXCEPTIONAL = 0.1
+"""Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
+DRAWS = 256
+"""Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arrays are seconds, of shape (steps, ranks), since the shares last changed."""
+
+    window: Window
+    own: Seconds  # own work as it is
+    working: Seconds  # without garbage collections
+    level: Seconds  # … and with samples that cost each rank the same for its share
+    even: Seconds  # … and with equal shares
+    paced: Seconds  # … and with the culprits at their peers' pace
+    usual: npt.NDArray[np.bool_]  # (steps,): not exceptionally long
+    shares: tuple[int, ...]
+    culprits: tuple[int, ...]  # persistently slower than most ranks
+    differ: bool  # persistently, the ranks' paces; without culprits where it is not a few that are slower than the rest
+    rank_slowdown: tuple[float, ...]  # median cost at equal shares over the peers' median
+    exposed: float  # seconds of communication in a step that no computation hides
+
+    @classmethod
+    def of(cls, window: Window, threshold: float) -> Work | None:
+        """None where fewer than 8 steps have the present shares, or seconds are not finite and positive.
+
+        threshold: so many times its peers' time makes a rank slow.
+        """
+        if not _are_sound(window.compute_seconds, window.step_seconds) or window.samples.min() < 0:
+            return None
+        now = _since_shares_changed(window.samples)
+        if now.sum() < MINIMAL_STEPS:
+            return None
+        samples = window.samples if window.samples.min() > 0 else np.ones_like(window.samples)
+        working = without_garbage(window)
+        level = working if window.weight is None else _levelled(working, window.weight, samples)
+        costs = shares.fit(level, samples)  # the steps before the shares changed tell the fixed part
+        even = (level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True)))[now]
+        relative = even / peers_median(even)
+        culprits = _persistently(relative >= threshold)
+        common = 1.0 / np.mean(1.0 / even, axis=1, keepdims=True)  # what the best shares come near to
+        differ = bool(_persistently(even / common >= threshold).any())
+        paced = even.copy()
+        if culprits.any():
+            paced[:, culprits] = np.median(paced[:, ~culprits], axis=1, keepdims=True)
+        elif differ:
+            paced *= np.median(common / even, axis=0)
+        waits = np.min(window.step_seconds[now] - window.compute_seconds[now], axis=1)  # of the rank that comes last
+        return cls(
+            window=window,
+            own=window.compute_seconds[now],
+            working=working[now],
+            level=level[now],
+            even=even,
+            paced=paced,
+            usual=_usual(working[now].max(axis=1)),
+            shares=window.shares,
+            culprits=tuple(int(rank) for rank in np.flatnonzero(culprits)),
+            differ=differ,
+            rank_slowdown=tuple(float(value) for value in np.median(relative, axis=0)),
+            exposed=max(0.0, float(np.median(waits))),
+        )
+
+    @property
+    def garbage(self) -> Seconds:
+        return self.own - self.working
+
+    @property
+    def knows_samples(self) -> bool:
+        return min(self.shares) > 0
+
+    @property
+    def is_uneven(self) -> bool:
+        """The shares, by more than what an equal division leaves over."""
+        return max(self.shares) - min(self.shares) > 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Expected of a step as things are."""
+        return self.longest(self.own) + self.exposed
+
+    @property
+    def steady_seconds(self) -> float:
+        """Mean own work of the slowest rank, with every trouble taken out but that slow ranks come and go."""
+        return float(self.paced[self.usual].mean(axis=0).max())
+
+    def longest(self, seconds: Seconds) -> float:
+        """Mean over the usual steps of the last rank's time."""
+        return float(seconds[self.usual].max(axis=1).mean())
+
+    def reshared(self, new: tuple[int, ...]) -> Work:
+        """The same steps with other shares, as far as the whole cost is per sample."""
+        factor = np.array(new) / np.array(self.shares)
+        working = self.working * factor
+        return replace(self, own=working + self.garbage, working=working, level=self.level * factor, shares=new)
+
+
+def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> Window | None:
+    """Synchronous steps put together at random from the steps that each rank did alone; None: too little is known.
+
+    windows: of all ranks in a Local-SGD mode. global_batch: samples of a synchronous step; 0: as many as the ranks'
+    local batches together. A transfer shows in a synchronous step as far as the backward pass cannot hide it, and as
+    far as it did in the job's first steady steps.
+    """
+    by_rank = sorted(windows, key=lambda window: window.rank)
+    transfer = transfer_seconds(by_rank)
+    if transfer is None or [window.rank for window in by_rank] != list(range(len(by_rank))):
+        return None
+    alike = [np.flatnonzero(np.asarray(window.samples) == window.samples[-1:]) for window in by_rank]
+    if min(len(steps) for steps in alike) < MINIMAL_STEPS:
+        return None
+    random = np.random.default_rng(0)
+    rows = [random.choice(steps, size=DRAWS) for steps in alike]
+
+    def drawn(values: Sequence[Sequence[float]]) -> Seconds:
+        return np.stack([np.asarray(of, dtype=np.float64)[row] for of, row in zip(values, rows, strict=True)], axis=1)
+
+    compute = drawn([window.compute_seconds for window in by_rank])
+    if not _are_sound(compute):
+        return None
+    local_batch = np.array([window.samples[-1] for window in by_rank], dtype=np.int64)
+    if local_batch.min() > 0 and global_batch >= len(by_rank) and global_batch != local_batch.sum():
+        share = np.array(shares.equal(global_batch, len(by_rank)), dtype=np.int64)
+        compute, local_batch = compute * (share / local_batch), share
+    own, first = float(np.median(compute)), baseline(by_rank)
+    exposed = max(transfer - HIDDEN * own, min(transfer, max(0.0, first - own)))
+    return Window(
+        steps=np.arange(DRAWS),
+        compute_seconds=compute,
+        samples=np.broadcast_to(local_batch, compute.shape),
+        step_seconds=np.repeat(compute.max(axis=1, keepdims=True) + exposed, len(by_rank), axis=1),
+        garbage_seconds=drawn([w.garbage_seconds for w in by_rank])
+        if all(w.garbage_seconds for w in by_rank)
+        else None,
+        weight=drawn([w.weight for w in by_rank]) if all(w.weight for w in by_rank) else None,
+        baseline_seconds=first,
+    )
+
+
+def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
+    """What a synchronisation takes once all ranks are there; None: there were too few.
+
+    Whoever comes last waits for nobody, so its time inside is the transfer alone. Synchronisations are counted from
+    the newest; a rank that is one ahead changes little, as they are much alike.
+    """
+    known = min((len(window.transfers) for window in windows), default=0)
+    if known < 2:
+        return None
+    inside = np.array([window.transfers[-known:] for window in windows], dtype=np.float64)
+    return float(np.median(inside.min(axis=0)))
+
+
+def without_garbage(window: Window) -> Seconds:
+    """Own work without garbage collections, (steps, ranks)."""
+    garbage = 0.0 if window.garbage_seconds is None else window.garbage_seconds
+    return np.maximum(window.compute_seconds - garbage, 0.1 * window.compute_seconds)
+
+
+def _levelled(working: Seconds, weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
+    """Own work as it would be, had each step's cost units been dealt in proportion to the ranks' samples."""
+    if not _are_sound(weight):
+        return working
+    costs = shares.fit(working, weight)
+    dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
+    return np.where(costs.identified, working * costs.seconds(dealt) / costs.seconds(weight), working)
+
+
+def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """(ranks,): slow in most steps. slow: (steps, ranks)."""
+    return np.asarray(slow.mean(axis=0) >= PERSISTENT)
+
+
+def _since_shares_changed(samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(steps,): those at the end that all have the present shares."""
+    other = (samples != samples[-1]).any(axis=1)
+    return np.asarray(np.arange(len(samples)) > np.flatnonzero(other).max(initial=-1))
+
+
+def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:
+    """Which steps are not exceptionally long (a hiccup, a pause that nobody recorded). seconds: (steps,)."""
+    median = float(np.median(seconds))
+    spread = 1.4826 * float(np.median(np.abs(seconds - median)))
+    long = seconds > median + max(6.0 * spread, 0.15 * median)
+    return ~long if long.sum() <= max(1.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
+
+
+def _are_sound(*seconds: Seconds) -> bool:
+    return all(bool(np.isfinite(each).all() and (each > 0).all()) for each in seconds)
