@@ -42,8 +42,10 @@ class Sizes:
     unit_seconds: float
     """Of a sample on an undisturbed rank; seven of them make its step."""
     sync_every: int
+    """Local steps; by the clock, what so many take an undisturbed rank."""
     periods: int
     """Of `sync_every` global batches in a run that measures throughput; the first one is left out."""
+    loss_sync_every: int
     loss_periods: int
     learning_rates: tuple[float, ...]
     warmup_steps: int
@@ -52,8 +54,8 @@ class Sizes:
     """Where DDP and ours alternate in the same processes; half of them are of each."""
 
 
-FULL = Sizes(5, 0.02, 24, 3, 40, (1e-3, 2e-3, 4e-3, 8e-3), 96, 480)
-QUICK = Sizes(1, 0.01, 8, 3, 6, (4e-3,), 16, 64)
+FULL = Sizes(5, 0.02, 64, 2, 24, 40, (1e-3, 2e-3, 4e-3, 8e-3), 96, 480)
+QUICK = Sizes(1, 0.01, 8, 3, 8, 6, (4e-3,), 16, 64)
 SIZES = QUICK if os.environ.get("QUICK") else FULL
 LOSS_UNIT_SECONDS = 0.004
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
@@ -244,7 +246,7 @@ def measure_loss(started: Hosts) -> dict[str, Any]:
 
     Each side takes the learning rate of the grid with which its first seed ends best; then come the other seeds.
     """
-    steps = SIZES.loss_periods * SIZES.sync_every
+    steps = SIZES.loss_periods * SIZES.loss_sync_every
     curves: dict[str, list[list[tuple[float, float, float]]]] = {}
     rates: dict[str, float] = {}
     for side in SIDES:
@@ -281,10 +283,10 @@ def loss_curve(
         seed,
         steps,
         unit_seconds=LOSS_UNIT_SECONDS if side == "aedit" else 0.0,
-        sync_every=SIZES.sync_every,
+        sync_every=SIZES.loss_sync_every,
         learning_rate=learning_rate,
         shares=operators_shares(scenario, seed) if side == "shares" else None,
-        snapshot_every=SIZES.sync_every,
+        snapshot_every=SIZES.loss_sync_every,
         warmup_steps=SIZES.warmup_steps,
     )
     outcomes = started.perform(run, RUN_TIMEOUT)

@@ -15,6 +15,7 @@ from typing import Any
 from testcluster.settings import CACHE, REPOSITORY
 
 from .run import Outcome, Run
+from .sides import LEAVING_OUT
 from .sides import TORCHFT as TORCHFT_SIDES
 
 TORCHFT = "0.2.0"
@@ -44,14 +45,17 @@ class Hosts:
         return self._perform(run, timeout)
 
     def _perform(self, run: Run, timeout: float) -> list[Outcome]:
-        kind = "torchft" if run.side in TORCHFT_SIDES else "pacekeeper"
+        kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT) else "pacekeeper"
         process = self._processes.get(kind) or self._start(kind)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps({"run": run.to_json(), "timeout": timeout}) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        answer: Any = json.loads(line) if line else {"error": (self._logs / f"{kind}.log").read_text()[-4000:]}
+        if not line:
+            del self._processes[kind]
+            raise RuntimeError(f"{run}: its host has ended: {(self._logs / f'{kind}.log').read_text()[-4000:]}")
+        answer: Any = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{run}: {answer['error']}")
         return [Outcome.from_json(outcome) for outcome in answer]

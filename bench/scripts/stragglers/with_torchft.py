@@ -93,6 +93,7 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
                 if manager.current_step() == last:
                     break
     finished.touch()
+    weights += [0.0] * (last - len(weights))
     manager.shutdown(wait=False)
     if lighthouse is not None:
         lighthouse.shutdown()
