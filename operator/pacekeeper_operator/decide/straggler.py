@@ -16,7 +16,7 @@ import numpy as np
 
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.price import Choice
 
 from ..api import Cause, Class, Remedy
@@ -61,7 +61,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 def diagnose(observation: Observation) -> Diagnosis | None:
     """What the evidence says; None: it is not complete, or the ranks do not train in mode Sync."""
-    if observation.state.suspicion is None or observation.plan.sync_mode is not SYNC:
+    if observation.state.suspicion is None or observation.plan.sync_mode is not SYNC or not steady(observation):
         return None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
@@ -81,7 +81,7 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
 def suspect(observation: Observation) -> Draft:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
     draft, suspicion, now = observation.draft, observation.state.suspicion, observation.now
-    if observation.plan.sync_mode is not SYNC:
+    if observation.plan.sync_mode is not SYNC or observation.plan.stop is not Stop.NO:
         return draft if suspicion is None else draft.with_state(suspicion=None)
     if not steady(observation):
         asking = bool(observation.plan.evidence_request)
@@ -97,7 +97,9 @@ def suspect(observation: Observation) -> Draft:
     if not slow and not waits:
         return _drop(draft)
     found = diagnose(observation)
-    return _ask(draft, suspicion if found is None else replace(suspicion, shown=found.trouble), now)
+    if found is not None:
+        suspicion = replace(suspicion, shown=Trouble.NONE if _as_ever(observation, found) else found.trouble)
+    return _ask(draft, suspicion, now)
 
 
 def steady(observation: Observation) -> bool:
@@ -146,9 +148,10 @@ def _held(observation: Observation) -> bool:
 
 
 def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
-    """A whole window has passed since the first sign, and nothing was to be done about what it shows."""
+    """A whole window has passed since the first sign, and shows no trouble."""
     window = observation.job.spec.detection.window_steps * observation.step_seconds
-    return observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
+    quiet = suspicion.shown in (None, Trouble.NONE)
+    return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
 
 
 def left_alone(observation: Observation) -> Draft:

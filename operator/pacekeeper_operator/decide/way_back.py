@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pacekeeper_analysis import adapt
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.plan import Stop, SyncMode
 
 from .. import modes
-from ..observation import Observation
+from ..api import Remedy
+from ..observation import Observation, Policy
 from ..state import Adaptation, Draft
 from .straggler import steady
 
@@ -21,10 +22,10 @@ TRANSFERS = 4
 """The last synchronisations that count: those of long ago say nothing about the link as it is now."""
 
 
-def step(observation: Observation) -> Draft:
+def step(observation: Observation, policy: Policy) -> Draft:
     """The draft with the next question, or in mode Sync again."""
     draft, adaptation = observation.draft, observation.state.adaptation
-    if adaptation is None:
+    if adaptation is None or observation.plan.stop is not Stop.NO:
         return draft
     if observation.plan.sync_mode is SyncMode.SYNC:  # somebody has written so by hand
         return draft.with_state(adaptation=None)
@@ -32,10 +33,10 @@ def step(observation: Observation) -> Draft:
         return modes.refused(draft, observation.refused, observation.now)
     if not steady(observation):
         return draft
-    return _judge(observation, adaptation) or _ask(observation, adaptation)
+    return _judge(observation, policy, adaptation) or _ask(observation, adaptation)
 
 
-def _judge(observation: Observation, adaptation: Adaptation) -> Draft | None:
+def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> Draft | None:
     """The draft after a complete answer; None: there is none."""
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
@@ -50,7 +51,10 @@ def _judge(observation: Observation, adaptation: Adaptation) -> Draft | None:
     over = 0 if way is None else adaptation.over + 1
     if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):
         return draft.with_state(adaptation=replace(adaptation, over=over))
-    return modes.left(replace(draft, plan=way.applied_to(draft.plan)), way.reason, now)
+    plan = way.applied_to(draft.plan)
+    if policy.refusal(Remedy.REBALANCE):
+        plan = replace(plan, shares=None)
+    return modes.left(replace(draft, plan=plan), way.reason, now)
 
 
 def _ask(observation: Observation, adaptation: Adaptation) -> Draft:

@@ -42,9 +42,9 @@ def think(observation: Observation, policy: Policy) -> Thought:
     observation = observation.with_draft(verify.step(observation, policy))
     decisions: tuple[Decision, ...] = ()
     if not observation.state.finished_for_good and observation.plan.stop is Stop.NO:
-        observation = observation.with_draft(straggler.suspect(observation))
-        observation = observation.with_draft(way_back.step(observation))
         observation, decisions = _decide(observation, policy)
+        observation = observation.with_draft(straggler.suspect(observation))
+        observation = observation.with_draft(way_back.step(observation, policy))
         observation = observation.with_draft(membership.step(observation))
         observation = observation.with_draft(membership.allow_restarts(observation.draft, policy, observation.now))
     observation = observation.with_draft(verify.step(observation, policy))

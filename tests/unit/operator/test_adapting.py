@@ -204,6 +204,15 @@ class TestLookingInVain:
         quiet = think(later(thought, world, 20.0), policy())
         assert quiet.draft == thought.draft
 
+    def test_but_not_while_the_answers_begin_to_show_something(self) -> None:
+        """A link that becomes slow just when patience is over."""
+        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
+        thought = think(world, policy())
+        world = later(thought, world, 15.0, evidence=windows(thought.draft.plan.evidence_request, exposed=0.25))
+        thought = think(world, policy())
+        world = later(thought, world, 15.0, evidence=windows(thought.draft.plan.evidence_request, exposed=0.25))
+        assert think(world, policy()).draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+
     def test_it_is_looked_into_again_at_once_when_its_steps_grow(self) -> None:
         thought, world = self.vain()
         worse = later(thought, world, 5.0, metrics=SLOW_LINK)
@@ -245,13 +254,16 @@ class TestMeasured:
 
 
 class TestBack:
-    def look(self, thought: Thought, world: Observation, **of_windows: Any) -> tuple[Thought, Observation]:
+    def look(
+        self, thought: Thought, world: Observation, of_policy: Policy | None = None, **of_windows: Any
+    ) -> tuple[Thought, Observation]:
         """The next question, and the pass upon its answer."""
+        of_policy = of_policy or policy()
         while not thought.draft.plan.evidence_request:
             world = later(thought, world, 1.0)
-            thought = think(world, policy())
+            thought = think(world, of_policy)
         world = answered(thought, world, mode=SyncMode.ASYNC_EDIT, **of_windows)
-        return think(world, policy()), world
+        return think(world, of_policy), world
 
     def test_when_the_link_is_well_twice_in_a_row(self) -> None:
         thought, world = in_local_mode()
@@ -275,6 +287,18 @@ class TestBack:
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=(*(0.25,) * 20, *(0.03,) * 4))
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
+
+    @pytest.mark.parametrize(("allow", "shares"), [(set(Remedy), True), ({Remedy.LOCAL_SGD}, False)])
+    def test_to_other_shares_only_where_these_are_allowed(self, allow: set[Remedy], shares: bool) -> None:
+        """A rank has become slow meanwhile."""
+        thought, world = in_local_mode()
+        world = change_members(replace(world, now=world.now + HOLD_SECONDS, metrics=WELL), global_batch=128)
+        of_policy = policy(allow=frozenset(allow))
+        own = (OWN, OWN, 1.25 * OWN, OWN)
+        for _ in range(2):
+            thought, world = self.look(thought, world, of_policy, transfer=0.03, own=own, shares=(32,) * 4)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert (thought.draft.plan.shares is not None) == shares
 
     def test_not_before_the_mode_has_had_its_time(self) -> None:
         thought, world = in_local_mode()
