@@ -42,7 +42,10 @@ def check_ordinals(run: list[Seen], shard: int = 1) -> None:
     ("shard", "workers"), [(1, 0), (1, 1), (2, 0)], ids=["replicas", "replicas with loader workers", "sharded replicas"]
 )
 def test_through_all_modes_and_back(shard: int, workers: int, tmp_path: Path) -> None:
-    run = run_job(tmp_path, until=60, plans=THROUGH_ALL, shard=shard, workers=workers, pauses=(0.004, 0.012))
+    weighs = shard > 1
+    run = run_job(
+        tmp_path, until=60, plans=THROUGH_ALL, shard=shard, workers=workers, weighs=weighs, pauses=(0.004, 0.012)
+    )
     check_ordinals(run, shard)
     assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
     assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
@@ -62,7 +65,7 @@ def test_through_all_modes_and_back(shard: int, workers: int, tmp_path: Path) ->
 
 def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_path: Path) -> None:
     run = run_job(
-        tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.4}}, pauses=(0.01, 0.08, 0.01)
+        tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.6}}, pauses=(0.01, 0.3, 0.01)
     )
     check_ordinals(run)
     assert each_once_an_epoch(used_by_all(run), 60 * BATCH)

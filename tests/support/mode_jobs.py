@@ -76,6 +76,7 @@ def run_job(
     shard: int = 1,
     sharded: bool | None = None,
     workers: int = 0,
+    weighs: bool = False,
     pauses: Sequence[float] = (0.005,),
     volume: Path | None = None,
     checkpoint_every: int = 1000,
@@ -85,6 +86,7 @@ def run_job(
     """What the ranks did.
 
     plans: from the job's step to what rank 0 changes in the plan when the job has come so far; 0: from the beginning.
+    weighs: whether the loader is given a weight of batches: as many as they have samples.
     pauses: seconds a step of each rank; the last one's goes for all after it.
     at_step: called in each step; True: the rank leaves the loop.
     """
@@ -104,7 +106,9 @@ def run_job(
         net = job.fully_shard(net) if (shard > 1 if sharded is None else sharded) else job.replicate(net)
         optimizer = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01), warmup_steps=0)
         schedule = job.lr_lambda(optimizer, lambda samples: 1 / (1 + samples / 500))
-        loader = job.dataloader(Numbers(), BATCH, max_microbatch=3, num_workers=workers)
+        loader = job.dataloader(
+            Numbers(), BATCH, max_microbatch=3, weight=heads if weighs else None, num_workers=workers
+        )
         job.register(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
         seen = Seen(restored=job.restore())
         coming = {step: changes for step, changes in sorted(plans.items()) if step > seen.restored}
@@ -140,6 +144,10 @@ def run_job(
         return seen
 
     return run_ranks(rank_main, ranks, runtime=runtime)
+
+
+def heads(batch: Any) -> int:
+    return len(batch[0])
 
 
 def digest(tensors: Any) -> str:

@@ -120,7 +120,6 @@ class Ordinals:
         self._loss_is_bad = False
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._step_began = time.monotonic()
-        self._counters = 0
         self._decision: tuple[dist.Work, torch.Tensor] | None = None
         self._synchronising = False
         self._replica = _replica_group(rank, replication, agreement)
@@ -318,9 +317,8 @@ class Ordinals:
 
     def _start_leases(self, limit: int | None) -> None:
         """`limit`: samples of the job, counted from its origin."""
-        self._counters += 1
         store = dist.distributed_c10d._get_default_store()
-        tickets = Tickets(store, str(self._counters), self._rank, self._replication.shape["shard"])
+        tickets = Tickets(store, self._rank, self._replication.shape["shard"])
         ahead = 0 if limit is None else limit + self._progress.origin - self._progress.samples
         self._loader.start_leases(tickets.take, None if limit is None else self._loader.used + ahead)
 

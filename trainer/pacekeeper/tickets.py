@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch._C._distributed_c10d import Store
 
+_numbers = itertools.count(1)
 _KEPT = 64
 """Answers that a replica's first rank leaves for the others, who are never so far behind it."""
 
 
 class Tickets:
-    """Counts from 0; all ranks make theirs at the same ordinal. Its `take` is what `Loader.start_leases` wants."""
+    """Counts from 0. Its `take` is what `Loader.start_leases` wants."""
 
-    def __init__(self, store: Store, name: str, rank: int, replica_size: int) -> None:
-        """`name`: another one for each counter of the round. The ranks of a replica get the same answers."""
+    def __init__(self, store: Store, rank: int, replica_size: int) -> None:
+        """All ranks make theirs at the same ordinals: that is how they know which is which.
+
+        store: of the round. The ranks of a replica get the same answers.
+        """
         self._store = store
-        self._counter = f"pacekeeper/tickets/{name}"
+        self._counter = f"pacekeeper/tickets/{next(_numbers)}"
         self._answers = f"{self._counter}/{rank // replica_size}"
         self._shared = replica_size > 1
         self._answers_for_others = rank % replica_size == 0

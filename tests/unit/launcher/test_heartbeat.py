@@ -43,13 +43,15 @@ def test_the_slowest_rank_speaks_for_the_worker() -> None:
 def test_the_mode_and_what_is_wrong_are_told() -> None:
     running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [
-        rank(9, rank=4, sync_mode=2, bad_loss_step=8),
+        rank(9, rank=0, sync_mode=2, bad_loss_step=8),
         rank(8, rank=5, sync_mode=2, bad_loss_step=6),
         rank(9, rank=6, sync_mode=2),
     ]
     beat = next_beat(Heartbeat("w", round=1), running, None, ranks, 100.0, 9.0, refused="shares: too few")
     assert (beat.sync_mode, beat.refused) == ("AsyncEDiT", "shares: too few")
     assert (beat.bad_loss_rank, beat.bad_loss_step) == (5, 6)
+    elsewhere = next_beat(beat, running, None, ranks[1:], 101.0, 10.0, refused="shares: too few")
+    assert elsewhere.refused == "", "rank 0 has gone to another worker, and left its words behind"
     good = next_beat(beat, running, None, [rank(12, sync_mode=0)], 101.0, 10.0)
     assert (good.sync_mode, good.refused, good.bad_loss_rank, good.bad_loss_step) == ("Sync", "", -1, -1)
 

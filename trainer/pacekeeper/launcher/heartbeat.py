@@ -51,7 +51,7 @@ def next_beat(
 ) -> Heartbeat:
     """The heartbeat after `before`. `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds.
 
-    refused: what rank 0 has written of why it does not follow the plan, if that is here.
+    refused: what rank 0 wrote of why it does not follow the plan, when it was here last.
     What a new round does not know yet (step, checkpoints) stays as the round before left it.
     """
     beat = replace(
@@ -61,7 +61,7 @@ def next_beat(
         membership=max(state.membership, 0),
         round=state.round,
         restarts=state.restarts,
-        refused=refused,
+        refused="",
     )
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
@@ -88,6 +88,7 @@ def next_beat(
         checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
         global_batch=int(slowest["global_batch"]),
         steered=bool(slowest["global_batch"] > 0),
+        refused=refused if any(rank["rank"] == 0 for rank in ranks) else "",
         sync_mode=_mode(int(slowest["sync_mode"])),
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
         bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
