@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import pickle
 import select
@@ -79,6 +80,8 @@ def _fork(
         answer = (False, traceback.format_exc())
     with os.fdopen(write_end, "wb") as pipe:
         pickle.dump(answer, pipe)
+    for worker in multiprocessing.active_children():  # of a DataLoader: it would hold the pipe open for seconds
+        worker.kill()
     os._exit(0)
 
 
