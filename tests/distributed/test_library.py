@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -313,6 +314,39 @@ def test_bad_arguments_of_init_are_named(
     with pytest.raises(InputError) as caught:
         pk.init(**arguments)
     assert message in str(caught.value)
+
+
+def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> list[int]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, replace(PLAN, garbage_every=4).to_json())
+        job, model, optimizer = make_job()
+        collected = []
+
+        def collecting(event: str, facts: dict[str, int]) -> None:
+            if event == "start" and facts["generation"] == 2:
+                collected.append(job.step)
+
+        for step in job.steps(make_loader(job), until=10):
+            if step.number == 1:
+                gc.callbacks.append(collecting)
+            train(step, model, optimizer)
+        return collected
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [[4, 8]] * 2
+
+
+def test_the_mesh_has_both_dimensions() -> None:
+    def rank_main(rank: int) -> tuple[Any, ...]:
+        mesh = pk.init(mesh={"sync": -1, "shard": 2}).mesh
+        told = torch.tensor([rank])
+        torch.distributed.all_reduce(told, group=mesh.get_group("shard"))
+        return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), told.item()
+
+    for rank, (names, ranks, place, summed) in enumerate(run_ranks(rank_main, RANKS)):
+        assert (names, ranks) == (("sync", "shard"), [[0, 1], [2, 3]])
+        assert tuple(place) == (rank // 2, rank % 2)
+        assert summed == (1, 5)[rank // 2]
 
 
 def test_leaving_microbatches_out_is_an_error() -> None:

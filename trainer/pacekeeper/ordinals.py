@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -353,9 +353,8 @@ class Ordinals:
     # Telling and recording
 
     def _issue(self) -> None:
-        orders = self._plan.orders(self._progress.course)
-        if self._rank == 0:
-            orders = replace(orders, snapshot_every=self._retention.snapshot_interval(self._typical_step()))
+        snapshot_every = self._retention.snapshot_interval(self._typical_step()) if self._rank == 0 else 0
+        orders = self._plan.orders(self._progress.course, snapshot_every)
         tally = Tally(
             leaving=int(self._told_to_leave()),
             loss=self._loss,

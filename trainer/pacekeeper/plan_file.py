@@ -35,8 +35,8 @@ class PlanFile:
         self._unreadable = ""
         self._said: str | None = None
 
-    def orders(self, in_force: Course) -> Orders:
-        """What rank 0 orders, apart from snapshots. Costs one stat where the file was not replaced.
+    def orders(self, in_force: Course, snapshot_every: int) -> Orders:
+        """What rank 0 orders. Costs little more than a stat where the file was not replaced.
 
         in_force: goes on where the plan has no course that can be followed.
         """
@@ -50,7 +50,7 @@ class PlanFile:
             except InputError as error:
                 course, refused = in_force, f"plan {plan.version}: {error}"
         self._say(refused)
-        return Orders(course, plan.version, plan.checkpoint_request, plan.stop is Stop.SUSPEND)
+        return Orders(course, plan.version, plan.checkpoint_request, plan.stop is Stop.SUSPEND, snapshot_every)
 
     def _read(self) -> None:
         if self.runtime is None:
