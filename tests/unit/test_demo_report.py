@@ -39,6 +39,13 @@ def test_passes_only_when_complete_and_all_healed() -> None:
     assert not replace(REPORT, outcomes=(HEALED, replace(HEALED, healed=False))).passed
 
 
+def test_a_way_back_that_was_not_found_is_no_success() -> None:
+    back = replace(HEALED, fault="link well again", remedy="Sync", detected_s=None, gain="AsyncEDiT → Sync")
+    assert replace(REPORT, outcomes=(HEALED, back)).passed
+    assert "AsyncEDiT → Sync" in page(replace(REPORT, outcomes=(HEALED, back)))
+    assert not replace(REPORT, outcomes=(HEALED, replace(back, recovered_s=None, healed=False))).passed
+
+
 def test_json_has_the_documented_keys(tmp_path: Path) -> None:
     write(REPORT, tmp_path)
     incident = json.loads((tmp_path / "report.json").read_text())["incidents"][0]

@@ -29,7 +29,8 @@ SYNC = SyncMode.SYNC
 BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
 ENOUGH = 0.5
-"""Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs."""
+"""Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with
+equal ones."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
@@ -255,8 +256,10 @@ def _exact_helps(found: Diagnosis, ways: Sequence[Way]) -> str:
     """Why a slow rank needs no Local-SGD: an exact way to train mends most of it; "": there is none."""
     if found.trouble is not Trouble.COMPUTE:
         return ""
-    after = min((way.slowdown_after for way in ways if way.mode is SYNC and not way.refused), default=math.inf)
-    return "shares mend most of it, and stay exact" if after - 1 <= ENOUGH * (found.slowdown - 1) else ""
+    present = found.slowdown if min(found.window.shares) > 0 else math.inf  # what has been mended stays mended
+    after = min((way.slowdown_after for way in ways if way.mode is SYNC and not way.refused), default=present)
+    equal = max((found.slowdown, *found.rank_slowdown))
+    return "shares mend most of it, and stay exact" if after - 1 <= ENOUGH * (equal - 1) else ""
 
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:

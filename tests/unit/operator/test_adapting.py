@@ -177,6 +177,14 @@ class TestIntoLocalSgd:
         assert thought.draft.plan.shares is not None
         assert thought.draft.plan.shares[2] < 6
 
+    def test_nor_when_its_shares_are_as_good_as_whole_samples_let_them_be(self) -> None:
+        shares = (10, 9, 4, 9)
+        world = change_members(replace(training(), metrics=replace(WELL, pace=2.2)), sync_mode="Sync")
+        world = world.with_draft(world.draft.with_plan(shares=shares))
+        own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
+        thought, _ = looked_into(world, own=own, shares=shares)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+
     def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
         world = change_members(replace(training(), metrics=WELL), sync_mode="Sync")
         world = world.with_draft(world.draft.with_plan(shares=(10, 9, 4, 9)))
