@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan, Stop
+from pacekeeper_analysis.plan import Plan, Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 from tests.support.launchers import Team, team
 
@@ -22,7 +22,12 @@ SHARES = (9, 6, 5, 4)
 
 @contextmanager
 def training(
-    folder: Path, *, workers: str = "ab", shares: Sequence[int] | None = SHARES, **variables: Any
+    folder: Path,
+    *,
+    workers: str = "ab",
+    shares: Sequence[int] | None = SHARES,
+    mode: SyncMode = SyncMode.SYNC,
+    **variables: Any,
 ) -> Iterator[Team]:
     """Four ranks on two workers that train."""
     folder.mkdir()
@@ -34,7 +39,8 @@ def training(
             one.start(name)
         members = one.members(a=[0, 1], b=[2, 3])
         shares = tuple(shares) if shares else None
-        one.give(Plan(version=1, membership=1, members=members, store_port=29431, restarts=5, shares=shares))
+        plan = Plan(version=1, membership=1, members=members, store_port=29431, restarts=5, shares=shares)
+        one.give(replace(plan, sync_mode=mode, sync_every=3, sync_seconds=0.1))
         yield one
 
 
@@ -100,3 +106,17 @@ def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path]
     assert restored_steps(folder) == [0, stopped_at]
     assert stopped_at < UNTIL
     assert history(folder) == history(reference)
+
+
+@pytest.mark.parametrize("mode", [SyncMode.EDIT, SyncMode.ASYNC_EDIT])
+def test_a_killed_rank_in_a_local_mode_goes_on_from_the_snapshot(mode: SyncMode, tmp_path: Path) -> None:
+    """From a synchronisation, with the common parameters; at the end all ranks are one again."""
+    faults = [{"rank": 2, "round": 1, "step": 11, "kind": "sigkill"}]
+    with training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
+        run_to_the_end(one)
+        assert {one.workers[name].heartbeat().sync_mode for name in "ab"} == {mode}
+    first, second = restored_steps(tmp_path / "run")
+    assert first == 0
+    assert 0 < second < UNTIL
+    _, learned = history(tmp_path / "run")
+    assert learned == [learned[0]] * 4
