@@ -96,7 +96,9 @@ def train(
                 used += indices.tolist() if step.total_weight < math.inf else []
             opt.step()
             opt.zero_grad()
-            time.sleep(0.002 * rank)  # the last rank is the slowest
+            time.sleep(
+                0.002 * (1 + rank)
+            )  # the last rank is the slowest, and none so fast that the samples do not last
             mode = MODES[job.recorder.ring.state.sync_mode]
             steps = steps + 1 if seen[-1:] == [mode] else 1
             if steps == 1:

@@ -30,6 +30,12 @@ def test_exact_times_give_the_terms_exactly(truth: SequenceCost) -> None:
         assert getattr(found, term) == pytest.approx(getattr(truth, term), rel=1e-6, abs=1e-15)
 
 
+def test_a_few_sequences_timed_one_by_one_are_enough() -> None:
+    tried = [256, 512, 1024, 2048, 4096, 8192]
+    found = fit([[n] for n in tried], TRUTHS[0].of(tried))
+    assert found.of([300, 6000]) == pytest.approx(TRUTHS[0].of([300, 6000]), rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_and_pauses_do_not_mislead(seed: int) -> None:
     """5 % noise, and one step in ten stalls for ten times as long."""
