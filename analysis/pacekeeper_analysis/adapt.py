@@ -305,7 +305,13 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
     if not work.knows_samples:
         return replace(unknown, refused=NOT_STEERED)
     try:
-        balance = shares.rebalance(without_garbage(work.window), work.window.samples, minimum=smallest, maximum=largest)
+        balance = shares.rebalance(
+            without_garbage(work.window),
+            work.window.samples,
+            costs=work.window.costs,
+            minimum=smallest,
+            maximum=largest,
+        )
     except InputError as error:
         return replace(unknown, refused=str(error))
     after = now - (balance.seconds_now - balance.seconds_after)

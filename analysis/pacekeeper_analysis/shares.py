@@ -10,6 +10,7 @@ proportional to speed, so the observed distribution of costs is used, not its me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,16 +66,21 @@ class Balance:
 
 
 def rebalance(
-    compute_seconds: npt.ArrayLike, samples: npt.ArrayLike, *, minimum: int = 1, maximum: int | None = None
+    compute_seconds: npt.ArrayLike,
+    samples: npt.ArrayLike,
+    *,
+    costs: Costs | None = None,
+    minimum: int = 1,
+    maximum: int | None = None,
 ) -> Balance:
     """The best shares, from windows of own work; the present shares are those of the last step.
 
-    compute_seconds, samples: shape (steps, ranks), oldest first; where the samples varied, the fixed part of each
-    rank's cost is told apart (`fit`). Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
+    compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
+    `fit` finds in these steps. Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
     against them. minimum, maximum: of each rank's share (memory). Raises InputError where the input does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
-    costs = fit(seconds, amounts)
+    costs = fit(seconds, amounts) if costs is None else costs
     relative = _without_pauses(seconds / costs.seconds(amounts))
     per_sample = (relative * costs.seconds(amounts) - costs.fixed) / amounts
     per_sample = np.maximum(
@@ -118,11 +124,27 @@ def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
         error = noise / float(np.sqrt(((n - mean[rank]) ** 2).sum())) * mean[rank]
         if error > KNOWN * usual[rank]:
             continue
+        variable = slope * mean[rank]
+        if not -max(2 * error, 0.1 * usual[rank]) <= variable <= usual[rank] + max(2 * error, 0.1 * usual[rank]):
+            continue  # neither part can be negative: the rank's pace has changed along with its samples
         identified[rank] = True
         # Noise can push either part below zero, and a cost that no share could lower has no best share.
         per_sample[rank] = np.clip(slope, 0.02 * per_sample[rank], per_sample[rank])
         fixed[rank] = max(0.0, float(np.median(own - per_sample[rank] * n)))
     return Costs(fixed, per_sample, identified)
+
+
+def fit_each(compute_seconds: Sequence[npt.ArrayLike], samples: Sequence[npt.ArrayLike]) -> Costs:
+    """`fit` for ranks whose steps are not the same ones: for each rank, shape (its steps,)."""
+    ranks = [
+        fit(np.reshape(own, (-1, 1)), np.reshape(amounts, (-1, 1)))
+        for own, amounts in zip(compute_seconds, samples, strict=True)
+    ]
+    return Costs(
+        np.concatenate([rank.fixed for rank in ranks]),
+        np.concatenate([rank.per_sample for rank in ranks]),
+        np.concatenate([rank.identified for rank in ranks]),
+    )
 
 
 def balance(

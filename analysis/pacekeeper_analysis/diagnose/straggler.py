@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .. import shares
+from ..errors import InputError
 from ..reports import RankWindow
+from ..shares import Costs
 from ..whatif import data_parallel
 
 PERSISTENT = 0.8
@@ -32,6 +35,7 @@ class Window:
     garbage_seconds: npt.NDArray[np.float64] | None = None  # part of compute_seconds; None: no rank records it
     weight: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
+    costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
 
     @property
     def cost_per_sample(self) -> npt.NDArray[np.float64]:
@@ -78,12 +82,24 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         garbage_seconds=np.array(garbage).T if any(w.garbage_seconds for w in by_rank) else None,
         weight=np.array(weights).T if len(weights) == len(by_rank) else None,
         baseline_seconds=baseline(by_rank),
+        costs=_costs(by_rank),
     )
 
 
 def baseline(windows: Sequence[RankWindow]) -> float:
     """The step time of the job's first steady steps: the least that a rank knows, as late ranks did not see them."""
     return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=0.0)
+
+
+def _costs(windows: Sequence[RankWindow]) -> Costs | None:
+    """Ranks whose share has changed may have steps from before that, which the others have not."""
+    own = [np.asarray(window.compute_seconds) for window in windows]
+    garbage = [np.asarray(window.garbage_seconds or (0.0,) * len(window.steps)) for window in windows]
+    working = [np.maximum(seconds - pauses, 0.1 * seconds) for seconds, pauses in zip(own, garbage, strict=True)]
+    try:
+        return shares.fit_each(working, [window.samples for window in windows])
+    except InputError:  # no samples, or no seconds: nothing to fit
+        return None
 
 
 def find(window: Window, threshold: float) -> StragglerVerdict:

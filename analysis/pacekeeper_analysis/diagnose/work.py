@@ -53,7 +53,7 @@ class Work:
         samples = window.samples if window.samples.min() > 0 else np.ones_like(window.samples)
         working = without_garbage(window)
         level = working if window.weight is None else _levelled(working, window.weight, samples)
-        costs = shares.fit(level, samples)  # the steps before the shares changed tell the fixed part
+        costs = window.costs or shares.fit(level, samples)
         even = (level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True)))[now]
         relative = even / peers_median(even)
         culprits = _persistently(relative >= threshold)

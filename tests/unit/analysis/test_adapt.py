@@ -143,6 +143,38 @@ def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -
     assert way.shares == (8, 8, 8, 8)
 
 
+def test_shares_that_did_not_help_are_followed_by_what_does() -> None:
+    """Rank 3 takes 1.8 × as long whatever its share. Shares are tried; then its steps from before tell better."""
+    fixed = work(22)[:, 3] * 1.8
+
+    def window_after(shares: tuple[int, ...]) -> list[RankWindow]:
+        own = work(23) * np.array(shares) / BATCH
+        own[:, 3] = fixed
+        return windows(own, shares=shares)
+
+    before = window_after((BATCH,) * 4)
+    first = taken(before)
+    assert first is not None
+    assert first.shares is not None
+    after = window_after(first.shares)
+    joined = [
+        replace(
+            new,
+            steps=(*old.steps[-8:], *(step + STEPS for step in new.steps)),
+            step_seconds=old.step_seconds[-8:] + new.step_seconds,
+            compute_seconds=old.compute_seconds[-8:] + new.compute_seconds,
+            samples=old.samples[-8:] + new.samples,
+        )
+        if old.samples[-1] != new.samples[-1]  # a rank whose share has not changed keeps none of them
+        else replace(new, steps=tuple(step + STEPS for step in new.steps))
+        for old, new in zip(before, after, strict=True)
+    ]
+    way = taken(joined)
+    assert way is not None
+    assert way.mode is SyncMode.ASYNC_EDIT
+    assert way.shares == (BATCH,) * 4
+
+
 @pytest.mark.parametrize("paces", [(0.5, 1.0, 1.0, 1.0), (1.0, 1.25, 1.5, 1.75)])
 def test_ranks_that_differ_without_a_few_slow_ones_get_shares_that_fit(paces: tuple[float, ...]) -> None:
     """One that is twice as fast as all the others, or ranks of four kinds."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.shares import balance, equal, fit, probe, rebalance
+from pacekeeper_analysis.shares import balance, equal, fit, fit_each, probe, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -136,6 +136,24 @@ def test_where_samples_did_not_vary_enough_all_cost_is_taken_as_per_sample() -> 
     assert costs.per_sample == pytest.approx(FIXED / 8 + PER_SAMPLE, rel=0.02)
     samples[7, 2] = 9  # once, in the noise
     assert not fit(steps_of(samples, FIXED, PER_SAMPLE, noise=0.1), samples).identified.any()
+
+
+def test_a_pace_that_changed_along_with_the_samples_is_not_taken_for_a_fixed_part() -> None:
+    samples = np.repeat([[8, 8], [5, 9]], 16, axis=0)
+    recovered = np.where(samples == 5, 5.0, 20.0 * samples / 8)  # rank 0 took 2.5 a sample, then 1
+    slower = np.where(samples == 5, 20.0, samples)  # … or 1 a sample, then 4
+    for seconds in (recovered, slower):
+        costs = fit(seconds * (1 + 0.01 * np.random.default_rng(0).standard_normal((32, 2))), samples)
+        assert not costs.identified[0]
+        assert costs.fixed[0] == 0
+
+
+def test_ranks_are_fitted_each_over_its_own_steps() -> None:
+    samples = [np.array([8] * 8 + [5] * 8), np.full(32, 8)]
+    costs = fit_each([3.0 + samples[0], 2.0 * samples[1]], samples)
+    assert costs.identified.tolist() == [True, False]
+    assert costs.fixed == pytest.approx([3.0, 0.0])
+    assert costs.per_sample == pytest.approx([1.0, 2.0])
 
 
 def test_shares_that_cannot_help_are_seen_once_the_fixed_part_is_known() -> None:

@@ -137,6 +137,7 @@ class LocalController:
         self._windows = RankWindows(runtime, WINDOW_STEPS)
         self._faults: list[Fault] = []
         self._judge_at = 0.0
+        self._judge_from = 0  # step
         self._complaint = ""
         self._adapting = Adapting(changes=Hysteresis(first=HOLD_SECONDS))
         member = Member(WORKER, ADDRESS, tuple(range(ranks)))
@@ -173,6 +174,8 @@ class LocalController:
         if outcome.plan is self._plan and not outcome.give_up and self._is_time_to_judge(beat):
             windows = self._windows.evidence("", WORKER, beat.round).windows
             outcome = judge_paces(self._plan, windows, self._adapting, time.monotonic())
+            if outcome.plan is not self._plan:
+                self._judge_from = beat.step + WINDOW_STEPS  # windows hold steps from before the change until then
         return outcome
 
     def _complain(self, error: ValueError) -> None:
@@ -198,7 +201,8 @@ class LocalController:
 
     def _is_time_to_judge(self, beat: Heartbeat) -> bool:
         now = time.monotonic()
-        if not beat.steered or beat.steps_in_round < WINDOW_STEPS or now < self._judge_at:
+        steady = beat.steps_in_round >= WINDOW_STEPS and beat.step >= self._judge_from
+        if not beat.steered or not steady or now < self._judge_at:
             return False
         self._judge_at = now + JUDGE_EVERY
         return True
