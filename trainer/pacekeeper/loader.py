@@ -53,17 +53,7 @@ class Loader:
         as its share says, and its microbatches cost alike. None: samples are dealt as they come. cost: of a sequence,
         by its length; None: as its length.
         """
-        if global_batch_size < world_size:
-            raise InputError(
-                f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
-            )
-        if max_microbatch < 1:
-            raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")
-        taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
-        if taken:
-            raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")
-        if cost is not None and lengths is None:
-            raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
+        _check_batches(global_batch_size, max_microbatch, world_size, options)
         self.global_batch_size = global_batch_size
         self.max_microbatch = max_microbatch
         self.weight = weight
@@ -73,23 +63,18 @@ class Loader:
         self._rank = rank
         self._world_size = world_size
         self._shares = equal_shares(global_batch_size, world_size)
-        self._run_through: RunThrough | None = None
-        self._samples = len(dataset) if hasattr(dataset, "__len__") else None
-        stream: Stream
-        sequences = None
-        if is_iterable(dataset):
-            if lengths is not None:
-                raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
-            dataset = self._run_through = RunThrough(dataset, self._samples)
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        self._run_through = RunThrough(dataset, size) if is_iterable(dataset) else None
+        stream: Stream = Positions()
+        if self._run_through is not None:
+            dataset = self._run_through
             options["collate_fn"] = Sized(dataset, options.get("collate_fn"))
-            stream = Positions()
+        elif size:
+            stream = Permutations(size, seed, shuffle)
         else:
-            if not self._samples:
-                raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
-            stream = Permutations(self._samples, seed, shuffle)
-            if lengths is not None:
-                sequences = Sequences(lengths, cost or SequenceCost(), self._samples)
-        self._sampler = MicrobatchSampler(stream, max_microbatch, sequences)
+            raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
+        self._samples = size
+        self._sampler = MicrobatchSampler(stream, max_microbatch, self._make_sequences(lengths, cost))
         # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
@@ -118,6 +103,8 @@ class Loader:
                 self._fetch()
             first = self._fetch()  # drawing it tells what else there is
         except StopIteration:
+            if not self._sampler.ended:
+                raise RuntimeError("the data set raised StopIteration for a sample that it should have") from None
             return None
         draw, phase.underway = phase.drawn.popleft()
         phase.begun += 1
@@ -240,6 +227,16 @@ class Loader:
     def _phase(self) -> Phase:
         return self._sampler.phase
 
+    def _make_sequences(self, lengths: Lengths | None, cost: SequenceCost | None) -> Sequences | None:
+        if lengths is None:
+            if cost is not None:
+                raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
+            return None
+        if self._run_through is not None:
+            raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
+        assert self._samples is not None
+        return Sequences(lengths, cost or SequenceCost(), self._samples)
+
     def _begin(self, source: Leasing | None) -> None:
         """Another source of samples: what the old one has dealt ahead is of no use any more."""
         self._sampler.phase = Phase(source, self._shares)
@@ -264,3 +261,15 @@ class Loader:
         yield first
         for _ in range(count - 1):
             yield self._fetch()
+
+
+def _check_batches(global_batch_size: int, max_microbatch: int, world_size: int, options: dict[str, Any]) -> None:
+    if global_batch_size < world_size:
+        raise InputError(
+            f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
+        )
+    if max_microbatch < 1:
+        raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")
+    taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
+    if taken:
+        raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")

@@ -123,6 +123,18 @@ def test_an_iterator_is_refused() -> None:
         Loader(iter(range(3)), global_batch_size=8, max_microbatch=2, rank=0, world_size=1)
 
 
+def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence() -> None:
+    class Broken(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, _: int) -> int:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="the data set raised StopIteration"):
+        Loader(Broken(), global_batch_size=8, max_microbatch=2, rank=0, world_size=1).next_step()
+
+
 @pytest.mark.parametrize(
     ("shares", "message"),
     [((4, 4), "2 shares for 3 ranks"), ((4, 4, 1), "sum to 9"), ((8, 0, 0), "at least 1: a rank without samples")],
