@@ -29,10 +29,16 @@ def operator(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  #
 def job(cluster: Cluster, operator: OperatorProcess) -> Iterator[Job]:  # noqa: ARG001  # it serves the job
     """Three workers and a spare that train for as long as the tests want."""
     with scratch_namespace(cluster) as namespace:
-        checkpoint = {"everySteps": 50, "volumeClaimName": "long"}
-        job = Job.apply(
-            cluster, namespace, small_gpt("long", steps=10_000_000, replicas=3, spares=1, checkpoint=checkpoint)
+        body = small_gpt(
+            "long",
+            steps=10_000_000,
+            replicas=3,
+            spares=1,
+            checkpoint={"everySteps": 50, "volumeClaimName": "long"},
+            detection={"stragglerSlowdown": 1.5},  # on two cores anybody is a little slow for a while
+            remediation={"allow": ["RestartRanks", "ReplaceWorker", "Rebalance", "QuarantineNode"]},
         )
+        job = Job.apply(cluster, namespace, body)
         yield job
         job.delete()
 
