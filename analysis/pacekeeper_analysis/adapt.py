@@ -43,6 +43,9 @@ STEPS_BETWEEN = 4
 """Steps that the slowest rank does between two synchronisations at least."""
 ALIKE = 1.05
 """Ranks none of which takes longer than this many times the mean are alike: equal numbers of steps suit them."""
+ENOUGH = 0.5
+"""Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with equal
+ones."""
 AS_GOOD = 1.1
 """A slow rank does not bar the way back where shares mend it to within this many times Local-SGD's steps: less than
 `price.NEARLY`, so that it does not lead away again at once."""
@@ -144,6 +147,19 @@ def ways(
     if not work.knows_samples:
         found = [replace(way, refused=NOT_STEERED) for way in found]
     return _in_order(found, diagnosis.slowdown, threshold)
+
+
+def exact_helps(diagnosis: Diagnosis, found: Sequence[Way]) -> str:
+    """Why a slow rank needs no Local-SGD: what exact training may do, or has done, mends most of it; "": it does not.
+
+    found: the `ways`, refused as far as the job's own policy refuses them, too.
+    """
+    if diagnosis.trouble is not Trouble.COMPUTE or min(diagnosis.window.shares) < 1:
+        return ""
+    exact = (way.slowdown_after for way in found if way.mode is SyncMode.SYNC and not way.refused)
+    left = min(exact, default=diagnosis.slowdown)  # what has been mended stays mended
+    equal = max(diagnosis.slowdown, *diagnosis.rank_slowdown)
+    return "shares mend most of it, and stay exact" if left - 1 <= ENOUGH * (equal - 1) else ""
 
 
 def way_back(

@@ -113,7 +113,10 @@ def _way_to_adapt(windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, t
     found = adapt.diagnose(windows, SLOWDOWN)
     if found is None:
         return Trouble.NONE, None, ()
-    way = next((way for way in adapt.ways(found, threshold=SLOWDOWN) if not way.refused), None)
+    ways = [way for way in adapt.ways(found, threshold=SLOWDOWN) if not way.refused]
+    if adapt.exact_helps(found, ways):
+        ways = [way for way in ways if way.mode is SyncMode.SYNC]
+    way = next(iter(ways), None)
     return found.trouble, way, (f"slowdown {found.slowdown:.2f}: {found.evidence[0]}",)
 
 
