@@ -17,10 +17,6 @@ from pacekeeper_analysis.reports import RankWindow
 FIRST_STEPS_SKIPPED = 5
 """The first steps of a job warm caches and allocators up: the baseline comes after them."""
 
-EARLIER_STEPS = 8
-"""So many of the steps before the rank's share last changed stay in its window: they tell its fixed cost from that of a
-sample."""
-
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -40,7 +36,6 @@ class RankHistory:
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
         self._steps: deque[StepTimes] = deque(maxlen=window_steps)
-        self._earlier: tuple[StepTimes, ...] = ()
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
@@ -76,19 +71,17 @@ class RankHistory:
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
         self._steps.clear()
-        self._earlier = ()
         self._transfers.clear()
 
     def window(self, rank: int, steered: bool = True) -> RankWindow:
         """Of steps in one mode only. `steered`: whether the script has modes."""
-        steps = [*(step for step in self._earlier if step not in self._steps), *self._steps]
         return RankWindow(
             rank=rank,
-            steps=tuple(step.step for step in steps),
-            step_seconds=tuple(step.step_seconds for step in steps),
-            compute_seconds=tuple(step.compute_seconds for step in steps),
-            samples=tuple(step.samples for step in steps),
-            garbage_seconds=tuple(step.garbage_seconds for step in steps),
+            steps=tuple(step.step for step in self._steps),
+            step_seconds=tuple(step.step_seconds for step in self._steps),
+            compute_seconds=tuple(step.compute_seconds for step in self._steps),
+            samples=tuple(step.samples for step in self._steps),
+            garbage_seconds=tuple(step.garbage_seconds for step in self._steps),
             sync_mode=tuple(SyncMode)[self._mode] if steered else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,
@@ -122,9 +115,6 @@ class RankHistory:
         if mode != self._mode:
             self._mode = mode
             self.start_round()
-        is_sync = tuple(SyncMode)[mode] is SyncMode.SYNC
-        if is_sync and self._steps and step.samples != self._steps[-1].samples:
-            self._earlier = tuple(self._steps)[-EARLIER_STEPS:]
         self._steps.append(step)
         self.samples_total += step.samples
         if self._skipped < FIRST_STEPS_SKIPPED:
