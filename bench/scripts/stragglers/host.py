@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -34,6 +35,8 @@ PREIMPORTS = ("torch.distributed", "torch.nn.parallel", "torch.utils.data", "tor
 def main() -> None:
     for name in (*PREIMPORTS, *sys.argv[1:]):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each rank's first full collection would copy all pages of what is imported
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:

@@ -15,11 +15,13 @@ LEAVING_OUT = {"torchft_without_late": "with_torchft:without_late"}
 OURS = {"shares": "with_pacekeeper:shares", "edit": "with_pacekeeper:edit", "aedit": "with_pacekeeper:aedit"}
 ALTERNATE = {"cost_of_sync": "alternate:sync", "cost_of_edit": "alternate:edit"}
 """Not sides of their own: ours in this mode against DDP, in turns."""
+SWITCHES = {"switches": "with_pacekeeper:switches"}
+"""Ours, from one mode to the next."""
 
 SIDES = (*PLAIN, *TORCHFT, *OURS)
 
 
 def find(name: str) -> Side:
-    module, function = {**PLAIN, **TORCHFT, **OURS, **LEAVING_OUT, **ALTERNATE}[name].split(":")
+    module, function = {**PLAIN, **TORCHFT, **OURS, **LEAVING_OUT, **ALTERNATE, **SWITCHES}[name].split(":")
     side: Side = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     return side

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -28,8 +30,22 @@ def aedit(run: Run, place: Place) -> Outcome:
     return train(run, place, SyncMode.ASYNC_EDIT)
 
 
-def train(run: Run, place: Place, mode: SyncMode) -> Outcome:
+def switches(run: Run, place: Place) -> Outcome:
+    """Through all modes and back, live; a quarter of the run in each."""
+    a_quarter = run.steps // 4
+    return train(
+        run,
+        place,
+        SyncMode.SYNC,
+        {a_quarter: SyncMode.EDIT, 2 * a_quarter: SyncMode.ASYNC_EDIT, 3 * a_quarter: SyncMode.SYNC},
+    )
+
+
+def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode] = MappingProxyType({})) -> Outcome:
+    """`changes`: the mode of the plan from the first step on that has this number or a higher one."""
     prepare_runtime(run, place, mode)
+    due = sorted(changes.items(), reverse=True)
+    modes = set()
     pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
     data = SourceCode(run.samples, run.seed)
     job = pk.init(seed=run.seed)
@@ -41,6 +57,9 @@ def train(run: Run, place: Place, mode: SyncMode) -> Outcome:
     periods = Periods(job, pace)
     for step in job.steps(loader, until=run.steps):
         periods.begin_step()
+        modes.add(job.recorder.ring.state.sync_mode)
+        if due and step.number >= due[-1][0]:
+            write_plan(run, place, due.pop()[1], version=2 + len(changes) - len(due))
         for positions, x, y in step.microbatches():
             pace.begin(positions.tolist())
             (loss_sum(replica, x, y) / step.total_weight).backward()
@@ -50,6 +69,8 @@ def train(run: Run, place: Place, mode: SyncMode) -> Outcome:
         if run.snapshot_every and step.due("snapshot", every=run.snapshot_every):
             snapshots.keep(pace.period, model)
     periods.end()
+    if len(modes) != len({mode, *changes.values()}):
+        raise RuntimeError(f"of {[mode, *changes.values()]}, only the modes number {sorted(modes)} were in force")
     return Outcome(pace.diary, periods.weights, snapshots.losses(data) if place.rank == 0 else [])
 
 
@@ -86,14 +107,18 @@ def prepare_runtime(run: Run, place: Place, mode: SyncMode) -> None:
     """The runtime folder as a launcher would have made it: this rank's ring, and the plan, for rank 0 to read."""
     runtime = Runtime(place.folder).make()
     create_ring(runtime.ring(place.rank), place.rank, round_=1)
-    if place.rank == 0:
-        plan = WorkerPlan(
-            version=1,
-            role=Role.MEMBER,
-            sync_mode=mode,
-            sync_every=run.sync_every,
-            sync_seconds=run.sync_seconds or 1.0,
-            shares=run.shares,
-        )
-        write_json(runtime.plan, plan.to_json())
+    write_plan(run, place, mode, version=1)
     os.environ.update(PACEKEEPER_RUNTIME=str(place.folder), PACEKEEPER_ROUND="1")
+
+
+def write_plan(run: Run, place: Place, mode: SyncMode, version: int) -> None:
+    plan = WorkerPlan(
+        version=version,
+        role=Role.MEMBER,
+        sync_mode=mode,
+        sync_every=run.sync_every,
+        sync_seconds=run.sync_seconds or 1.0,
+        shares=run.shares,
+    )
+    if place.rank == 0:
+        write_json(Runtime(place.folder).plan, plan.to_json())
