@@ -36,7 +36,8 @@ WILD = 1.3
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
 ASK_AGAIN_SECONDS = 5.0
-"""Between two requests for evidence: windows move on, and the loss that a dear remedy waits for grows."""
+"""Between two requests for evidence, or a tenth of the time since the first sign: windows move on, and the loss that a
+dear remedy waits for grows."""
 PATIENCE_SECONDS = 20.0
 """So long waits are looked into at least, before they are taken for the job's own way."""
 FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
@@ -93,7 +94,7 @@ def suspect(observation: Observation) -> Draft:
         return _ask(draft, Suspicion(since=now), now) if wanted else draft
     if waits and not slow and _in_vain(observation, suspicion):
         return _give_up(observation)
-    if now - suspicion.asked_at <= ASK_AGAIN_SECONDS:
+    if now - suspicion.asked_at <= max(ASK_AGAIN_SECONDS, 0.1 * (now - suspicion.since)):
         return draft
     if not slow and not waits:
         return _drop(draft)
@@ -239,10 +240,11 @@ def _weigh(
     ]
     best = choose(options).chosen
     broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
-    mended = best is not None and (not broken or best.option.slowdown_after < threshold)
+    after = found.slowdown if best is None else best.option.slowdown_after
+    mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
     if culprit is not None and found.trouble is Trouble.COMPUTE:
-        enough = f"{best.option.remedy} mends it to {best.option.slowdown_after:.2f} ×" if best and mended else ""
+        enough = f"with {best.option.remedy if best else 'its present share'} it costs {after:.2f} ×" if mended else ""
         cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
         spare = replace_option(observation, policy)
         options.append(replace(spare, cost_seconds=cost, refused=enough or spare.refused))

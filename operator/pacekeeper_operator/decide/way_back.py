@@ -18,7 +18,7 @@ ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
 
-TRANSFERS = 4
+TRANSFERS = 3
 """The last synchronisations that count: those of long ago say nothing about the link as it is now."""
 
 

@@ -184,6 +184,7 @@ class TestIntoLocalSgd:
         own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
         thought, _ = looked_into(world, own=own, shares=shares)
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert not any(worker.leaving for worker in thought.draft.state.workers), "nor a spare"
 
     def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
         world = change_members(replace(training(), metrics=WELL), sync_mode="Sync")
