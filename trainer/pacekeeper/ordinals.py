@@ -10,11 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +23,9 @@ from .agreement import Agreed, Agreement, Tally, new_cpu_group
 from .environment import LEFT_WHEN_TOLD
 from .garbage import PlannedCollection
 from .loader import Loader
-from .modes import MODES, Duties, Supply, crossed, joins, mode_from, supply
+from .losses import Losses
+from .modes import MODES, Duties, Supply, crossed, mode_from, supply
+from .pace import Pace
 from .plan_file import PlanFile
 from .progress import Progress
 from .recorder import Recorder
@@ -35,7 +34,6 @@ from .retention import Retention
 from .step import Step
 from .tickets import Tickets
 
-_RECENT_STEPS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +52,6 @@ class Interval:
 
     planned: int | None = None
     """Steps, the same number on all ranks; None: as many as the clock and the samples allow."""
-    began: float = field(default_factory=time.monotonic)
     steps: int = 0
     samples: int = 0
     weight: float = 0.0
@@ -115,14 +112,10 @@ class Ordinals:
         self._step: Step | None = None
         self._ordinal_step = self._asked_from = progress.step
         """Steps of the job at the last ordinal, and at the last one at which every rank could ask what is due."""
-        self._loss = self._loss_weight = 0.0
-        self._loss_taken: Step | None = None
-        self._loss_is_bad = False
-        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._step_began = time.monotonic()
-        self._decision: tuple[dist.Work, torch.Tensor] | None = None
+        self._losses = Losses(recorder)
         self._synchronising = False
         self._replica = _replica_group(rank, replication, agreement)
+        self._pace = Pace(agreement, self._replica)
 
     # The course of a round
 
@@ -133,35 +126,39 @@ class Ordinals:
 
     def next_step(self) -> Step | None:
         """None: no sample is left for this rank up to the next ordinal, which it now comes to."""
-        self._step_began = time.monotonic()
+        self._pace.begin_step()
         drawn = self._recorder.load(self._loader.next_step)
         if drawn is None:
             self._interval.ends = self._interval.done = True
             return None
         self._step = Step(self, self._progress.step + 1, *drawn, self._loader.weight)
         self._state.share = self._step.samples
-        self._begin_decision()
+        if self._supply.leased:
+            self._pace.begin_decision(self._progress.course.sync_seconds)
         return self._step
 
     def complete_step(self) -> None:
         """The optimizer has stepped: from here on the rank knows whether an ordinal follows."""
         step, interval, progress = self._step, self._interval, self._progress
         assert step is not None
-        now = time.monotonic()
-        self._step_seconds.append(now - self._step_began)
+        self._pace.end_step()
         progress.count_step(step.samples)
         self._loader.complete_step()
         interval.steps += 1
         interval.samples += step.samples
         interval.weight += step.batch_weight
-        interval.ends = self._ends_here(now)
+        if interval.planned is None:
+            interval.ends = self._pace.is_up(progress.course.sync_seconds)
+        else:
+            interval.ends = interval.steps >= interval.planned
         self._state.samples = progress.own_samples
         self._recorder.end_step(step.samples)
         self._record_synchronisation()
 
     def pass_boundary(self) -> None:
         """Between two steps: an ordinal, or nothing happens."""
-        self._take_loss()
+        if self._step is not None:
+            self._losses.take(self._step)
         if self._supply.local:
             if self._interval.ends:
                 self._follow(self._meet())
@@ -217,7 +214,8 @@ class Ordinals:
         """In Local-SGD modes; the first time that something at this ordinal asks for it. Collective."""
         interval = self._interval
         if interval.meeting is None:
-            self._take_loss()
+            if self._step is not None:
+                self._losses.take(self._step)
             self._issue()
             self._replication.begin(interval.steps, self._supply.mode is SyncMode.ASYNC_EDIT, interval.weight)
             self._synchronising = True
@@ -283,6 +281,7 @@ class Ordinals:
             self._switch(meeting.supply)
         self._state.sync_mode = self._recorder.mode = MODES.index(self._supply.mode)
         self._interval = Interval(planned=self._planned_steps())
+        self._pace.begin_interval()
         if not self._supply.local:
             self._issue()
 
@@ -322,64 +321,20 @@ class Ordinals:
         ahead = 0 if limit is None else limit + self._progress.origin - self._progress.samples
         self._loader.start_leases(tickets.take, None if limit is None else self._loader.used + ahead)
 
-    # When an interval ends
-
-    def _begin_decision(self) -> None:
-        """The first rank of a replica decides for all of it whether this step is the last before the next ordinal."""
-        if self._replica is None or not self._supply.leased:
-            return
-        step = self._typical_step()
-        elapsed = time.monotonic() - self._interval.began
-        wanted = joins(elapsed, step, self._progress.course.sync_seconds, ahead=step)
-        decision = torch.tensor([float(wanted)])
-        work = dist.broadcast(decision, group_src=0, group=self._replica, async_op=True)
-        assert work is not None
-        self._decision = (work, decision)
-
-    def _ends_here(self, now: float) -> bool:
-        interval = self._interval
-        if interval.planned is not None:
-            return interval.steps >= interval.planned
-        if self._decision is not None:
-            (work, decision), self._decision = self._decision, None
-            self._agreement.wait(work)
-            return bool(decision.item())
-        return joins(now - interval.began, self._typical_step(), self._progress.course.sync_seconds)
-
-    def _typical_step(self) -> float:
-        """Seconds; 0: not known yet."""
-        return median(self._step_seconds) if self._step_seconds else 0.0
-
     # Telling and recording
 
     def _issue(self) -> None:
-        snapshot_every = self._retention.snapshot_interval(self._typical_step()) if self._rank == 0 else 0
+        snapshot_every = self._retention.snapshot_interval(self._pace.step_seconds) if self._rank == 0 else 0
         orders = self._plan.orders(self._progress.course, snapshot_every)
+        loss, weight = self._losses.hand_over()
         tally = Tally(
             leaving=int(self._told_to_leave()),
-            loss=self._loss,
-            weight=self._loss_weight,
+            loss=loss,
+            weight=weight,
             samples=self._interval.samples,
             done=int(self._interval.done),
         )
-        self._loss = self._loss_weight = 0.0
         self._agreement.issue(orders, tally)
-
-    def _take_loss(self) -> None:
-        """Adds the loss of the step that is complete to what the next exchange tells. Once a step."""
-        step = self._step
-        if step is None or step is self._loss_taken or (loss := step.loss_sum) is None:
-            return
-        self._loss_taken = step
-        self._loss += loss
-        self._loss_weight += step.weight
-        mean = loss / step.weight if step.weight else math.nan
-        number, end = self._recorder.step - 1, self._recorder.last_step_end
-        self._state.loss = mean
-        self._recorder.ring.write(Kind.LOSS, end, end, number, Phase.TRAIN, mean)
-        if not math.isfinite(loss) and not self._loss_is_bad:
-            self._loss_is_bad = True
-            self._state.bad_loss_step = number
 
     def _finish_synchronisation(self) -> None:
         self._replication.finish()
