@@ -5,7 +5,8 @@
 
 The best shares minimise the *expected maximum* over ranks of the step time. Under noise that is not the same as shares
 proportional to speed, so the observed distribution of costs is used, not its mean alone. A step costs a rank
-`fixed + per_sample · samples`; the two can only be told apart where its samples varied (`probe` varies them).
+`fixed + per_sample · samples`; the two can only be told apart where its samples varied: the first change of
+shares is the probe.
 """
 
 from __future__ import annotations
@@ -181,38 +182,6 @@ def balance(
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
-
-
-def probe(
-    current: tuple[int, ...],
-    compute_seconds: npt.ArrayLike,
-    *,
-    part: float = 0.1,
-    minimum: int = 1,
-    maximum: int | None = None,
-) -> tuple[int, ...]:
-    """Shares that differ a little from the present ones, for as many ranks as possible, so that `fit` can tell.
-
-    Slower ranks give to faster ones, about `part` of their share and a sample at least: where ranks differ that is a
-    step towards the remedy. The sum is kept; who has no room keeps its share. compute_seconds: (steps, ranks).
-    """
-    seconds = np.asarray(compute_seconds, dtype=np.float64)
-    if seconds.ndim != 2 or seconds.shape[1] != len(current):
-        raise InputError(f"compute_seconds has shape {seconds.shape}; {len(current)} shares need [steps, ranks]")
-    ceiling = sum(current) if maximum is None else maximum
-    shares = list(current)
-    ranks = [int(rank) for rank in np.argsort(-np.median(seconds, axis=0), kind="stable")]
-    amount = max(1, round(part * min(current)))
-    while len(ranks) >= 2:
-        giver = ranks.pop(0)
-        takers = [ranks.pop()] if len(ranks) != 2 else [ranks.pop(), ranks.pop()]  # of an odd number two must share
-        takers = [taker for taker in takers if shares[taker] + amount <= ceiling]
-        while takers and shares[giver] - amount * len(takers) < minimum:
-            takers.pop()
-        for taker in takers:
-            shares[giver] -= amount
-            shares[taker] += amount
-    return tuple(shares)
 
 
 def equal(total: int, ranks: int) -> tuple[int, ...]:

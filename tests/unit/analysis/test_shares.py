@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.shares import balance, equal, fit, fit_each, probe, rebalance
+from pacekeeper_analysis.shares import balance, equal, fit, fit_each, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -164,38 +164,6 @@ def test_shares_that_cannot_help_are_seen_once_the_fixed_part_is_known() -> None
     tried = np.repeat([[8, 8, 8, 8], [9, 9, 9, 5]], 16, axis=0)
     found = rebalance(steps_of(tried, fixed, per_sample), tried)
     assert not found.worthwhile
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 64])
-def test_a_probe_varies_every_rank_a_little_and_costs_little(ranks: int) -> None:
-    random = np.random.default_rng(ranks)
-    current = (20,) * ranks
-    cost = random.uniform(0.8, 1.6, ranks)
-    seconds = np.tile(20 * cost, (8, 1))
-    shares = probe(current, seconds)
-    assert sum(shares) == sum(current)
-    assert all(shares[rank] != 20 for rank in range(ranks)), "every rank's share must vary"
-    assert all(abs(share - 20) <= 4 for share in shares)
-    assert (cost * np.array(shares)).max() <= (20 * cost).max() * 1.1
-    assert shares == probe(current, seconds)
-
-
-def test_a_probe_makes_the_fit_possible() -> None:
-    before = np.full((32, 4), 10)
-    after = np.tile(probe((10,) * 4, steps_of(before, FIXED, PER_SAMPLE)), (32, 1))
-    samples = np.concatenate([before, after])
-    costs = fit(steps_of(samples, FIXED, PER_SAMPLE, noise=0.01), samples)
-    assert costs.identified.all()
-    assert costs.fixed == pytest.approx(FIXED, abs=1.0)
-
-
-def test_a_probe_stays_within_its_bounds() -> None:
-    seconds = np.tile([9.0, 1.0, 1.0, 1.0], (8, 1))
-    assert probe((8, 8, 8, 8), seconds, maximum=8) == (8, 8, 8, 8)
-    assert probe((8, 8, 8, 8), seconds, minimum=8) == (8, 8, 8, 8)
-    assert probe((8,), np.ones((4, 1))) == (8,)
-    with pytest.raises(InputError, match=r"4 shares need \[steps, ranks\]"):
-        probe((8, 8, 8, 8), np.ones((8, 3)))
 
 
 @pytest.mark.parametrize("ranks", [4, 16, 48])
