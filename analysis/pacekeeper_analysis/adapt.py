@@ -170,6 +170,7 @@ def way_back(
     global_batch: int = 0,
     smallest_share: int = 1,
     largest_share: int | None = None,
+    usual: Mapping[Trouble, float] | None = None,
 ) -> Way | None:
     """Synchronous SGD again, where the trouble that led to a Local-SGD mode is over; None: stay.
 
@@ -177,7 +178,8 @@ def way_back(
     together are put together from the steps that each did alone, and judged as synchronous ones are. trouble: that led
     here; its S has to fall below half of the threshold's excess (1.05 for 1.1), any other only below the threshold;
     NONE: every one below half. A rank that stays slow does not matter where shares mend it nearly as well.
-    global_batch: samples of a synchronous step; 0: as many as the ranks' local batches together.
+    global_batch: samples of a synchronous step; 0: as many as the ranks' local batches together. usual: S of troubles
+    that are none below it, because the job, or the machines that it shares, have always had them.
     """
     window = as_if_synchronous(windows, global_batch)
     work = None if window is None else Work.of(window, threshold)
@@ -191,6 +193,7 @@ def way_back(
     found = _judge(work, threshold)
     lower = 1.0 + (threshold - 1.0) / 2
     limits = {each: lower if trouble in {each, Trouble.NONE} else threshold for each in found.effects}
+    limits |= {each: max(limits[each], s) for each, s in (usual or {}).items()}
     (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
     mended_seconds = found.step_seconds / found.effects[Trouble.COMPUTE]
     if found.step_seconds <= AS_GOOD * max(by_clock.step_seconds, mended_seconds):

@@ -8,7 +8,6 @@ dearer remedies, and one is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,9 +27,6 @@ from .pricing import SPARE_SECONDS, replace_option, written
 SYNC = SyncMode.SYNC
 BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
-ENOUGH = 0.5
-"""Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with
-equal ones."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
@@ -233,11 +229,12 @@ def _weigh(
         ),
         mended=threshold,
     )
-    ways = adapt.ways(found, threshold=threshold)
-    exact = _exact_helps(found, [way for way in ways if not _refusal(observation, policy, found, way)])
-    options = [
-        way.option(_refusal(observation, policy, found, way) or (exact if way.mode is not SYNC else "")) for way in ways
+    ways = [
+        replace(way, refused=way.refused or _refusal(observation, policy, found, way))
+        for way in adapt.ways(found, threshold=threshold)
     ]
+    exact = adapt.exact_helps(found, ways)
+    options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
     best = choose(options).chosen
     broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     after = found.slowdown if best is None else best.option.slowdown_after
@@ -252,16 +249,6 @@ def _weigh(
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False, disruption=True))
     choice = choose(options)
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
-
-
-def _exact_helps(found: Diagnosis, ways: Sequence[Way]) -> str:
-    """Why a slow rank needs no Local-SGD: an exact way to train mends most of it; "": there is none."""
-    if found.trouble is not Trouble.COMPUTE:
-        return ""
-    present = found.slowdown if min(found.window.shares) > 0 else math.inf  # what has been mended stays mended
-    after = min((way.slowdown_after for way in ways if way.mode is SYNC and not way.refused), default=present)
-    equal = max((found.slowdown, *found.rank_slowdown))
-    return "shares mend most of it, and stay exact" if after - 1 <= ENOUGH * (equal - 1) else ""
 
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pacekeeper_analysis import adapt
+from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import Stop, SyncMode
 
 from .. import modes
 from ..api import Remedy
 from ..observation import Observation, Policy
 from ..state import Adaptation, Draft
-from .straggler import steady
+from .straggler import WILD, steady
 
 ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
 """Between two questions: a tenth of the time that the mode has been in force, within these."""
@@ -47,6 +48,7 @@ def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> 
         threshold=observation.job.spec.detection.straggler_slowdown,
         trouble=adaptation.trouble,
         global_batch=observation.global_batch,
+        usual={Trouble.VOLATILE: 1 + (WILD - 1) / 2 if adaptation.trouble is Trouble.VOLATILE else WILD},
     )
     over = 0 if way is None else adaptation.over + 1
     if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):

@@ -397,6 +397,14 @@ def test_what_led_here_must_fall_further_than_the_threshold() -> None:
     assert adapt.way_back(given, threshold=1.06, trouble=Trouble.VOLATILE) is None
 
 
+def test_what_a_job_has_always_had_does_not_keep_it() -> None:
+    """A slowdown of about 1.12 by ranks that come and go."""
+    given = local(3, slow=2.0, often=0.1)
+    assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMPUTE) is None
+    usual = {Trouble.VOLATILE: 1.3}
+    assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMPUTE, usual=usual) is not None
+
+
 def test_back_with_shares_that_fit_a_rank_that_stays_slow() -> None:
     fine = [replace(window, samples=(32,) * STEPS) for window in local(4, rank_3=1.3)]
     way = adapt.way_back(fine, threshold=THRESHOLD, trouble=Trouble.VOLATILE)
