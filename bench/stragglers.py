@@ -31,7 +31,7 @@ from bench.scripts.stragglers.draws import Scenario, draw_costs
 from bench.scripts.stragglers.hosts import Hosts, hosts, say
 from bench.scripts.stragglers.links import Network, network
 from bench.scripts.stragglers.run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Run
-from bench.scripts.stragglers.sides import ALTERNATE, LEAVING_OUT, OURS, SIDES, TORCHFT
+from bench.scripts.stragglers.sides import ALTERNATE, EVERY_STEP, LEAVING_OUT, OURS, SIDES, TORCHFT
 from pacekeeper_analysis.shares import balance
 
 
@@ -45,7 +45,8 @@ class Sizes:
     sync_every: int
     """Local steps; by the clock, what so many take an undisturbed rank."""
     periods: int
-    """Of `sync_every` global batches in a run that measures throughput; the first one is left out."""
+    """Of `sync_every` global batches in a run that measures throughput; the first one is left out. Of sides that
+    synchronise in each step one will do: its first half is left out."""
     loss_sync_every: int
     loss_periods: int
     learning_rates: tuple[float, ...]
@@ -62,6 +63,10 @@ LOSS_UNIT_SECONDS = 0.008
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
 LINK = "16mbit"
 """The slow one's: DDP's all-reduces of a step (330 KB over it, both ways) take longer than the step then."""
+MADE = (
+    "a sample's cost is drawn by a generator keyed by (rank, sample), since in A-EDiT the race decides who takes which "
+    "sample; it is slept away but for the real work (compute_share)"
+)
 SWITCH_EVERY = 8
 """Steps between two synchronisations in the run that switches; half as many as in each mode."""
 RUN_TIMEOUT = 600.0
@@ -91,11 +96,8 @@ def main() -> None:
     result[Scenario.NONE]["cost_against_ddp"] = cost
     stall = {"median": statistics.median(stalls), "longest": max(stalls)}
     result |= {"switch_stall_steps": stall, "overlap_hidden": overlap["overlap_hidden"], "loss": loss}
-    print(
-        json.dumps(
-            {"bench": "stragglers", **result, "holds": holds(result), "failed_runs": failures, "sizes": asdict(SIZES)}
-        )
-    )
+    result |= {"holds": holds(result), "failed_runs": failures, "made": MADE, "sizes": asdict(SIZES)}
+    print(json.dumps({"bench": "stragglers", **result}))
 
 
 def turns(repeat: int, scenario: Scenario) -> list[str]:
@@ -127,7 +129,7 @@ class Measured:
 
 
 def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: int, links: Network | None) -> Measured:
-    steps = SIZES.periods * SIZES.sync_every
+    steps = SIZES.sync_every * (1 if side in EVERY_STEP else SIZES.periods)
     run = Run(
         side,
         scenario,

@@ -18,6 +18,8 @@ ALTERNATE = {"cost_of_sync": "alternate:sync", "cost_of_edit": "alternate:edit"}
 SWITCHES = {"switches": "with_pacekeeper:switches"}
 """Ours, from one mode to the next."""
 
+EVERY_STEP = ("ddp", "shares")
+"""Synchronise in each step."""
 SIDES = (*PLAIN, *TORCHFT, *OURS)
 
 

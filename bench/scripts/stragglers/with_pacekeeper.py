@@ -45,7 +45,7 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
     """`changes`: the mode of the plan from the first step on that has this number or a higher one."""
     prepare_runtime(run, place, mode)
     due = sorted(changes.items(), reverse=True)
-    modes = set()
+    modes: set[SyncMode] = set()
     pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
     data = SourceCode(run.samples, run.seed)
     job = pk.init(seed=run.seed)
@@ -57,7 +57,7 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
     periods = Periods(job, pace)
     for step in job.steps(loader, until=run.steps):
         periods.begin_step()
-        modes.add(job.recorder.ring.state.sync_mode)
+        modes.add(tuple(SyncMode)[job.recorder.ring.state.sync_mode])
         if due and step.number >= due[-1][0]:
             write_plan(run, place, due.pop()[1], version=2 + len(changes) - len(due))
         for positions, x, y in step.microbatches():
@@ -69,8 +69,8 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
         if run.snapshot_every and step.due("snapshot", every=run.snapshot_every):
             snapshots.keep(pace.period, model)
     periods.end()
-    if len(modes) != len({mode, *changes.values()}):
-        raise RuntimeError(f"of {[mode, *changes.values()]}, only the modes number {sorted(modes)} were in force")
+    if never := {mode, *changes.values()} - modes:
+        raise RuntimeError(f"{', '.join(never)} was never in force")
     return Outcome(pace.diary, periods.weights, snapshots.losses(data) if place.rank == 0 else [])
 
 
