@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,6 +115,8 @@ class Ordinals:
         """Steps of the job at the last ordinal, and at the last one at which every rank could ask what is due."""
         self._losses = Losses(recorder)
         self._synchronising = False
+        self._exposed_seconds = 0.0
+        """What it took last to complete a synchronisation at once, with no forward pass to hide it."""
         self._replica = _replica_group(rank, replication, agreement)
         self._pace = Pace(agreement, self._replica)
 
@@ -324,7 +327,10 @@ class Ordinals:
     # Telling and recording
 
     def _issue(self) -> None:
-        snapshot_every = self._retention.snapshot_interval(self._pace.step_seconds) if self._rank == 0 else 0
+        snapshot_every = 0
+        if self._rank == 0:
+            exposed = self._exposed_seconds if self._supply.local else 0.0
+            snapshot_every = self._retention.snapshot_interval(self._pace.step_seconds, exposed)
         orders = self._plan.orders(self._progress.course, snapshot_every)
         loss, weight = self._losses.hand_over()
         tally = Tally(
@@ -337,7 +343,11 @@ class Ordinals:
         self._agreement.issue(orders, tally)
 
     def _finish_synchronisation(self) -> None:
+        if not self._synchronising:
+            return
+        began = time.monotonic()
         self._replication.finish()
+        self._exposed_seconds = time.monotonic() - began
         self._record_synchronisation()
 
     def _record_synchronisation(self) -> None:

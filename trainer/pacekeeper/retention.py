@@ -51,13 +51,16 @@ class Retention:
         """Whether one is due at the ordinal after step `after`, when the ordinal before was after step `before`."""
         return after > self._checkpointed and crossed(before, after, self._checkpoint_every)
 
-    def snapshot_interval(self, step_seconds: float) -> int:
-        """Rank 0's word on how often to take snapshots; 0: never."""
+    def snapshot_interval(self, step_seconds: float, exposed_seconds: float) -> int:
+        """Rank 0's word on how often to take snapshots; 0: never.
+
+        exposed_seconds: that a snapshot costs beside its own time.
+        """
         if not self._keeper.can_snapshot:
             return 0
         if self._snapshot_every is not None:
             return self._snapshot_every
-        return interval(self._keeper.snapshot_seconds, step_seconds)
+        return interval(self._keeper.snapshot_seconds + exposed_seconds, step_seconds)
 
     def checkpoint(self) -> None:
         """Of the present state, unless there is one; it is published in the background. Collective."""
