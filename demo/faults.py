@@ -21,7 +21,7 @@ class Relief:
     name: str
     how: str
     relieve: Callable[[], str]  # ends the fault and returns what was done, in words
-    timeout: float = 90.0
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)
