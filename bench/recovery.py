@@ -83,7 +83,7 @@ def main() -> None:
 
 def measure(side: Side) -> None:
     """One run: start, kill a rank in the midst of it, wait for the next step of all ranks."""
-    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
     log = (folder / "log").open("wb")
     ranks = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment = {**os.environ, **ranks, **side.environment}

@@ -47,7 +47,7 @@ def main() -> None:
 
 def perform(run: Run, timeout: float) -> Any:
     """The ranks' outcomes as JSON, or an error."""
-    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
     ports = free_ports(RANKS + 1)
     places = [Place(rank, ports, folder) for rank in range(RANKS)]
     children = [fork(run, place) for place in places]
