@@ -1,7 +1,7 @@
 """What ours costs where nothing is wrong: blocks of steps with DDP and with ours in turn, in the same processes.
 
 DDP is as plain as can be: while it has its turn, what our watching replaces in torch is as it was before, and its
-process group is not watched.
+process group is not watched. Both fetch their samples with a DataLoader, as scripts do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import pacekeeper as pk
 from bench.overhead import restore_functions, saved_functions
@@ -85,10 +86,9 @@ def plain_steps(run: Run, place: Place, group: dist.ProcessGroup, data: SourceCo
     model = GPT(pace)
     replica = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
-    for step in range(run.steps):
-        positions = local_batch(step, place.rank)
-        x, y = data.batch(positions)
-        pace.begin(positions)
+    batches = [list(local_batch(step, place.rank)) for step in range(run.steps)]
+    for positions, x, y in DataLoader(data, batch_sampler=batches):
+        pace.begin(positions.tolist())
         (loss_sum(replica, x, y) / LOCAL_BATCH).backward()
         optimizer.step()
         optimizer.zero_grad()
