@@ -22,6 +22,10 @@ ANSWERS = 2
 TRANSFERS = 3
 """The last synchronisations that count: those of long ago say nothing about the link as it is now."""
 
+MORE_THAN_A_STEP = 1.3
+"""A synchronisation does more than the all-reduce of a step, so the S that is reckoned from its time is too high by
+about this. A link that is still a little slow brings the mode back, and each such return doubles the time it stays."""
+
 
 def step(observation: Observation, policy: Policy) -> Draft:
     """The draft with the next question, or in mode Sync again."""
@@ -48,7 +52,10 @@ def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> 
         threshold=observation.job.spec.detection.straggler_slowdown,
         trouble=adaptation.trouble,
         global_batch=observation.global_batch,
-        usual={Trouble.VOLATILE: 1 + (WILD - 1) / 2 if adaptation.trouble is Trouble.VOLATILE else WILD},
+        usual={
+            Trouble.VOLATILE: 1 + (WILD - 1) / 2 if adaptation.trouble is Trouble.VOLATILE else WILD,
+            Trouble.COMMUNICATION: MORE_THAN_A_STEP,
+        },
     )
     over = 0 if way is None else adaptation.over + 1
     if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):

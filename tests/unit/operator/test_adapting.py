@@ -289,6 +289,14 @@ class TestBack:
         assert state.adaptation is None
         assert "synchronous step" in state.mode_reason
 
+    @pytest.mark.parametrize(("transfer", "mode"), [(0.08, SyncMode.SYNC), (0.15, SyncMode.ASYNC_EDIT)])
+    def test_a_synchronisation_takes_longer_than_a_step_all_reduces(self, transfer: float, mode: SyncMode) -> None:
+        thought, world = in_local_mode()
+        world = replace(world, now=world.now + HOLD_SECONDS, metrics=WELL)
+        for _ in range(2):
+            thought, world = self.look(thought, world, transfer=transfer)
+        assert thought.draft.plan.sync_mode is mode
+
     def test_only_the_last_synchronisations_count(self) -> None:
         """Of a link that was slow for long."""
         thought, world = in_local_mode()
