@@ -23,7 +23,9 @@ class Kind(IntEnum):
     PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
     GARBAGE = 6  # a Python garbage collection
     LOSS = 7  # value = the training loss of the step, as this rank saw it
-    SYNCHRONISATION = 8  # of a Local-SGD mode; start = this rank came, end = its parameters are the common ones
+    # Of a Local-SGD mode; start = this rank came, end = its parameters are the common ones, with a forward pass in
+    # between that hides most of it; value = seconds that it held this rank up.
+    SYNCHRONISATION = 8
 
 
 class Phase(IntEnum):

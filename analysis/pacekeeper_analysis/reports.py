@@ -127,7 +127,7 @@ class RankWindow:
     garbage_seconds: tuple[float, ...] = ()  # of each step; (): not recorded
     weight: tuple[float, ...] = ()  # cost units of each step's samples (sequence lengths, say); (): not known
     sync_mode: str = ""  # a plan.SyncMode, in force during the whole window
-    transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: this rank's seconds inside
+    transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: float = 0.0  # median time of the job's first steady steps as seen here; 0: not known
 
 

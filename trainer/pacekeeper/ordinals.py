@@ -357,9 +357,10 @@ class Ordinals:
             return
         self._synchronising = False
         start, end = min(one.started_ns for one in newest), max(one.ended_ns for one in newest)
+        waited = sum(one.waited_ns for one in newest) * 1e-9
         nbytes = sum(one.nbytes for one in newest)
         self._recorder.ring.write(
-            Kind.SYNCHRONISATION, start, end, self._progress.ordinal_step, Phase.TRAIN, nbytes=nbytes
+            Kind.SYNCHRONISATION, start, end, self._progress.ordinal_step, Phase.TRAIN, waited, nbytes=nbytes
         )
 
     def _start_sum(self, weight: float, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:

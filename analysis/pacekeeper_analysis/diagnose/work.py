@@ -12,8 +12,9 @@ from .. import shares
 from ..reports import RankWindow
 from .straggler import MINIMAL_STEPS, PERSISTENT, Window, baseline, peers_median
 
-HIDDEN = 0.5
-"""Part of a step's own work that hides a transfer: most of a backward pass, which is two thirds of the work."""
+HIDDEN = 0.33
+"""Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
+pass (two thirds of the work) instead of a forward pass (one third)."""
 EXCEPTIONAL = 0.1
 """Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
 DRAWS = 256

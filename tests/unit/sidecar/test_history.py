@@ -77,9 +77,9 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
     assert ranks.evidence("e1", "w", 2).windows[0].rank == 5
 
 
-def event(kind: Kind, milliseconds: int) -> NDArray[np.void]:
+def event(kind: Kind, milliseconds: int, value: float = 0.0) -> NDArray[np.void]:
     row = np.zeros(1, RECORD)
-    row["kind"], row["end_ns"] = kind, milliseconds * 1_000_000
+    row["kind"], row["end_ns"], row["value"] = kind, milliseconds * 1_000_000, value
     return row
 
 
@@ -89,7 +89,7 @@ def test_a_window_holds_steps_of_one_mode_only() -> None:
     assert history.window(0).sync_mode == "Sync"
     rows = [
         records(range(6, 9), 80, 60, mode=2),
-        event(Kind.SYNCHRONISATION, 30),
+        event(Kind.SYNCHRONISATION, 80, value=0.03),  # the rest is hidden by the forward pass
         records(range(9, 10), 80, 60, mode=2),
     ]
     history.add(np.concatenate(rows))

@@ -60,7 +60,7 @@ class RankHistory:
                 self._garbage += seconds
                 self.garbage_seconds_total += seconds
             elif record["kind"] == Kind.SYNCHRONISATION:
-                self._transfers.append(seconds)
+                self._transfers.append(float(record["value"]))
             else:
                 garbage, self._garbage = self._garbage, 0.0
                 if record["phase"] == Phase.TRAIN:
@@ -103,7 +103,7 @@ class RankHistory:
 
     @property
     def synchronisation_seconds(self) -> float | None:
-        """Mean time of a synchronisation in Local-SGD modes, from when the rank came; None: there was none."""
+        """Mean time that a synchronisation in Local-SGD modes held the rank up; None: there was none."""
         return _mean(self._transfers)
 
     @property

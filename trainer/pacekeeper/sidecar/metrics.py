@@ -34,7 +34,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
         lambda rank: None if rank.state["sync_mode"] < 0 else float(rank.state["sync_mode"]),
     ),
     "synchronisation_seconds": (
-        "Mean time of a synchronisation in Local-SGD modes, from when the rank came.",
+        "Mean time that a synchronisation in Local-SGD modes held the rank up.",
         lambda rank: rank.history.synchronisation_seconds,
     ),
     "share": ("Samples of this rank in a step.", lambda rank: float(rank.state["share"]) or None),
