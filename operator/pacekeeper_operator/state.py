@@ -89,6 +89,7 @@ class Suspicion:
     """A straggler that is being looked into."""
 
     since: float
+    step_seconds: float = 0.0  # of the job at that time; 0: not known
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
     shown: Trouble | None = None  # by the answer before

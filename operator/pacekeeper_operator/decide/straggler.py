@@ -87,9 +87,12 @@ def suspect(observation: Observation) -> Draft:
     slow, waits = _slow(observation), _waits(observation) or _shares_outlived(observation)
     if suspicion is None:
         wanted = (slow and not _tolerated(observation)) or (waits and not _held(observation))
-        return _ask(draft, Suspicion(since=now), now) if wanted else draft
-    if waits and not slow and _in_vain(observation, suspicion):
-        return _give_up(observation)
+        return _ask(draft, Suspicion(since=now, step_seconds=observation.step_seconds), now) if wanted else draft
+    if waits and not slow:
+        if observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown:
+            suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
+        elif _in_vain(observation, suspicion):
+            return _give_up(observation, suspicion.step_seconds)
     if now - suspicion.asked_at <= max(ASK_AGAIN_SECONDS, 0.1 * (now - suspicion.since)):
         return draft
     if not slow and not waits:
@@ -154,13 +157,15 @@ def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
 
 def left_alone(observation: Observation) -> Draft:
     """After trouble was written down without a remedy being applied: it is not looked into at once again."""
-    return _give_up(observation).with_state(tolerated_pace=observation.metrics.pace or 0.0)
+    given_up = _give_up(observation, observation.step_seconds)
+    return given_up.with_state(tolerated_pace=observation.metrics.pace or 0.0)
 
 
-def _give_up(observation: Observation) -> Draft:
+def _give_up(observation: Observation, step_seconds: float) -> Draft:
+    """`step_seconds`: that were looked into; longer ones are news."""
     before = observation.state.vain
     hold = FIRST_HOLD_SECONDS if before is None else min(2 * before.hold, LONGEST_HOLD_SECONDS)
-    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, observation.step_seconds))
+    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, step_seconds))
 
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:

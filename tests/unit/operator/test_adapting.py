@@ -222,6 +222,16 @@ class TestLookingInVain:
         world = later(thought, world, 15.0, evidence=windows(thought.draft.plan.evidence_request, exposed=0.25))
         assert think(world, policy()).draft.plan.sync_mode is SyncMode.ASYNC_EDIT
 
+    def test_steps_that_grow_while_it_is_looked_into_are_news(self) -> None:
+        """They must not be taken for what was found to be nothing."""
+        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
+        world = later(think(world, policy()), world, 30.0, metrics=SLOW_LINK)
+        thought = think(world, policy())
+        assert thought.draft.state.vain is None
+        assert thought.draft.plan.evidence_request
+        assert thought.draft.state.suspicion is not None
+        assert thought.draft.state.suspicion.since == world.now
+
     def test_it_is_looked_into_again_at_once_when_its_steps_grow(self) -> None:
         thought, world = self.vain()
         worse = later(thought, world, 5.0, metrics=SLOW_LINK)
