@@ -34,6 +34,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
         install(view)
         started = time.time()
         with the_job(view):
+            begun = first_step(view)
             outcomes = []
             for fault in faults:
                 steady(view)
@@ -48,7 +49,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
                 phase=last.phase,
                 steps=last.step,
                 seconds=time.time() - started,
-                **curves(started),
+                **curves(started, begun),
             )
         write(report, out)
     view.finish()
@@ -85,6 +86,17 @@ def clean_up() -> None:
 
 _made: list[Fault] = []
 """Faults made so far whose traces outlast the job: what `clean_up` undoes, also when the demo is interrupted."""
+
+
+def first_step(view: View) -> float:
+    """Wait until the job trains; returns when that was. Before, Prometheus may still answer with an earlier job's."""
+
+    def trains() -> bool:
+        now = watch(view)
+        return now is not None and now.phase == "Running"
+
+    kube.wait_for(trains, STEADY_SECONDS, "the first step")
+    return time.time()
 
 
 def steady(view: View) -> None:
@@ -221,18 +233,23 @@ def watch(view: View) -> Job | None:
     return now
 
 
-def curves(started: float) -> dict[str, Any]:
+def curves(started: float, begun: float) -> dict[str, Any]:
+    """In seconds since `started`, from `begun` on, when the job first trained."""
     end = time.time()
-    loss = kube.curve(f"avg(pacekeeper_rank_loss{_SELECTOR})", started, end)
+
+    def curve(expression: str) -> list[tuple[float, float]]:
+        return [(at, value) for at, value in kube.curve(expression, started, end) if started + at >= begun]
+
+    loss = curve(f"avg(pacekeeper_rank_loss{_SELECTOR})")
     slowdown = f"max(pacekeeper_rank_compute_seconds{_SELECTOR}) / avg(pacekeeper_rank_compute_seconds{_SELECTOR})"
     return {
         "loss_before": loss[0][1] if loss else None,
         "loss_after": loss[-1][1] if loss else None,
         "curves": {
             "Training loss (nats a byte)": loss,
-            "Step time (s)": kube.curve(f"avg({_STEP})", started, end),
-            "Samples a second": kube.curve(f"sum({_SHARE} / {_STEP})", started, end),
-            "Slowdown (slowest rank's work over the mean)": kube.curve(slowdown, started, end),
+            "Step time (s)": curve(f"avg({_STEP})"),
+            "Samples a second": curve(f"sum({_SHARE} / {_STEP})"),
+            "Slowdown (slowest rank's work over the mean)": curve(slowdown),
         },
     }
 
