@@ -35,9 +35,12 @@ def resources(cluster: Cluster) -> Iterator[None]:
 
 
 def _scale_operator(cluster: Cluster, replicas: int) -> None:
+    """Until so many pods are there: one that still ends itself would answer, too."""
+    labels = cluster.get("deployment", RELEASE, SYSTEM)["spec"]["selector"]["matchLabels"]
+    selector = ",".join(f"{name}={value}" for name, value in labels.items())
     cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
     wait_for(
-        lambda: cluster.get("deployment", RELEASE, SYSTEM)["status"].get("replicas", 0) == replicas or None,
-        timeout=60,
+        lambda: len(cluster.list("pod", SYSTEM, selector)) == replicas,
+        timeout=90,
         what=f"operator at {replicas} replicas",
     )
