@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cluster import cluster, namespace
+from tests.support.operator_process import operator_process
 from tests.support.operator_release import operator
 from tests.support.resources import resources
 
-__all__ = ["cluster", "namespace", "operator", "resources"]
+__all__ = ["cluster", "namespace", "operator", "operator_process", "resources"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from testcluster import api, faults
 from tests.support.cluster import Cluster, scratch_namespace
 from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess, log_file, running
+from tests.support.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -22,15 +22,7 @@ SLOWDOWN = 1.5
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
-    if not cluster.is_testcluster:
-        pytest.skip("links are slowed on the test cluster's machine")
-    with running(cluster, log_file()) as operator:
-        yield operator
-
-
-@pytest.fixture(scope="module")
-def job(cluster: Cluster, operator: OperatorProcess) -> Iterator[Job]:  # noqa: ARG001  # it serves the job
+def job(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[Job]:  # noqa: ARG001  # it serves the job
     """Three workers that train for as long as the tests want."""
     with scratch_namespace(cluster) as namespace:
         body = paced(

@@ -12,21 +12,13 @@ import pytest
 from testcluster import faults
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 from tests.support.jobs import Job, small_gpt
-from tests.support.operator_process import OperatorProcess, log_file, running
+from tests.support.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
-    if not cluster.is_testcluster:
-        pytest.skip("faults are made on the test cluster's machine")
-    with running(cluster, log_file()) as operator:
-        yield operator
-
-
-@pytest.fixture(scope="module")
-def job(cluster: Cluster, operator: OperatorProcess) -> Iterator[Job]:  # noqa: ARG001  # it serves the job
+def job(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[Job]:  # noqa: ARG001  # it serves the job
     """Three workers and a spare that train for as long as the tests want."""
     with scratch_namespace(cluster) as namespace:
         body = small_gpt(
@@ -155,20 +147,20 @@ def test_a_lost_node_is_left_within_seconds_and_quarantined(calm: Job, cluster: 
 
 @pytest.mark.parametrize("writes", [1, 2, 3, 4, 5, 6])
 def test_an_operator_that_dies_in_a_recovery_loses_and_repeats_nothing(
-    calm: Job, operator: OperatorProcess, writes: int
+    calm: Job, operator_process: OperatorProcess, writes: int
 ) -> None:
     """It ends itself right after its n-th write since the fault; the next one goes on."""
     known, lost = calm.incident_names(), calm.worker(0)
     membership = calm.plan()["membership"]
     names = {pod["metadata"]["name"] for pod in calm.pods()}
-    operator.kill()
-    operator.start(dies_after=writes)
+    operator_process.kill()
+    operator_process.start(dies_after=writes)
     calm.cluster.kubectl("delete", "pod", lost, "-n", calm.namespace, "--wait=false")
     try:
-        operator.wait_for_death()
+        operator_process.wait_for_death()
     except subprocess.TimeoutExpired:
-        operator.kill()  # the whole recovery took fewer writes
-    operator.start()
+        operator_process.kill()  # the whole recovery took fewer writes
+    operator_process.start()
     incident = calm.until_over("worker-lost", known)
     status_of(incident)
     calm.until_calm(spares=1)

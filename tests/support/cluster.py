@@ -63,15 +63,25 @@ class Cluster:
         return items
 
 
-def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
-    """The first answer of `condition` that counts as true; the test fails if there is none within `timeout` seconds."""
+def wait_for(
+    condition: Callable[[], Value | None],
+    timeout: float,
+    what: str,
+    *,
+    situation: Callable[[], str] | None = None,
+    pause: float = 0.1,
+) -> Value:
+    """The first answer of `condition` that counts as true; the test fails if there is none within `timeout` seconds.
+
+    situation: says then how things stand. pause: seconds between two looks.
+    """
     deadline = time.monotonic() + timeout
     while True:
         if answer := condition():
             return answer
         if time.monotonic() > deadline:
-            pytest.fail(f"{what}: not within {timeout:.0f} s")
-        time.sleep(0.1)
+            pytest.fail(f"{what}: not within {timeout:.0f} s" + (f"; {situation()}" if situation else ""))
+        time.sleep(pause)
 
 
 @pytest.fixture(scope="session")

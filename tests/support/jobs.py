@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import pytest
 from testcluster import api, faults
 from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
 from testcluster.settings import VOLUMES
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, wait_for
 
 Value = TypeVar("Value")
 
@@ -224,13 +223,7 @@ class Job:
 
     def until(self, condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
         """The first answer that counts as true; the test fails if there is none within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            if answer := condition():
-                return answer
-            if time.monotonic() > deadline:
-                pytest.fail(f"{what}: not within {timeout:.0f} s; {self._in_words()}")
-            time.sleep(0.2)
+        return wait_for(condition, timeout, what, situation=self._in_words, pause=0.2)
 
     def until_phase(self, *phases: str, timeout: float = 60) -> None:
         """It fails at once where the job has ended otherwise."""

@@ -12,9 +12,10 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from testcluster.settings import HOST_ADDRESS, PROMETHEUS_URL
 from tests.support.chart import REPOSITORY, SYSTEM
@@ -80,10 +81,13 @@ class OperatorProcess:
         self.process.wait(timeout=90)
 
 
-@contextmanager
-def running(cluster: Cluster, log: Path) -> Iterator[OperatorProcess]:
+@pytest.fixture(scope="module")
+def operator_process(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
+    """It serves a module's jobs while their tests make faults on the test cluster's machine."""
+    if not cluster.is_testcluster:
+        pytest.skip("faults are made on the test cluster's machine")
+    log = Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
     operator = OperatorProcess(cluster, log)
-    cluster.kubectl("create", "namespace", SYSTEM, "--dry-run=client", "-o", "yaml")
     if cluster.get("namespace", SYSTEM) is None:
         cluster.kubectl("create", "namespace", SYSTEM)
     operator.start()
@@ -98,10 +102,6 @@ def _being_deleted(cluster: Cluster) -> list[str]:
     """Jobs that wait for the operator to let them go."""
     found = json.loads(cluster.kubectl("get", "trainingjobs", "--all-namespaces", "--output=json"))["items"]
     return [job["metadata"]["name"] for job in found if "deletionTimestamp" in job["metadata"]]
-
-
-def log_file() -> Path:
-    return Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
 
 
 def _free_port() -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankState
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
 from pacekeeper_operator.state import Draft, State, Worker
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+
+
+def evidence_of(request: str, windows: Iterable[RankWindow]) -> tuple[Evidence, ...]:
+    """The answers of `training`'s workers to a request, one rank a worker."""
+    return tuple(Evidence(request, f"j-w{window.rank}-0", 1, (window,)) for window in windows)
 
 
 def job(replicas: int = 4, spares: int = 1, **changes: Any) -> Job:

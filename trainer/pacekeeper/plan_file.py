@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pacekeeper_analysis.plan import Stop, WorkerPlan
 
 from .agreement import Orders
 from .modes import MODES, Course
-from .runtime import Runtime
+from .runtime import Runtime, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -77,15 +76,9 @@ class PlanFile:
         if refused == self._said or self.runtime is None:
             return
         self._said = refused
-        _write(self.runtime.refused, refused)
+        write_text(self.runtime.refused, refused)
         if refused:
             _log.warning("plan not taken, the last good one goes on: %s", refused)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def read_plan(path: Path) -> WorkerPlan:

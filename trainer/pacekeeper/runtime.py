@@ -73,9 +73,14 @@ class Runtime:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replaces `path` in one step."""
+    write_text(path, json.dumps(data, separators=(",", ":")))
+
+
+def write_text(path: Path, text: str) -> None:
     """Replaces `path` in one step: a reader sees the old content or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, separators=(",", ":")))
+    temporary.write_text(text)
     temporary.replace(path)
 
 

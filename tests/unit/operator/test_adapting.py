@@ -17,7 +17,7 @@ from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.observation import Metrics, Observation, Policy
 from pacekeeper_operator.services.think import Thought, think
 from pacekeeper_operator.state import HOLD_SECONDS, Adaptation, Draft
-from tests.support.worlds import NOW, change_members, policy, training
+from tests.support.worlds import NOW, change_members, evidence_of, policy, training
 
 STEPS = 32
 OWN, FIRST = 0.07, 0.1
@@ -50,28 +50,24 @@ def windows(
     work = noise * np.array(own) * drawn + pauses
     together = work.max(axis=1, keepdims=True) + exposed
     step = np.broadcast_to(together, work.shape) if mode is SyncMode.SYNC else work
-    return tuple(
-        Evidence(
-            request,
-            f"j-w{rank}-0",
-            1,
-            (
-                RankWindow(
-                    rank,
-                    tuple(range(468, 468 + STEPS)),
-                    tuple(step[:, rank].tolist()),
-                    tuple(work[:, rank].tolist()),
-                    (shares[rank],) * STEPS,
-                    garbage_seconds=tuple(pauses[:, rank].tolist()),
-                    sync_mode=mode,
-                    transfers=(transfer if isinstance(transfer, tuple) else (transfer,) * 4)
-                    if mode is not SyncMode.SYNC
-                    else (),
-                    baseline_seconds=first,
-                ),
-            ),
-        )
-        for rank in range(4)
+    return evidence_of(
+        request,
+        (
+            RankWindow(
+                rank,
+                tuple(range(468, 468 + STEPS)),
+                tuple(step[:, rank].tolist()),
+                tuple(work[:, rank].tolist()),
+                (shares[rank],) * STEPS,
+                garbage_seconds=tuple(pauses[:, rank].tolist()),
+                sync_mode=mode,
+                transfers=(transfer if isinstance(transfer, tuple) else (transfer,) * 4)
+                if mode is not SyncMode.SYNC
+                else (),
+                baseline_seconds=first,
+            )
+            for rank in range(4)
+        ),
     )
 
 

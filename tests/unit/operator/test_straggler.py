@@ -10,7 +10,7 @@ from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Outcome, Remedy
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.services.think import Thought, think
-from tests.support.worlds import NOW, change_members, policy, training
+from tests.support.worlds import NOW, change_members, evidence_of, policy, training
 
 STEPS = tuple(range(468, 500))
 
@@ -19,22 +19,18 @@ def windows(request: str, slow: float, shares: tuple[int, ...], steered: bool = 
     """Of four ranks of 10 ms a sample; rank 2 takes `slow` times as long."""
     costs = [0.010 * (slow if rank == 2 else 1.0) for rank in range(4)]
     seconds = [cost * share for cost, share in zip(costs, shares, strict=True)]
-    return tuple(
-        Evidence(
-            request,
-            f"j-w{rank}-0",
-            1,
-            (
-                RankWindow(
-                    rank,
-                    STEPS,
-                    (max(seconds),) * 32,
-                    (seconds[rank],) * 32,
-                    (shares[rank] if steered else 0,) * 32,
-                ),
-            ),
-        )
-        for rank in range(4)
+    return evidence_of(
+        request,
+        (
+            RankWindow(
+                rank,
+                STEPS,
+                (max(seconds),) * 32,
+                (seconds[rank],) * 32,
+                (shares[rank] if steered else 0,) * 32,
+            )
+            for rank in range(4)
+        ),
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pacekeeper.modes import MODES
 from pacekeeper.runtime import write_json
-from pacekeeper_analysis.plan import SyncMode, WorkerPlan
+from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
 from .rounds import State
@@ -97,4 +98,4 @@ def next_beat(
 
 def _mode(position: int) -> str:
     """Of the ranks; "": they are not steered, or have not begun."""
-    return "" if position < 0 else tuple(SyncMode)[position]
+    return "" if position < 0 else MODES[position]

@@ -10,7 +10,7 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper.modes import MODES
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
 
@@ -82,7 +82,7 @@ class RankHistory:
             compute_seconds=tuple(step.compute_seconds for step in self._steps),
             samples=tuple(step.samples for step in self._steps),
             garbage_seconds=tuple(step.garbage_seconds for step in self._steps),
-            sync_mode=tuple(SyncMode)[self._mode] if steered else "",
+            sync_mode=MODES[self._mode] if steered else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,
         )
