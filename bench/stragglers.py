@@ -308,6 +308,7 @@ def loss_curve(
         unit_seconds=LOSS_UNIT_SECONDS if side == "aedit" else 0.0,
         sync_every=SIZES.loss_sync_every,
         learning_rate=learning_rate,
+        decays=True,
         shares=operators_shares(scenario, seed) if side == "shares" else None,
         snapshot_every=SIZES.loss_sync_every,
         warmup_steps=SIZES.warmup_steps,

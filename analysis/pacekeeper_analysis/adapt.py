@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import price, shares
-from .diagnose import straggler
-from .diagnose.straggler import Window
+from .diagnose.windows import Window, align
 from .diagnose.work import Seconds, Work, as_if_synchronous, transfer_seconds, without_garbage
 from .errors import InputError
 from .plan import Plan, SyncMode
@@ -46,6 +45,8 @@ ALIKE = 1.05
 ENOUGH = 0.5
 """Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with equal
 ones."""
+NAMED = 8
+"""Ranks in a sentence at most."""
 AS_GOOD = 1.1
 """A slow rank does not bar the way back where shares mend it to within this many times Local-SGD's steps: less than
 `price.NEARLY`, so that it does not lead away again at once."""
@@ -115,7 +116,7 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
-    window = straggler.align(windows)
+    window = align(windows)
     work = None if window is None else Work.of(window, threshold)
     return None if work is None else _judge(work, threshold)
 
@@ -277,6 +278,23 @@ def _evidence(work: Work, trouble: Trouble, effects: Mapping[Trouble, float]) ->
     return (
         _words(work, trouble),
         f"a step takes {_ms(work.step_seconds)} over {len(work.own)} steps; S of each trouble by itself: {ranked}",
+        *(_whatif_words(work) if trouble is Trouble.COMPUTE and work.culprits else ()),
+    )
+
+
+def _whatif_words(work: Work) -> tuple[str, ...]:
+    """S_w of the slowest ranks, and what it would win to replace the culprits (arXiv 2505.05713); (): there is nothing
+    that could be shared out among the ranks."""
+    whatif = data_parallel.analyse(work.own, work.exposed)
+    if whatif.decomposition is None:
+        return ()
+    by_rank = whatif.decomposition.by_replica
+    largest = sorted(range(len(by_rank)), key=lambda rank: -by_rank[rank])[:NAMED]
+    listed = ", ".join(f"rank {rank} {by_rank[rank]:.2f}" for rank in largest)
+    gain = whatif.gain(data_parallel.replaced(work.culprits))
+    return (
+        f"simulated without stragglers: S {whatif.slowdown:.2f}; with every other rank ideal, S_w: {listed}; "
+        f"the slow ones at their peers' pace: {gain:.2f} × as fast",
     )
 
 
@@ -284,10 +302,9 @@ def _words(work: Work, trouble: Trouble) -> str:
     match trouble:
         case Trouble.COMPUTE if work.culprits:
             slow = [f"rank {rank} {work.rank_slowdown[rank]:.2f} ×" for rank in work.culprits]
-            more = f" and {len(slow) - 8} more" if len(slow) > 8 else ""
-            return (
-                f"slow in their own work in most steps, at equal shares over their peers: {', '.join(slow[:8])}{more}"
-            )
+            more = f" and {len(slow) - NAMED} more" if len(slow) > NAMED else ""
+            named = ", ".join(slow[:NAMED])
+            return f"slow in their own work in most steps, at equal shares over their peers: {named}{more}"
         case Trouble.COMPUTE if work.differ:
             apart = max(work.rank_slowdown) / min(work.rank_slowdown)
             return f"the ranks' own work differs by {apart:.2f} × at equal shares"

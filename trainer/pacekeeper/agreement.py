@@ -1,9 +1,9 @@
 """What all ranks agree on at an ordinal: rank 0's word on the plan, and sums over what each rank has to say.
 
-One small all-reduce over a CPU group of the library's own. In Sync it is issued at one ordinal and read at the next, a
-step later, so that it is over long before anybody waits for it; at the synchronisations of Local-SGD modes, where ranks
-wait for each other anyway, it is read at once. Rank 0 puts the content of its plan in, not a version number: ranks see
-different versions at different times. The sum does the rest, since the other ranks add nothing to it.
+One small all-reduce over a CPU group of the library's own. In Sync it is issued while a step computes and read at the
+ordinal behind it, so that it is over long before anybody waits for it; at the synchronisations of Local-SGD modes,
+where ranks wait for each other anyway, it is read at once. Rank 0 puts the content of its plan in, not a version
+number: ranks see different versions at different times. The sum does the rest, since the other ranks add nothing to it.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class Agreement:
         mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done)
         vector = torch.tensor([*mine, *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
+
+    @property
+    def issued(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._issued is not None
 
     def take(self) -> Agreed:
         """What the exchange issued last has brought."""

@@ -166,6 +166,7 @@ class Ordinals:
             if self._interval.ends:
                 self._follow(self._meet())
         else:
+            self._issue_in_time()
             agreed = self._agreement.take()
             self._progress.settle(self._progress.global_batch)
             self._follow(self._conclude(agreed))
@@ -180,6 +181,8 @@ class Ordinals:
 
     def synchronise_gradients(self, wanted: bool) -> None:
         self._replication.synchronise_gradients(wanted)
+        if wanted and not self._supply.local:
+            self._issue_in_time()
 
     def total_weight(self, weight: float | None, samples: int) -> tuple[dist.Work, torch.Tensor] | float:
         if not self._supply.local:
@@ -285,8 +288,6 @@ class Ordinals:
         self._state.sync_mode = self._recorder.mode = MODES.index(self._supply.mode)
         self._interval = Interval(planned=self._planned_steps())
         self._pace.begin_interval()
-        if not self._supply.local:
-            self._issue()
 
     def _planned_steps(self) -> int | None:
         """Of the next interval, where ranks do equally many."""
@@ -325,6 +326,12 @@ class Ordinals:
         self._loader.start_leases(tickets.take, None if limit is None else self._loader.used + ahead)
 
     # Telling and recording
+
+    def _issue_in_time(self) -> None:
+        """In Sync: as the step's last forward pass begins, so that the exchange is over when its result is wanted, and
+        beginning it keeps no device waiting, since that has work by then."""
+        if not self._agreement.issued:
+            self._issue()
 
     def _issue(self) -> None:
         snapshot_every = 0

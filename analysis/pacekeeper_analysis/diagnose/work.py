@@ -10,11 +10,13 @@ import numpy.typing as npt
 
 from .. import shares
 from ..reports import RankWindow
-from .straggler import MINIMAL_STEPS, PERSISTENT, Window, baseline, peers_median
+from .windows import MINIMAL_STEPS, Window, baseline, peers_median
 
 HIDDEN = 0.33
 """Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
 pass (two thirds of the work) instead of a forward pass (one third)."""
+PERSISTENT = 0.8
+"""Share of the window's steps in which a rank must be slow to be called a straggler: what comes and goes is noise."""
 EXCEPTIONAL = 0.1
 """Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
 DRAWS = 256

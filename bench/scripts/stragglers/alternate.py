@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -23,7 +22,7 @@ from pacekeeper_analysis.plan import SyncMode
 from .ddp import local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, Outcome, Place, Run
 from .with_pacekeeper import prepare_runtime
-from .workload import GPT, Pace, SourceCode, loss_sum
+from .workload import GPT, Pace, SourceCode, loss_sum, make_optimizer
 
 BLOCK = 8
 """Steps."""
@@ -70,7 +69,7 @@ def our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator
     pace = Pace(run.costs(), place.rank, run.unit_seconds)
     model = GPT(pace)
     replica = job.replicate(model, units=lambda gpt: gpt.blocks)
-    optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=run.learning_rate), warmup_steps=0)
+    optimizer = job.optimizer(make_optimizer(model, run.learning_rate), warmup_steps=0)
     loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH, shuffle=False)
     for step in job.steps(loader):
         for positions, x, y in step.microbatches():
@@ -85,7 +84,7 @@ def plain_steps(run: Run, place: Place, group: dist.ProcessGroup, data: SourceCo
     pace = Pace(run.costs(), place.rank, run.unit_seconds)
     model = GPT(pace)
     replica = DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    optimizer = make_optimizer(model, run.learning_rate)
     batches = [list(local_batch(step, place.rank)) for step in range(run.steps)]
     for positions, x, y in DataLoader(data, batch_sampler=batches):
         pace.begin(positions.tolist())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from .run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum
+from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
 
 BUCKET_MB = 0.05
 """A fraction of this small model, so that its all-reduces overlap the backward pass as those of a large one do."""
@@ -19,7 +19,8 @@ def run(run: Run, place: Place) -> Outcome:
     data = SourceCode(run.samples, run.seed)
     model = GPT(pace)
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    optimizer = make_optimizer(model, run.learning_rate)
+    schedule = LambdaLR(optimizer, lambda step: run.rate_left(step * GLOBAL_BATCH))
     for step in range(run.steps):
         positions = local_batch(step, place.rank)
         x, y = data.batch(positions)
@@ -27,6 +28,7 @@ def run(run: Run, place: Place) -> Outcome:
         (loss_sum(replica, x, y) / LOCAL_BATCH).backward()
         pace.end()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if run.snapshot_every and (step + 1) % run.snapshot_every == 0:
             snapshots.keep(pace.period, model)

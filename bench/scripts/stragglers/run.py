@@ -30,6 +30,8 @@ class Run:
     sync_every: int
     """Local steps between two synchronisations, of the sides that have such."""
     learning_rate: float = 2e-3
+    decays: bool = False
+    """Whether the learning rate falls to zero along the run, in a straight line."""
     shares: tuple[int, ...] | None = None
     snapshot_every: int = 0
     """Global batches between two snapshots of the common parameters, for the held-out loss; 0: none. Of the sides that
@@ -46,6 +48,10 @@ class Run:
     def sync_seconds(self) -> float:
         """For the sides that synchronise by the clock: what `sync_every` undisturbed steps take."""
         return self.sync_every * LOCAL_BATCH * self.unit_seconds
+
+    def rate_left(self, samples: int) -> float:
+        """Factor of the learning rate when the job has used so many samples."""
+        return max(0.0, 1 - samples / self.samples) if self.decays else 1.0
 
     def costs(self) -> Costs:
         """[rank, sample]; some more samples than the run uses, since the last lease may reach beyond its end."""

@@ -6,15 +6,13 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 import pacekeeper as pk
 from pacekeeper.ring import create_ring
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 
 from .run import GLOBAL_BATCH, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum
+from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
 
 
 def shares(run: Run, place: Place) -> Outcome:
@@ -51,8 +49,9 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
     job = pk.init(seed=run.seed)
     model = GPT(pace)
     replica = job.replicate(model, units=lambda gpt: gpt.blocks)
-    inner = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    inner = make_optimizer(model, run.learning_rate)
     optimizer = job.optimizer(inner, outer=pk.OuterSGD(), warmup_steps=run.warmup_steps)
+    schedule = job.lr_lambda(inner, run.rate_left)
     loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH, shuffle=False)
     periods = Periods(job, pace)
     for step in job.steps(loader, until=run.steps):
@@ -65,6 +64,7 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
             (loss_sum(replica, x, y) / step.total_weight).backward()
             pace.end()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if run.snapshot_every and step.due("snapshot", every=run.snapshot_every):
             snapshots.keep(pace.period, model)

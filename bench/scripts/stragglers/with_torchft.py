@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.optim.lr_scheduler import LambdaLR
 from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found, unused-ignore]
 from torchft.coordination import LighthouseServer  # type: ignore[import-not-found, unused-ignore]
 from torchft.local_sgd import DiLoCo, LocalSGD  # type: ignore[import-not-found, unused-ignore]
 
 from .ddp import local_batch
-from .run import LOCAL_BATCH, RANKS, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum
+from .run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Place, Run
+from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
 
 TIMEOUT = timedelta(seconds=120)
 QUORUM_TICK_MS = 10
@@ -64,7 +65,8 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
     data = SourceCode(run.samples, run.seed)
     lighthouse = start_lighthouse(place, quorum) if place.rank == 0 else None
     model = GPT(pace)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    optimizer = make_optimizer(model, run.learning_rate)
+    schedule = LambdaLR(optimizer, lambda step: run.rate_left(step * GLOBAL_BATCH))
     state = State(model, optimizer)
     manager, store = make_manager(run, place, state, quorum)
     weights: list[float] = []
@@ -83,6 +85,7 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
             state.loaded = False
             before = manager.current_step()
             optimizer.step()
+            schedule.step()
             if synchronises:
                 counts = manager.current_step() > before and not state.loaded
                 weights += [0.0] * (manager.current_step() - len(weights))

@@ -163,6 +163,11 @@ def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / CONTEXT
 
 
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Every side's inner one."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+
+
 class Snapshots:
     """Copies of the common parameters along the run, whose held-out loss is computed when the run is over."""
 

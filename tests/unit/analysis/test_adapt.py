@@ -94,6 +94,17 @@ def test_a_persistently_slow_rank_gets_a_smaller_share(slow: float, noise: float
     assert way.shares[2] == min(way.shares) < BATCH
 
 
+def test_the_evidence_says_whom_the_slowdown_comes_from_and_what_a_spare_would_win() -> None:
+    own = work(noise=0.0)
+    own[:, 3] *= 2
+    said = found(windows(own, exposed=0.0)).evidence[-1]
+    assert "S 1.60; with every other rank ideal, S_w: rank 3 1.60, rank 0 1.00" in said  # 2 over the mean of 1, 1, 1, 2
+    assert said.endswith("at their peers' pace: 2.00 × as fast")
+    own[:, 3] /= 2
+    own[::2, 1] *= 1.5  # comes and goes: nobody is to blame
+    assert not any("S_w" in sentence for sentence in found(windows(own)).evidence)
+
+
 def test_what_a_way_promises_is_what_comes_true() -> None:
     own = work(2)
     own[:, 2] *= 2

@@ -66,6 +66,7 @@ def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
     (incident,) = thought.draft.state.incidents
     assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
     assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
+    assert any("S_w: rank 2 1.60" in sentence for sentence in incident.evidence), incident.evidence
     assert thought.draft.plan.evidence_request == ""
 
 

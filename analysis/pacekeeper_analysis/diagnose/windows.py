@@ -1,8 +1,4 @@
-"""Which rank persistently holds the others of a synchronous job back, and what each remedy would leave of it.
-
-Judged from windows of the ranks' own work, not from step times: in a synchronous job every rank's step takes as long
-as the slowest one's. Costs are compared per sample, so that shares which have already been changed hide nobody.
-"""
+"""The windows that ranks give as evidence, put side by side on the steps that all of them have."""
 
 from __future__ import annotations
 
@@ -16,12 +12,9 @@ from .. import shares
 from ..errors import InputError
 from ..reports import RankWindow
 from ..shares import Costs
-from ..whatif import data_parallel
-
-PERSISTENT = 0.8
-"""Share of the window's steps in which a rank must be slow to be called a straggler: what comes and goes is noise."""
 
 MINIMAL_STEPS = 8
+"""Fewer in common tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +31,9 @@ class Window:
     costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
 
     @property
-    def cost_per_sample(self) -> npt.NDArray[np.float64]:
-        """Seconds of own work a sample; a script that is only watched tells no samples and counts as one a step."""
-        return self.compute_seconds / np.maximum(self.samples, 1)
-
-    @property
     def shares(self) -> tuple[int, ...]:
         """The newest shares; zeros where the script does not tell them."""
         return tuple(int(n) for n in self.samples[-1])
-
-
-@dataclass(frozen=True)
-class StragglerVerdict:
-    """`slowdown` is S: step time over that with every rank at the mean pace (what-if analysis, arXiv 2505.05713)."""
-
-    slowdown: float
-    rank_slowdown: tuple[float, ...]  # median over steps of a rank's cost a sample over its peers' median
-    rank_effect: tuple[float, ...]  # S_w: what is left of S with every other rank ideal; empty: nothing to decompose
-    culprits: tuple[int, ...]
-    gain_replaced: float  # how many times faster the job is with the culprits at their peers' pace
 
 
 def align(windows: Sequence[RankWindow]) -> Window | None:
@@ -100,26 +77,6 @@ def _costs(windows: Sequence[RankWindow]) -> Costs | None:
         return shares.fit_each(working, [window.samples for window in windows])
     except InputError:  # no samples, or no seconds: nothing to fit
         return None
-
-
-def find(window: Window, threshold: float) -> StragglerVerdict:
-    """S, S_w and the culprits: ranks whose cost a sample is `threshold` × their peers' in most steps of the window.
-
-    No culprit is named where S itself stays below the threshold (the slow rank keeps nobody waiting).
-    """
-    cost = window.cost_per_sample
-    relative = cost / peers_median(cost)
-    whatif = data_parallel.analyse(window.compute_seconds, steps=[int(step) for step in window.steps])
-    persistent = (relative >= threshold).mean(axis=0) >= PERSISTENT
-    culprits = tuple(int(rank) for rank in np.flatnonzero(persistent)) if whatif.slowdown >= threshold else ()
-    parts = whatif.decomposition
-    return StragglerVerdict(
-        slowdown=whatif.slowdown,
-        rank_slowdown=tuple(float(value) for value in np.median(relative, axis=0)),
-        rank_effect=() if parts is None else tuple(float(value) for value in parts.by_replica),
-        culprits=culprits,
-        gain_replaced=whatif.gain(data_parallel.replaced(culprits)) if culprits else 1.0,
-    )
 
 
 def peers_median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
