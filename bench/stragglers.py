@@ -56,10 +56,10 @@ class Sizes:
     """Where DDP and ours alternate in the same processes; half of them are of each."""
 
 
-FULL = Sizes(5, 0.02, 64, 2, 24, 40, (1e-3, 2e-3, 4e-3, 8e-3), 96, 480)
+FULL = Sizes(5, 0.03, 32, 2, 24, 60, (2e-3, 4e-3, 8e-3), 96, 640)
 QUICK = Sizes(1, 0.01, 8, 3, 8, 6, (4e-3,), 16, 64)
 SIZES = QUICK if os.environ.get("QUICK") else FULL
-LOSS_UNIT_SECONDS = 0.008
+LOSS_UNIT_SECONDS = 0.006
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
 LINK = "16mbit"
 """The slow one's: DDP's all-reduces of a step (330 KB over it, both ways) take longer than the step then."""
