@@ -20,8 +20,9 @@ import numpy as np
 
 from . import price, shares
 from .diagnose.windows import Window, align
-from .diagnose.work import Seconds, Work, as_if_synchronous, transfer_seconds, without_garbage
+from .diagnose.work import Seconds, Work, as_if_synchronous, levelled, transfer_seconds
 from .errors import InputError
+from .lengths import SequenceCost
 from .plan import Plan, SyncMode
 from .reports import RankWindow
 from .whatif import data_parallel
@@ -47,6 +48,8 @@ ENOUGH = 0.5
 ones."""
 NAMED = 8
 """Ranks in a sentence at most."""
+SAME_COST = 0.02
+"""Costs by which the ranks' parts of a step differ by less balance alike."""
 AS_GOOD = 1.1
 """A slow rank does not bar the way back where shares mend it to within this many times Local-SGD's steps: less than
 `price.NEARLY`, so that it does not lead away again at once."""
@@ -82,10 +85,11 @@ class Diagnosis:
 class Way:
     """A way to train from now on, and what it is expected to win.
 
-    `shares`, `sync_every`, `sync_seconds` and `garbage_every` are the plan's fields; None: as the plan has it.
+    `shares`, `sync_every`, `sync_seconds`, `garbage_every` and `sequence_cost` are the plan's fields; None: as the plan
+    has it.
     """
 
-    remedy: str  # Rebalance, LocalSGD, PlanGarbage, BalanceLengths (only ever advised), or Sync (the way back)
+    remedy: str  # Rebalance, LocalSGD, PlanGarbage, BalanceLengths, or Sync (the way back)
     mode: SyncMode
     step_seconds: float  # expected for one step's worth of samples of the whole job
     slowdown_after: float  # over the same reference as Diagnosis.slowdown; may be below 1 (noise is won, too)
@@ -94,6 +98,7 @@ class Way:
     sync_every: int | None = None
     sync_seconds: float | None = None
     garbage_every: int | None = None
+    sequence_cost: tuple[float, float, float] | None = None
     refused: str = ""  # why a plan cannot, or should not, take it; "": it may
 
     def option(self, refused: str = "") -> price.Option:
@@ -103,7 +108,7 @@ class Way:
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan's next version, with this way to train."""
-        fields = ("shares", "sync_every", "sync_seconds", "garbage_every")
+        fields = ("shares", "sync_every", "sync_seconds", "garbage_every", "sequence_cost")
         told: dict[str, Any] = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
         return replace(plan, version=plan.version + 1, sync_mode=self.mode, **told)
 
@@ -122,12 +127,19 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
 
 
 def ways(
-    diagnosis: Diagnosis, *, threshold: float, smallest_share: int = 1, largest_share: int | None = None
+    diagnosis: Diagnosis,
+    *,
+    threshold: float,
+    sequence_cost: tuple[float, float, float] | None = None,
+    smallest_share: int = 1,
+    largest_share: int | None = None,
 ) -> tuple[Way, ...]:
     """The ways to train that fit the trouble, priced: those to take first, best first, then those that are refused.
 
-    Exact synchronous SGD (other shares, planned garbage collection) comes before Local-SGD where it leaves a slowdown
-    below `threshold` or mends nearly as well. Where there is no trouble: shares, if they are uneven and no longer fit.
+    Exact synchronous SGD (other shares, planned garbage collection, samples balanced by cost) comes before Local-SGD
+    where it leaves a slowdown below `threshold` or mends nearly as well. Where there is no trouble: shares, if they are
+    uneven and no longer fit.
+    sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all.
     smallest_share, largest_share: samples that a rank can take in a step (memory).
     """
     work = Work.of(diagnosis.window, threshold)
@@ -144,7 +156,8 @@ def ways(
     if trouble is Trouble.GARBAGE:
         found.append(_planned_garbage(work, reference))
     if trouble is Trouble.LENGTHS:
-        found.append(_balanced_lengths(work, reference))
+        in_force = None if sequence_cost is None else SequenceCost(*sequence_cost)
+        found.append(_balanced_lengths(work, reference, in_force))
     if not work.knows_samples:
         found = [replace(way, refused=NOT_STEERED) for way in found]
     return _in_order(found, diagnosis.slowdown, threshold)
@@ -342,7 +355,7 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
         return replace(unknown, refused=NOT_STEERED)
     try:
         balance = shares.rebalance(
-            without_garbage(work.window),
+            levelled(work.window, work.window.samples),
             work.window.samples,
             costs=work.window.costs,
             minimum=smallest,
@@ -428,16 +441,36 @@ def _plan_garbage(garbage: Seconds) -> tuple[int, float]:
     return max(1, round(1.0 / often)), often * float(lengths.max()) + float(garbage[~pauses].sum()) / garbage.size
 
 
-def _balanced_lengths(work: Work, reference: float) -> Way:
-    after = work.longest(work.level) + work.longest(work.own) - work.longest(work.working) + work.exposed
+def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | None) -> Way:
+    """Balancing by another cost leaves as much as the cost in force leaves of what it balances itself: single sequences
+    may outweigh the others."""
+    cost, left, refused = work.window.sequence_cost, np.ones_like(work.level), ""
+    if cost is None:
+        refused = "the script's loader does not know how long samples are: give its dataloader their lengths"
+    elif in_force is not None:
+        left = _unevenness(work, in_force)
+        if np.abs(_unevenness(work, cost) - left).max(axis=1).mean() <= SAME_COST:
+            refused = "samples are balanced by this cost already: single ones outweigh the others"
+    after = work.longest(work.level * left) + work.longest(work.own) - work.longest(work.working) + work.exposed
     return Way(
         BALANCE_LENGTHS,
         SyncMode.SYNC,
         after,
         after / reference,
         "samples dealt so that every rank's cost the same",
-        refused="a plan cannot change how the script deals its samples: give its dataloader their lengths",
+        sequence_cost=None if cost is None else cost.terms,
+        refused=refused,
     )
+
+
+def _unevenness(work: Work, cost: SequenceCost) -> Seconds:
+    """Of the ranks' parts of each step, by this cost of a sequence: 1 is as much as a rank's share says."""
+    window, now = work.window, slice(-len(work.level), None)
+    assert window.lengths is not None
+    assert window.squares is not None
+    weight = cost.of_sums(window.samples, window.lengths, window.squares)[now]
+    dealt = weight.sum(axis=1, keepdims=True) * window.samples[now] / window.samples[now].sum(axis=1, keepdims=True)
+    return np.asarray(weight / dealt)
 
 
 def _in_order(found: Sequence[Way], slowdown: float, threshold: float) -> tuple[Way, ...]:

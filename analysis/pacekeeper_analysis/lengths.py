@@ -29,14 +29,23 @@ class SequenceCost:
     per_token_squared: float = 0.0
 
     def __post_init__(self) -> None:
-        terms = (self.fixed, self.per_token, self.per_token_squared)
-        if not all(np.isfinite(terms)) or min(terms) < 0 or max(terms) == 0:
+        if not all(np.isfinite(self.terms)) or min(self.terms) < 0 or max(self.terms) == 0:
             raise InputError(f"cost: {self} must have finite terms, none below 0 and one above")
+
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        return self.fixed, self.per_token, self.per_token_squared
 
     def of(self, lengths: npt.ArrayLike) -> Numbers:
         """Seconds of each, in the shape of `lengths`."""
         length = np.asarray(lengths, dtype=np.float64)
-        seconds: Numbers = self.fixed + self.per_token * length + self.per_token_squared * (length * length)
+        return self.of_sums(np.ones_like(length), length, length * length)
+
+    def of_sums(self, count: npt.ArrayLike, lengths: npt.ArrayLike, squares: npt.ArrayLike) -> Numbers:
+        """Seconds of so many sequences, by the sums of their lengths and of the squares of these."""
+        sums = (np.asarray(each, dtype=np.float64) for each in (count, lengths, squares))
+        fixed, linear, quadratic = (term * each for term, each in zip(self.terms, sums, strict=True))
+        seconds: Numbers = fixed + linear + quadratic  # one by one, which comes to the same bits on every processor
         return seconds
 
 
@@ -46,30 +55,51 @@ def fit(steps: Sequence[npt.ArrayLike], seconds: npt.ArrayLike) -> SequenceCost:
     steps: the lengths of a rank's sequences in each step. seconds: its own work in each of them, without waits: shape
     (steps,). Raises InputError where they do not fit each other, or all steps are alike in every term.
     """
-    took = np.asarray(seconds, dtype=np.float64)
+    sequences = [np.asarray(lengths, dtype=np.float64) for lengths in steps]
+    if not all((lengths >= 0).all() for lengths in sequences):
+        raise InputError("steps: lengths must be finite and 0 or more")
+    return fit_sums([_sums(lengths) for lengths in sequences], seconds)
+
+
+def fit_sums(sums: npt.ArrayLike, seconds: npt.ArrayLike) -> SequenceCost:
+    """The same where of each step only sums are known: number of sequences, lengths, squares; shape (steps, 3)."""
+    steps, took = np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if took.shape != (len(steps),) or len(steps) < _TERMS:
         raise InputError(
             f"seconds: shape {took.shape} for {len(steps)} steps; give one a step, of {_TERMS} steps or more"
         )
-    sequences = [np.asarray(lengths, dtype=np.float64) for lengths in steps]
-    if (
-        not all((np.isfinite(lengths) & (lengths >= 0)).all() for lengths in sequences)
-        or not (np.isfinite(took) & (took > 0)).all()
-    ):
+    if not (np.isfinite(steps) & (steps >= 0)).all() or not (np.isfinite(took) & (took > 0)).all():
         raise InputError("steps, seconds: lengths must be finite and 0 or more, seconds finite and above 0")
-    sums = np.array([_sums(lengths) for lengths in sequences])
-    if np.ptp(sums, axis=0).max() == 0:
+    if np.ptp(steps, axis=0).max() == 0:
         raise InputError("steps: all have the same lengths, which tells nothing; take steps with different ones")
     kept = np.ones(len(took), dtype=bool)
     for _ in range(_ROUNDS):
-        terms = _non_negative(sums[kept], took[kept])
-        residual = took - sums @ terms
+        terms = _non_negative(steps[kept], took[kept])
+        residual = took - steps @ terms
         spread = _SIGMA_PER_MAD * float(np.median(np.abs(residual[kept] - np.median(residual[kept]))))
         still = np.abs(residual - np.median(residual[kept])) <= _OUTLIER * spread + 1e-12 * took
         if (still == kept).all() or still.sum() < _TERMS:
             break
         kept = still
     return SequenceCost(*(float(term) for term in terms))
+
+
+def fit_ranks(
+    samples: npt.ArrayLike, lengths: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike
+) -> SequenceCost:
+    """The cost on a rank of usual speed, from the steps of ranks whose speeds may differ; arrays (steps, ranks).
+
+    samples, lengths, squares: number of a step's sequences, sums of their lengths and of the squares of these. seconds:
+    own work without waits and pauses. Costs and speeds are fitted in turns. Raises InputError as `fit` does.
+    """
+    count, own = np.asarray(samples, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    sums = np.stack([count, np.asarray(lengths), np.asarray(squares)], axis=-1)
+    expected = np.maximum(count, 1.0)
+    for _ in range(_ROUNDS):
+        pace = np.median(own / expected, axis=0)
+        cost = fit_sums(sums.reshape(-1, _TERMS), (own / (pace / np.median(pace))).ravel())
+        expected = np.maximum(sums @ cost.terms, 1e-12)
+    return cost
 
 
 def _sums(lengths: Numbers) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from .errors import InputError
+from .lengths import SequenceCost
 
 
 class SyncMode(StrEnum):
@@ -69,6 +70,7 @@ class Plan:
     sync_seconds: float = 2.0  # AsyncEDiT: between two synchronisations
     shares: tuple[int, ...] | None = None  # samples of each rank in a step; None: as equal as integers allow
     garbage_every: int = 0  # steps between two garbage collections, on all ranks in the same step; 0: as Python likes
+    sequence_cost: tuple[float, float, float] | None = None  # terms of lengths.SequenceCost; None: the script's own
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
     profile_request: str = ""
@@ -88,6 +90,11 @@ class Plan:
                 f"plan: sync_every={self.sync_every} must be 1 step or more, "
                 f"sync_seconds={self.sync_seconds} above 0, garbage_every={self.garbage_every} 0 or a number of steps"
             )
+        if self.sequence_cost is not None:
+            try:
+                SequenceCost(*self.sequence_cost)
+            except InputError as error:
+                raise InputError(f"plan.sequence_cost: {error}") from error
 
     @property
     def world_size(self) -> int:
@@ -124,6 +131,7 @@ class Plan:
             neighbours=tuple(sorted(neighbours - {member.address})),
             sync_mode=self.sync_mode,
             shares=self.shares if 0 in member.ranks else None,
+            sequence_cost=self.sequence_cost if 0 in member.ranks else None,
             **common,
         )
 
@@ -139,6 +147,7 @@ class Plan:
             known |= {
                 "members": members,
                 "shares": None if data.get("shares") is None else tuple(data["shares"]),
+                "sequence_cost": _terms(data.get("sequence_cost")),
                 "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
                 "stop": Stop(data.get("stop", Stop.NO)),
             }
@@ -167,6 +176,7 @@ class WorkerPlan:
     sync_seconds: float = 2.0
     garbage_every: int = 0
     shares: tuple[int, ...] | None = None  # of all ranks; only the worker of rank 0 is told
+    sequence_cost: tuple[float, float, float] | None = None  # only the worker of rank 0 is told
     checkpoint_request: int = 0
     evidence_request: str = ""
     profile_request: str = ""
@@ -185,6 +195,7 @@ class WorkerPlan:
                 "ranks": tuple(data.get("ranks", ())),
                 "neighbours": tuple(data.get("neighbours", ())),
                 "shares": None if data.get("shares") is None else tuple(data["shares"]),
+                "sequence_cost": _terms(data.get("sequence_cost")),
                 "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
                 "stop": Stop(data.get("stop", Stop.NO)),
             }
@@ -193,6 +204,19 @@ class WorkerPlan:
             raise InputError(
                 f"not a worker's plan: {error!r}; is the sidecar of another version than the operator?"
             ) from error
+
+
+def _terms(given: Any) -> tuple[float, float, float] | None:
+    """Raises InputError where these are not three numbers."""
+    if given is None:
+        return None
+    try:
+        fixed, per_token, per_token_squared = (float(term) for term in given)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"plan.sequence_cost: {given!r} must be three numbers: fixed, per token, per token squared"
+        ) from error
+    return fixed, per_token, per_token_squared
 
 
 def _jsonable(value: Any) -> Any:

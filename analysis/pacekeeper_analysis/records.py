@@ -26,6 +26,9 @@ class Kind(IntEnum):
     # Of a Local-SGD mode; start = this rank came, end = its parameters are the common ones, with a forward pass in
     # between that hides most of it; value = seconds that it held this rank up.
     SYNCHRONISATION = 8
+    # Before a step's own record, where the loader knows them: value = the lengths of this rank's samples in sum, bytes
+    # = their squares in sum; 0: not known.
+    LENGTHS = 9
 
 
 class Phase(IntEnum):

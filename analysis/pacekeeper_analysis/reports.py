@@ -125,7 +125,8 @@ class RankWindow:
     compute_seconds: tuple[float, ...]  # own work, without the waits for peers
     samples: tuple[int, ...]
     garbage_seconds: tuple[float, ...] = ()  # of each step; (): not recorded
-    weight: tuple[float, ...] = ()  # cost units of each step's samples (sequence lengths, say); (): not known
+    lengths: tuple[float, ...] = ()  # of each step's samples, in sum (tokens, say); (): not known
+    squares: tuple[float, ...] = ()  # of these lengths, in sum; (): only the sums of the lengths are known
     sync_mode: str = ""  # a plan.SyncMode, in force during the whole window
     transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: float = 0.0  # median time of the job's first steady steps as seen here; 0: not known
@@ -145,8 +146,8 @@ class Evidence:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        names = ("steps", "step_seconds", "compute_seconds", "samples", "garbage_seconds", "weight", "transfers")
-        sequences = dict.fromkeys(names, tuple)
+        by_step = ("steps", "step_seconds", "compute_seconds", "samples", "garbage_seconds", "lengths", "squares")
+        sequences = dict.fromkeys((*by_step, "transfers"), tuple)
         windows = tuple(_read(RankWindow, item, sequences) for item in data.get("windows", ()))
         return _read(cls, {**data, "windows": windows}, {})
 

@@ -60,6 +60,7 @@ class Remedy(StrEnum):
     REBALANCE = "Rebalance"
     LOCAL_SGD = "LocalSGD"
     PLAN_GARBAGE = "PlanGarbage"
+    BALANCE_LENGTHS = "BalanceLengths"
     QUARANTINE_NODE = "QuarantineNode"
     PLAN_TRAFFIC = "PlanTraffic"
 

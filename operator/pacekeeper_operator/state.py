@@ -258,7 +258,7 @@ class Draft:
         return cls.from_data({**data, "plan.json": json.dumps(plan)})
 
 
-_STEERING = ("sync_mode", "sync_every", "sync_seconds", "shares", "garbage_every")
+_STEERING = ("sync_mode", "sync_every", "sync_seconds", "shares", "garbage_every", "sequence_cost")
 
 
 def _without_defaults(worker: Mapping[str, Any]) -> dict[str, Any]:

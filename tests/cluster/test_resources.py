@@ -200,6 +200,7 @@ def test_defaults(cluster: Cluster) -> None:
                 "Rebalance",
                 "LocalSGD",
                 "PlanGarbage",
+                "BalanceLengths",
                 "QuarantineNode",
                 "PlanTraffic",
             ],

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from pacekeeper.launcher import local
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
@@ -136,6 +138,23 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     assert {sum(pair) for pair in zip(*samples, strict=True)} == {24}
     assert samples[1][0] == 12
     assert samples[1][-1] in {5, 6, 7}
+
+
+def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: Path) -> None:
+    script, steps = STEPS_SCRIPT.with_name("lengths.py"), 250
+    with local_run(tmp_path, steps=steps, script=script, controller={"JUDGE_EVERY": 0.5}) as pid:
+        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert log.count("BalanceLengths: samples dealt so that every rank's cost the same") == 1, log
+    assert "round 2" not in log
+    squares, seconds = np.stack([np.loadtxt(tmp_path / f"steps-{rank}") for rank in (0, 1)], axis=1).T
+    assert squares.shape == (2, steps)
+    whole = squares.sum(axis=0)
+    uneven = squares.max(axis=0) / whole * 2
+    assert uneven[:20].mean() > 1.2
+    assert uneven[-20:].mean() < 1.02
+    pace = seconds.max(axis=0) / whole
+    assert np.median(pace[-50:]) < 0.88 * np.median(pace[5:35]), "the steps themselves have become shorter"
 
 
 def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:

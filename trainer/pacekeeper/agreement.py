@@ -143,6 +143,8 @@ def _encode(orders: Orders, world_size: int) -> list[float]:
         course.sync_every,
         course.sync_seconds,
         course.garbage_every,
+        course.sequence_cost is not None,
+        *(course.sequence_cost or (0.0, 0.0, 0.0)),
         course.shares is not None,
         *(course.shares or [0] * world_size),
     ]
@@ -152,12 +154,14 @@ _ORDERS = len(_encode(Orders(), 0))
 
 
 def _decode(said: Sequence[float]) -> Orders:
-    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, has_shares, *shares = said
+    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, *rest = said
+    has_cost, fixed, per_token, per_token_squared, has_shares, *shares = rest
     course = Course(
         sync_mode=MODES[int(mode)],
         sync_every=int(every),
         sync_seconds=seconds,
         garbage_every=int(garbage_every),
         shares=tuple(int(share) for share in shares) if has_shares else None,
+        sequence_cost=(fixed, per_token, per_token_squared) if has_cost else None,
     )
     return Orders(course, int(version), int(request), suspend > 0, int(snapshot_every))

@@ -224,7 +224,7 @@ class Job:
 
         max_microbatch: samples of one forward pass that fit into a rank's memory.
         weight: from a batch to what its loss sum is divided by, such as its valid tokens; None: its samples.
-        options: for torch's DataLoader, such as num_workers and collate_fn.
+        options: for torch's DataLoader, such as num_workers and collate_fn, and the loader's own `lengths` and `cost`.
         """
         return Loader(
             dataset,
@@ -292,6 +292,8 @@ class Job:
         def check(course: Course) -> None:
             if course.shares is not None:
                 loader.check(course.shares)
+            if course.cost is not None:
+                loader.check_cost()
             if course.sync_mode is not SyncMode.SYNC:
                 self._replication.check_local()
 

@@ -32,11 +32,10 @@ _CLOSE = 1.001
 
 
 class Sequences:
-    """The samples of a data set as sequences with a cost."""
+    """The samples of a data set as sequences."""
 
-    def __init__(self, lengths: Lengths, cost: SequenceCost, size: int) -> None:
+    def __init__(self, lengths: Lengths, size: int) -> None:
         """`size`: samples in the data set. Raises InputError where `lengths` does not fit it."""
-        self._cost = cost
         self._length = lengths if callable(lengths) else None
         self._lengths = np.full(size, np.nan)
         if not callable(lengths):
@@ -48,25 +47,30 @@ class Sequences:
             self._lengths = given
             _check(given, np.arange(size))
 
-    def shares(self, indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    def sums(self, indices: Sequence[int]) -> tuple[float, float]:
+        """Of these samples' lengths, and of the squares of these."""
+        lengths = self._of(indices)
+        return float(lengths.sum()), float((lengths * lengths).sum())
+
+    def shares(self, indices: Sequence[int], sizes: Sequence[int], cost: SequenceCost) -> list[list[int]]:
         """For each of the parts, which have `sizes` samples, the ascending numbers in `indices` of its samples.
 
         Where all is equal, parts take turns from batch to batch: a sequence that outweighs the others is not always
         the same rank's.
         """
         turn = zlib.crc32(indices[0].to_bytes(8, "little"))  # any of them, whatever order the samples have
-        return [sorted(part) for part in split(self._costs(indices), sizes, turn)]
+        return [sorted(part) for part in split(self._costs(indices, cost), sizes, turn)]
 
-    def microbatches(self, indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    def microbatches(self, indices: Sequence[int], sizes: Sequence[int], cost: SequenceCost) -> list[list[int]]:
         """The same for the microbatches of a rank.
 
         Those of one size come in descending order of their cost, so that the ranks' matching ones cost alike.
         """
-        costs = self._costs(indices)
+        costs = self._costs(indices, cost)
         parts = [sorted(part) for part in split(costs, sizes)]
         return sorted(parts, key=lambda part: (-len(part), -int(costs[part].sum()), part))
 
-    def _costs(self, indices: Sequence[int]) -> Costs:
+    def _of(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
         chosen = np.asarray(indices, dtype=np.int64)
         if self._length is not None:
             unknown = chosen[np.isnan(self._lengths[chosen])]
@@ -74,10 +78,13 @@ class Sequences:
                 found = np.array([self._length(int(index)) for index in unknown], dtype=np.float64)
                 _check(found, unknown)
                 self._lengths[unknown] = found
-        seconds = self._cost.of(self._lengths[chosen])
+        return self._lengths[chosen]
+
+    def _costs(self, indices: Sequence[int], cost: SequenceCost) -> Costs:
+        seconds = cost.of(self._of(indices))
         dearest = seconds.max(initial=0.0)
         whole: Costs = (
-            np.rint(seconds / dearest * _UNIT).astype(np.int64) if dearest > 0 else np.zeros(len(chosen), int)
+            np.rint(seconds / dearest * _UNIT).astype(np.int64) if dearest > 0 else np.zeros(len(seconds), int)
         )
         return whole
 

@@ -18,7 +18,7 @@ from pacekeeper_analysis.lengths import SequenceCost
 from .iterable import Positions, RunThrough, Sized, is_iterable
 from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
 from .lengths import Lengths, Sequences
-from .sampler import Draw, MicrobatchSampler, Permutations, Phase, Stream
+from .sampler import Draw, MicrobatchSampler, Permutations, Phase, Stream, Terms
 from .shares import check_replicas, check_shares, equal_shares
 
 __all__ = ["Draw", "Loader", "Weight"]
@@ -51,7 +51,7 @@ class Loader:
         in its own order.
         lengths: of the samples, by their index: each global batch is then dealt so that each rank's part costs as much
         as its share says, and its microbatches cost alike. None: samples are dealt as they come. cost: of a sequence,
-        by its length; None: as its length.
+        by its length, until a plan says otherwise; None: as its length.
         """
         _check_batches(global_batch_size, max_microbatch, world_size, options)
         self.global_batch_size = global_batch_size
@@ -74,13 +74,15 @@ class Loader:
         else:
             raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
         self._samples = size
-        self._sampler = MicrobatchSampler(stream, max_microbatch, self._make_sequences(lengths, cost))
+        self._sequences = self._make_sequences(lengths, cost)
+        self._cost = self._own_cost = cost or SequenceCost()
+        self._sampler = MicrobatchSampler(stream, max_microbatch, self._sequences)
         # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
         )
         self.lookahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
-        """Steps until a change of shares takes effect, on all ranks alike: what workers may have prefetched."""
+        """Steps until a change of shares or cost takes effect, on all ranks alike: what workers may have prefetched."""
         self._batches: Iterator[Any] | None = None
         self._received = 0  # of the batches that the present iterator was asked for
         self._stale = 0  # batches to come that belong to no step any more
@@ -141,12 +143,28 @@ class Loader:
             return
         self.check(wanted)
         self._shares = wanted
-        self._phase.change(wanted, self.lookahead)
+        self._phase.change(self._terms, self.lookahead)
 
     def check(self, shares: tuple[int, ...]) -> None:
         """Raises InputError where `shares` cannot be followed."""
         check_shares(shares, self.global_batch_size, self._world_size)
         check_replicas(shares, self.replica_size, self.max_microbatch)
+
+    # Sequences
+
+    def set_cost(self, cost: SequenceCost | None) -> None:
+        """Of a sequence, as of `set_shares`; None: the script's own."""
+        wanted = cost or self._own_cost
+        if wanted == self._cost:
+            return
+        self.check_cost()
+        self._cost = wanted
+        self._phase.change(self._terms, self.lookahead)
+
+    def check_cost(self) -> None:
+        """Raises InputError where samples cannot be balanced by their cost."""
+        if self._sequences is None:
+            raise InputError("sequence_cost: the loader does not know how long samples are; give dataloader() lengths")
 
     # Leases
 
@@ -227,6 +245,10 @@ class Loader:
     def _phase(self) -> Phase:
         return self._sampler.phase
 
+    @property
+    def _terms(self) -> Terms:
+        return Terms(self._shares, self._cost)
+
     def _make_sequences(self, lengths: Lengths | None, cost: SequenceCost | None) -> Sequences | None:
         if lengths is None:
             if cost is not None:
@@ -235,11 +257,11 @@ class Loader:
         if self._run_through is not None:
             raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
         assert self._samples is not None
-        return Sequences(lengths, cost or SequenceCost(), self._samples)
+        return Sequences(lengths, self._samples)
 
     def _begin(self, source: Leasing | None) -> None:
         """Another source of samples: what the old one has dealt ahead is of no use any more."""
-        self._sampler.phase = Phase(source, self._shares)
+        self._sampler.phase = Phase(source, self._terms)
         if self._sampler.ended:
             self._batches = None
         self._stale = 0 if self._batches is None else self._sampler.asked - self._received

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import SyncMode, WorkerPlan
 
 MODES = tuple(SyncMode)
@@ -29,17 +30,24 @@ class Course:
     """Steps between two garbage collections; 0: as Python likes."""
     shares: tuple[int, ...] | None = None
     """Samples of each rank in a step; None: as equal as integers allow."""
+    sequence_cost: tuple[float, float, float] | None = None
+    """By which samples are balanced: terms of `SequenceCost`; None: the script's own."""
 
     @classmethod
     def of(cls, plan: WorkerPlan) -> Self:
-        return cls(plan.sync_mode, plan.sync_every, plan.sync_seconds, plan.garbage_every, plan.shares)
+        return cls(
+            plan.sync_mode, plan.sync_every, plan.sync_seconds, plan.garbage_every, plan.shares, plan.sequence_cost
+        )
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        shares = state["shares"]
-        return cls(
-            **{**state, "sync_mode": SyncMode(state["sync_mode"]), "shares": None if shares is None else tuple(shares)}
-        )
+        lists = {name: tuple(state[name]) for name in ("shares", "sequence_cost") if state.get(name) is not None}
+        return cls(**{**state, **lists, "sync_mode": SyncMode(state["sync_mode"])})
+
+    @property
+    def cost(self) -> SequenceCost | None:
+        """Raises InputError."""
+        return None if self.sequence_cost is None else SequenceCost(*self.sequence_cost)
 
 
 def mode_from(wanted: SyncMode, step: int, warmup_steps: int) -> SyncMode:

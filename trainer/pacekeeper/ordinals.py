@@ -155,7 +155,7 @@ class Ordinals:
         else:
             interval.ends = interval.steps >= interval.planned
         self._state.samples = progress.own_samples
-        self._recorder.end_step(step.samples)
+        self._recorder.end_step(step.samples, lengths=step.lengths)
         self._record_synchronisation()
 
     def pass_boundary(self) -> None:
@@ -282,6 +282,7 @@ class Ordinals:
         progress.course = course
         if meeting.agreed.orders.plan_version:  # without a plan, shares come from the checkpoint alone
             self._loader.set_shares(course.shares)
+        self._loader.set_cost(course.cost)
         self._garbage.boundary(progress.step, course.garbage_every)
         if meeting.duties.switch:
             self._switch(meeting.supply)

@@ -29,7 +29,7 @@ from .ring import RingWriter
 Loaded = TypeVar("Loaded")
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
-_STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
+_STEP, _COMPUTE, _DATA, _LENGTHS = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA), int(Kind.LENGTHS)
 
 
 class Recorder:
@@ -52,12 +52,15 @@ class Recorder:
         """When the rank last entered a collective in which the last to arrive makes the others wait."""
         self.before_optimizer: Callable[[], None] = _nothing
 
-    def end_step(self, samples: int = 0, now: int | None = None) -> None:
-        """The optimizer has stepped: `samples` of this rank went into it (0: unknown)."""
+    def end_step(self, samples: int = 0, now: int | None = None, lengths: tuple[float, float] | None = None) -> None:
+        """The optimizer has stepped: `samples` of this rank went into it (0: unknown), with these `lengths` in sum and
+        squares in sum (None, or squares of 0: unknown)."""
         end = time.monotonic_ns() if now is None else now
         start, self._step_start = self._step_start, end
         own = max(0, end - start - sum(self._waits))
         self._waits.clear()
+        if lengths is not None:
+            self.ring.write(_LENGTHS, start, end, self.step, self.phase, lengths[0], nbytes=round(lengths[1]))
         self.ring.write(_STEP, start, end, self.step, self.phase, samples, flags=self.mode)
         self.ring.write(_COMPUTE, start, start + own, self.step, self.phase, samples)
         self.ring.end_step(self.step, end)

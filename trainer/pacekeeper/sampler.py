@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from pacekeeper_analysis.lengths import SequenceCost
+
 from .leases import Deal, Dealing, Interval, Leasing, cut, merge
 from .lengths import Sequences
 from .shares import microbatch_count, microbatch_sizes, rank_interval
@@ -68,6 +70,8 @@ class Draw:
     sizes: tuple[int, ...]
     """Samples of each microbatch. 0 (in the last lease of a sharded replica only): there was none left for this rank.
     Its batch is one sample that others train on, so that collectives match; it must count nothing."""
+    lengths: tuple[float, float] | None = None
+    """Of these samples in sum, and their squares in sum; None: the loader does not know them."""
 
     @property
     def microbatches(self) -> int:
@@ -78,10 +82,19 @@ class Draw:
         return sum(self.sizes)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How samples are dealt to the ranks."""
+
+    shares: tuple[int, ...]
+    cost: SequenceCost
+    """By which they are balanced, where their lengths are known."""
+
+
 class Phase:
     """The steps between two changes of where samples come from."""
 
-    def __init__(self, source: Dealing | Leasing | None, shares: tuple[int, ...]) -> None:
+    def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
         """`source`: None: to be set before the first step."""
         self.source = source
         self.drawn: deque[tuple[Draw, tuple[Interval, ...]]] = deque()
@@ -94,23 +107,24 @@ class Phase:
         """Samples of all ranks' completed steps, up to the newest meeting."""
         self.exact = True
         """Whether all completed steps were counted in a meeting that knew what is unused."""
-        self._shares = shares
-        self._changes: dict[int, tuple[int, ...]] = {}
+        self.terms = terms
+        """Of the step that was dealt last."""
+        self._changes: dict[int, Terms] = {}
         self._dealt = 0
 
-    def change(self, shares: tuple[int, ...], lookahead: int) -> None:
-        """Other shares, from the first step that no rank can have dealt yet."""
+    def change(self, terms: Terms, lookahead: int) -> None:
+        """Other terms, from the first step that no rank can have dealt yet."""
         if self._dealt:
-            self._changes[self.begun + lookahead] = shares
+            self._changes[self.begun + lookahead] = terms
         else:
-            self._shares = shares
+            self.terms = terms
 
     def deal(self) -> Deal | None:
         """The next step's."""
         assert self.source is not None
-        self._shares = self._changes.pop(self._dealt, self._shares)
+        self.terms = self._changes.pop(self._dealt, self.terms)
         self._dealt += 1
-        return self.source.deal(self._shares)
+        return self.source.deal(self.terms.shares)
 
 
 class MicrobatchSampler:
@@ -133,7 +147,7 @@ class MicrobatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         self.asked, self.ended = 0, False
         while (deal := (phase := self.phase).deal()) is not None:
-            draw, positions, indices = self._of_this_rank(deal)
+            draw, positions, indices = self._of_this_rank(deal, phase.terms.cost)
             phase.drawn.append((draw, positions))
             rest = iter(indices)
             for size in draw.sizes:
@@ -143,7 +157,7 @@ class MicrobatchSampler:
                 yield list(islice(rest, size)) or self._indices(deal.positions)[:1]
         self.ended = True
 
-    def _of_this_rank(self, deal: Deal) -> tuple[Draw, tuple[Interval, ...], list[int]]:
+    def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
         """What it takes, at which positions, and their indices in the order of the microbatches."""
         sizes = microbatch_sizes(deal.shares[deal.place], microbatch_count(deal.matching, self._max_microbatch))
         if self._sequences is None:
@@ -151,13 +165,13 @@ class MicrobatchSampler:
             return Draw(sizes), positions, self._indices(positions)
         places = [position for first, end in deal.positions for position in range(first, end)]
         indices = self._indices(deal.positions)
-        mine = self._sequences.shares(indices, deal.shares)[deal.place]
+        mine = self._sequences.shares(indices, deal.shares, cost)[deal.place]
         own = [indices[number] for number in mine]
         positions = merge((places[number], places[number] + 1) for number in mine)
         return (
-            Draw(sizes),
+            Draw(sizes, self._sequences.sums(own)),
             positions,
-            [own[number] for part in self._sequences.microbatches(own, sizes) for number in part],
+            [own[number] for part in self._sequences.microbatches(own, sizes, cost) for number in part],
         )
 
     def _indices(self, positions: tuple[Interval, ...]) -> list[int]:

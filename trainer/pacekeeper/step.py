@@ -44,6 +44,8 @@ class Step:
         """Of this rank."""
         self.weight = float(draw.samples)
         """Of this rank's samples; their number where the loader has no `weight`."""
+        self.lengths = draw.lengths
+        """Of this rank's samples, and their squares, in sum (0: only the `weight` is known); None: nothing is known."""
         self._peers = peers
         self._draw = draw
         self._used = 0
@@ -54,6 +56,7 @@ class Step:
             self._batches = iter(batches)
             counted = (batch for batch, size in zip(batches, draw.sizes, strict=True) if size)
             self.weight = float(sum(float(weigh(batch)) for batch in counted))
+            self.lengths = self.lengths or (self.weight, 0.0)
         self._total = peers.total_weight(None if weigh is None else self.weight, draw.samples)
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import shares
+from .. import lengths, shares
 from ..errors import InputError
+from ..lengths import SequenceCost
 from ..reports import RankWindow
 from ..shares import Costs
 
@@ -26,7 +27,10 @@ class Window:
     samples: npt.NDArray[np.int64]
     step_seconds: npt.NDArray[np.float64]
     garbage_seconds: npt.NDArray[np.float64] | None = None  # part of compute_seconds; None: no rank records it
+    lengths: npt.NDArray[np.float64] | None = None  # of the samples, in sum; None: not known of every rank
+    squares: npt.NDArray[np.float64] | None = None  # of these lengths, in sum; None: not known of every rank
     weight: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
+    sequence_cost: SequenceCost | None = None  # by which they are weighed; None: by their lengths, if at all
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
     costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
 
@@ -50,17 +54,41 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         return [of_step[step] for step in common]
 
     garbage = [column(w, w.garbage_seconds or (0.0,) * len(w.steps)) for w in by_rank]
-    weights = [column(w, w.weight) for w in by_rank if w.weight]
-    return Window(
+    tokens = [column(w, w.lengths) for w in by_rank if w.lengths]
+    squares = [column(w, w.squares) for w in by_rank if w.squares]
+    window = Window(
         steps=np.array(common),
         compute_seconds=np.array([column(w, w.compute_seconds) for w in by_rank]).T,
         samples=np.array([column(w, w.samples) for w in by_rank], dtype=np.int64).T,
         step_seconds=np.array([column(w, w.step_seconds) for w in by_rank]).T,
         garbage_seconds=np.array(garbage).T if any(w.garbage_seconds for w in by_rank) else None,
-        weight=np.array(weights).T if len(weights) == len(by_rank) else None,
+        lengths=np.array(tokens).T if len(tokens) == len(by_rank) else None,
+        squares=np.array(squares).T if len(squares) == len(by_rank) else None,
         baseline_seconds=baseline(by_rank),
         costs=_costs(by_rank),
     )
+    return weighed(window)
+
+
+def weighed(window: Window) -> Window:
+    """With the cost units of its samples: by the cost that fits these steps, or by their lengths alone."""
+    if window.lengths is None or window.squares is None:
+        return replace(window, weight=window.lengths)
+    try:
+        cost = lengths.fit_ranks(window.samples, window.lengths, window.squares, without_garbage(window))
+    except InputError:  # all steps are alike, or seconds are not to be judged
+        return window
+    return replace(window, weight=cost.of_sums(window.samples, window.lengths, window.squares), sequence_cost=cost)
+
+
+def without_garbage(window: Window) -> npt.NDArray[np.float64]:
+    """Own work without garbage collections, (steps, ranks)."""
+    garbage = 0.0 if window.garbage_seconds is None else window.garbage_seconds
+    return _without(garbage, window.compute_seconds)
+
+
+def _without(garbage: npt.NDArray[np.float64] | float, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.maximum(seconds - garbage, 0.1 * seconds)
 
 
 def baseline(windows: Sequence[RankWindow]) -> float:
@@ -72,7 +100,7 @@ def _costs(windows: Sequence[RankWindow]) -> Costs | None:
     """Ranks whose share has changed may have steps from before that, which the others have not."""
     own = [np.asarray(window.compute_seconds) for window in windows]
     garbage = [np.asarray(window.garbage_seconds or (0.0,) * len(window.steps)) for window in windows]
-    working = [np.maximum(seconds - pauses, 0.1 * seconds) for seconds, pauses in zip(own, garbage, strict=True)]
+    working = [_without(pauses, seconds) for pauses, seconds in zip(garbage, own, strict=True)]
     try:
         return shares.fit_each(working, [window.samples for window in windows])
     except InputError:  # no samples, or no seconds: nothing to fit

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .. import shares
 from ..reports import RankWindow
-from .windows import MINIMAL_STEPS, Window, baseline, peers_median
+from .windows import MINIMAL_STEPS, Window, baseline, peers_median, weighed, without_garbage
 
 HIDDEN = 0.33
 """Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
@@ -55,7 +55,7 @@ class Work:
             return None
         samples = window.samples if window.samples.min() > 0 else np.ones_like(window.samples)
         working = without_garbage(window)
-        level = working if window.weight is None else _levelled(working, window.weight, samples)
+        level = levelled(window, samples)
         costs = window.costs or shares.fit(level, samples)
         even = (level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True)))[now]
         relative = even / peers_median(even)
@@ -141,22 +141,31 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
     if not _are_sound(compute):
         return None
     local_batch = np.array([window.samples[-1] for window in by_rank], dtype=np.int64)
+    factor = np.ones(len(by_rank))
     if local_batch.min() > 0 and global_batch >= len(by_rank) and global_batch != local_batch.sum():
         share = np.array(shares.equal(global_batch, len(by_rank)), dtype=np.int64)
-        compute, local_batch = compute * (share / local_batch), share
+        factor, local_batch = share / local_batch, share
+    compute = compute * factor
     own, first = float(np.median(compute)), baseline(by_rank)
     exposed = max(transfer - HIDDEN * own, min(transfer, max(0.0, first - own)))
-    return Window(
-        steps=np.arange(DRAWS),
-        compute_seconds=compute,
-        samples=np.broadcast_to(local_batch, compute.shape),
-        step_seconds=np.repeat(compute.max(axis=1, keepdims=True) + exposed, len(by_rank), axis=1),
-        garbage_seconds=drawn([w.garbage_seconds for w in by_rank])
-        if all(w.garbage_seconds for w in by_rank)
-        else None,
-        weight=drawn([w.weight for w in by_rank]) if all(w.weight for w in by_rank) else None,
-        baseline_seconds=first,
+    window = weighed(
+        Window(
+            steps=np.arange(DRAWS),
+            compute_seconds=compute,
+            samples=np.broadcast_to(local_batch, compute.shape),
+            step_seconds=compute,
+            garbage_seconds=drawn([w.garbage_seconds for w in by_rank])
+            if all(w.garbage_seconds for w in by_rank)
+            else None,
+            lengths=drawn([w.lengths for w in by_rank]) * factor if all(w.lengths for w in by_rank) else None,
+            squares=drawn([w.squares for w in by_rank]) * factor if all(w.squares for w in by_rank) else None,
+            baseline_seconds=first,
+        )
     )
+    if window.sequence_cost is not None:
+        window = _dealt_by_cost(window)
+    together = window.compute_seconds.max(axis=1, keepdims=True) + exposed
+    return replace(window, step_seconds=np.repeat(together, len(by_rank), axis=1))
 
 
 def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
@@ -172,18 +181,21 @@ def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     return float(np.median(inside.min(axis=0)))
 
 
-def without_garbage(window: Window) -> Seconds:
-    """Own work without garbage collections, (steps, ranks)."""
-    garbage = 0.0 if window.garbage_seconds is None else window.garbage_seconds
-    return np.maximum(window.compute_seconds - garbage, 0.1 * window.compute_seconds)
+def _dealt_by_cost(window: Window) -> Window:
+    """As the loader deals in synchronous steps, which it balances: leases are balanced within a replica only."""
+    own = window.compute_seconds - without_garbage(window) + levelled(window, window.samples)
+    return replace(window, compute_seconds=own, lengths=None, squares=None, weight=None, sequence_cost=None)
 
 
-def _levelled(working: Seconds, weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
-    """Own work as it would be, had each step's cost units been dealt in proportion to the ranks' samples."""
-    if not _are_sound(weight):
+def levelled(window: Window, samples: npt.NDArray[np.int64]) -> Seconds:
+    """Own work without garbage, as it would be had each step's cost units been dealt in proportion to the samples."""
+    working, weight = without_garbage(window), window.weight
+    if weight is None or not _are_sound(weight):
         return working
-    costs = shares.fit(working, weight)
     dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
+    if window.sequence_cost is not None:  # these units are seconds of a rank of usual speed
+        return np.asarray(working * dealt / weight)
+    costs = shares.fit(working, weight)
     return np.where(costs.identified, working * costs.seconds(dealt) / costs.seconds(weight), working)
 
 

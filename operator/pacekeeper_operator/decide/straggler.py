@@ -236,7 +236,7 @@ def _weigh(
     )
     ways = [
         replace(way, refused=way.refused or _refusal(observation, policy, found, way))
-        for way in adapt.ways(found, threshold=threshold)
+        for way in adapt.ways(found, threshold=threshold, sequence_cost=observation.plan.sequence_cost)
     ]
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
@@ -259,11 +259,7 @@ def _weigh(
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
     """Why this job may not train in that way (now); "": it may."""
     assert observation.state.suspicion is not None
-    try:
-        remedy = Remedy(way.remedy)
-    except ValueError:
-        return "only the script can do it"
-    if refusal := policy.refusal(remedy):
+    if refusal := policy.refusal(Remedy(way.remedy)):
         return refusal
     if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
         return "the script does not use the library, so it cannot be steered"

@@ -41,7 +41,7 @@ def windows(
             compute_seconds=tuple(whole[:, rank]),
             samples=((BATCH,) * ranks if shares is None else shares)[rank : rank + 1] * steps,
             garbage_seconds=() if garbage is None else tuple(garbage[:, rank]),
-            weight=() if weight is None else tuple(weight[:, rank]),
+            lengths=() if weight is None else tuple(weight[:, rank]),
             sync_mode="Sync",
             baseline_seconds=baseline,
         )
@@ -321,7 +321,7 @@ def test_sequences_of_different_lengths_are_for_the_scripts_loader() -> None:
     assert way.remedy == "BalanceLengths"
     assert "lengths" in way.refused
     assert way.step_seconds == pytest.approx(WORK + 0.005, rel=0.08)
-    assert found([replace(window, weight=()) for window in given]).trouble is Trouble.VOLATILE
+    assert found([replace(window, lengths=()) for window in given]).trouble is Trouble.VOLATILE
 
 
 def test_lengths_that_do_not_cost_are_not_blamed() -> None:
@@ -377,7 +377,7 @@ def local(
         steps = tuple(range(1000 * rank, 1000 * rank + STEPS))
         inside = tuple(waits[:, rank] + transfer)
         given.append(
-            RankWindow(rank, steps, tuple(own), tuple(own), (BATCH,) * STEPS, (), (), "AsyncEDiT", inside, FIRST)
+            RankWindow(rank, steps, tuple(own), tuple(own), (BATCH,) * STEPS, (), (), (), "AsyncEDiT", inside, FIRST)
         )
     return given
 

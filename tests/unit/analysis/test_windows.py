@@ -34,8 +34,8 @@ def test_pauses_and_weights_are_aligned_with_their_steps() -> None:
     assert aligned.garbage_seconds.tolist() == [[float(step), 0.0] for step in range(2, 10)]
     assert aligned.weight is None
     assert aligned.baseline_seconds == 0.7
-    first = replace(one, weight=(2.0,) * 10, baseline_seconds=0.8)
-    late = replace(one, rank=1, weight=(3.0,) * 10, baseline_seconds=0.9)
+    first = replace(one, lengths=(2.0,) * 10, baseline_seconds=0.8)
+    late = replace(one, rank=1, lengths=(3.0,) * 10, baseline_seconds=0.9)
     aligned = windows.align([first, late])
     assert aligned is not None
     assert aligned.weight is not None

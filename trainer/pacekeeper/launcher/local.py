@@ -94,7 +94,7 @@ def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, n
     if adapting.refused or in_force != {plan.sync_mode}:
         return Outcome(plan, adapting=adapting)  # the ranks do not follow, or not yet
     if plan.sync_mode is SyncMode.SYNC:
-        trouble, way, why = _way_to_adapt(windows)
+        trouble, way, why = _way_to_adapt(plan, windows)
     else:
         trouble, way, why = Trouble.NONE, adapt.way_back(windows, threshold=SLOWDOWN, trouble=adapting.trouble), ()
     if way is None:
@@ -108,14 +108,15 @@ def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, n
     return Outcome(way.applied_to(plan), words, adapting=Adapting(trouble, changes=adapting.changes.changed(now)))
 
 
-def _way_to_adapt(windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, tuple[str, ...]]:
+def _way_to_adapt(plan: Plan, windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, tuple[str, ...]]:
     """The trouble of a synchronous job, what to do about it, and why."""
     found = adapt.diagnose(windows, SLOWDOWN)
     if found is None:
         return Trouble.NONE, None, ()
-    ways = [way for way in adapt.ways(found, threshold=SLOWDOWN) if not way.refused]
+    ways = adapt.ways(found, threshold=SLOWDOWN, sequence_cost=plan.sequence_cost)
+    ways = tuple(way for way in ways if not way.refused)
     if adapt.exact_helps(found, ways):
-        ways = [way for way in ways if way.mode is SyncMode.SYNC]
+        ways = tuple(way for way in ways if way.mode is SyncMode.SYNC)
     way = next(iter(ways), None)
     return found.trouble, way, (f"slowdown {found.slowdown:.2f}: {found.evidence[0]}",)
 

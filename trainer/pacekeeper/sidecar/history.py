@@ -28,6 +28,8 @@ class StepTimes:
     samples: int
     garbage_seconds: float
     """Of it, in Python garbage collections."""
+    lengths: tuple[float, float] | None = None
+    """Of its samples in sum, and their squares in sum (0: not known); None: not known."""
 
 
 class RankHistory:
@@ -39,6 +41,7 @@ class RankHistory:
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
+        self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
         self._first: list[float] = []
         self._skipped = 0
         self.steps_total = 0
@@ -53,7 +56,7 @@ class RankHistory:
         self.steps_total += int((records["kind"] == Kind.STEP).sum())
         # A step's own work is the record with its start: in Local-SGD modes numbers of steps may come again.
         own_work = {int(record["start_ns"]): record for record in records[records["kind"] == Kind.COMPUTE]}
-        kept = np.isin(records["kind"], (Kind.STEP, Kind.GARBAGE, Kind.SYNCHRONISATION))
+        kept = np.isin(records["kind"], (Kind.STEP, Kind.GARBAGE, Kind.SYNCHRONISATION, Kind.LENGTHS))
         for record in records[kept]:
             seconds = _seconds(record)
             if record["kind"] == Kind.GARBAGE:
@@ -61,11 +64,14 @@ class RankHistory:
                 self.garbage_seconds_total += seconds
             elif record["kind"] == Kind.SYNCHRONISATION:
                 self._transfers.append(float(record["value"]))
+            elif record["kind"] == Kind.LENGTHS:
+                self._lengths = float(record["value"]), float(record["bytes"])
             else:
                 garbage, self._garbage = self._garbage, 0.0
+                lengths, self._lengths = self._lengths, None
                 if record["phase"] == Phase.TRAIN:
                     own = _seconds(own_work.get(int(record["start_ns"]), record))
-                    step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage)
+                    step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage, lengths)
                     self._append(step, int(record["flags"]))
 
     def start_round(self) -> None:
@@ -75,6 +81,9 @@ class RankHistory:
 
     def window(self, rank: int, steered: bool = True) -> RankWindow:
         """Of steps in one mode only. `steered`: whether the script has modes."""
+        known = [step.lengths for step in self._steps if step.lengths is not None]
+        lengths = tuple(total for total, _ in known) if len(known) == len(self._steps) else ()
+        squares = tuple(total for _, total in known)
         return RankWindow(
             rank=rank,
             steps=tuple(step.step for step in self._steps),
@@ -82,6 +91,8 @@ class RankHistory:
             compute_seconds=tuple(step.compute_seconds for step in self._steps),
             samples=tuple(step.samples for step in self._steps),
             garbage_seconds=tuple(step.garbage_seconds for step in self._steps),
+            lengths=lengths,
+            squares=squares if lengths and min(squares) > 0 else (),
             sync_mode=MODES[self._mode] if steered else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,

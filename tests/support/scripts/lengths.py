@@ -1,0 +1,55 @@
+"""A steered job whose sequences cost as the square of their length, by sleeping, while its loader takes the length.
+
+Environment: FOLDER, where each rank writes the squares and the seconds of each of its steps; UNTIL: the last step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import pacekeeper as pk
+
+SECONDS_A_SQUARE = 1e-8
+BATCH = (1600, 1000, 900, 900, 300, 200, 100, 100)
+"""Parts of equal length for two ranks have squares of 3.4 and 1.9 million; of equal cost, of 2.7 million each."""
+SCALES = [random.Random(number).uniform(0.7, 1.3) for number in range(1000)]
+LENGTHS = [length * scale for scale in SCALES for length in BATCH]
+
+
+class Texts(Dataset[tuple[Tensor, float]]):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        return torch.zeros(4), LENGTHS[index]
+
+
+job = pk.init()
+net = job.replicate(nn.Linear(4, 4))
+optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))
+loader = job.dataloader(
+    Texts(), global_batch_size=len(BATCH), max_microbatch=len(BATCH), shuffle=False, lengths=LENGTHS
+)
+job.register(net=net, optimizer=optimizer, loader=loader)
+job.restore()
+with (Path(os.environ["FOLDER"]) / f"steps-{job.rank}").open("a", buffering=1) as diary:
+    began = time.monotonic()
+    for step in job.steps(loader, until=int(os.environ["UNTIL"])):
+        squares = 0.0
+        for batch, lengths in step.microbatches():
+            squares += lengths.square().sum().item()
+            time.sleep(SECONDS_A_SQUARE * lengths.square().sum().item())
+            loss = net(batch).square().sum()
+            (loss / step.total_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ended = time.monotonic()
+        diary.write(f"{squares} {ended - began}\n")
+        began = ended
