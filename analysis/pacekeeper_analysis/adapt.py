@@ -442,23 +442,26 @@ def _plan_garbage(garbage: Seconds) -> tuple[int, float]:
 
 
 def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | None) -> Way:
-    """Balancing by another cost leaves as much as the cost in force leaves of what it balances itself: single sequences
-    may outweigh the others."""
-    cost, left, refused = work.window.sequence_cost, np.ones_like(work.level), ""
-    if cost is None:
+    """By the cost that fits these steps. Another cost leaves as much uneven as the one in force leaves of what it
+    balances, since single sequences may outweigh the others; without one, the win is an upper bound."""
+    cost, level, refused = work.window.sequence_cost, work.level, ""
+    assert cost is not None
+    if work.window.squares is None:
         refused = "the script's loader does not know how long samples are: give its dataloader their lengths"
     elif in_force is not None:
         left = _unevenness(work, in_force)
+        level = level * left
         if np.abs(_unevenness(work, cost) - left).max(axis=1).mean() <= SAME_COST:
             refused = "samples are balanced by this cost already: single ones outweigh the others"
-    after = work.longest(work.level * left) + work.longest(work.own) - work.longest(work.working) + work.exposed
+    after = work.longest(level) + work.longest(work.own) - work.longest(work.working) + work.exposed
     return Way(
         BALANCE_LENGTHS,
         SyncMode.SYNC,
         after,
         after / reference,
-        "samples dealt so that every rank's cost the same",
-        sequence_cost=None if cost is None else cost.terms,
+        "samples dealt so that every rank's cost the same: one takes {:.3g} s + {:.3g} s × its length + {:.3g} s × its "
+        "length²".format(*cost.terms),
+        sequence_cost=cost.terms,
         refused=refused,
     )
 
@@ -468,8 +471,9 @@ def _unevenness(work: Work, cost: SequenceCost) -> Seconds:
     window, now = work.window, slice(-len(work.level), None)
     assert window.lengths is not None
     assert window.squares is not None
-    weight = cost.of_sums(window.samples, window.lengths, window.squares)[now]
-    dealt = weight.sum(axis=1, keepdims=True) * window.samples[now] / window.samples[now].sum(axis=1, keepdims=True)
+    samples = window.samples[now]
+    weight = cost.of_sums(samples, window.lengths[now], window.squares[now])
+    dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
     return np.asarray(weight / dealt)
 
 

@@ -30,7 +30,7 @@ class Window:
     lengths: npt.NDArray[np.float64] | None = None  # of the samples, in sum; None: not known of every rank
     squares: npt.NDArray[np.float64] | None = None  # of these lengths, in sum; None: not known of every rank
     weight: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
-    sequence_cost: SequenceCost | None = None  # by which they are weighed; None: by their lengths, if at all
+    sequence_cost: SequenceCost | None = None  # by which they are weighed
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
     costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
 
@@ -71,14 +71,16 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
 
 
 def weighed(window: Window) -> Window:
-    """With the cost units of its samples: by the cost that fits these steps, or by their lengths alone."""
-    if window.lengths is None or window.squares is None:
-        return replace(window, weight=window.lengths)
+    """With the cost units of its samples, by the cost that fits these steps best; by lengths alone, where no squares
+    are known."""
+    if window.lengths is None:
+        return window
+    squares = np.zeros_like(window.lengths) if window.squares is None else window.squares
     try:
-        cost = lengths.fit_ranks(window.samples, window.lengths, window.squares, without_garbage(window))
+        cost = lengths.fit_ranks(window.samples, window.lengths, squares, without_garbage(window))
     except InputError:  # all steps are alike, or seconds are not to be judged
         return window
-    return replace(window, weight=cost.of_sums(window.samples, window.lengths, window.squares), sequence_cost=cost)
+    return replace(window, weight=cost.of_sums(window.samples, window.lengths, squares), sequence_cost=cost)
 
 
 def without_garbage(window: Window) -> npt.NDArray[np.float64]:

@@ -162,7 +162,7 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
             baseline_seconds=first,
         )
     )
-    if window.sequence_cost is not None:
+    if window.squares is not None:
         window = _dealt_by_cost(window)
     together = window.compute_seconds.max(axis=1, keepdims=True) + exposed
     return replace(window, step_seconds=np.repeat(together, len(by_rank), axis=1))
@@ -193,10 +193,7 @@ def levelled(window: Window, samples: npt.NDArray[np.int64]) -> Seconds:
     if weight is None or not _are_sound(weight):
         return working
     dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
-    if window.sequence_cost is not None:  # these units are seconds of a rank of usual speed
-        return np.asarray(working * dealt / weight)
-    costs = shares.fit(working, weight)
-    return np.where(costs.identified, working * costs.seconds(dealt) / costs.seconds(weight), working)
+    return np.asarray(working * dealt / weight)
 
 
 def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -54,7 +54,7 @@ def _resume(observation: Observation) -> Draft:
     leaving = any(view.pod is not None for view in observation.workers)
     if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
         return draft
-    return draft.with_plan(stop=Stop.NO, members=(), shares=None).with_state(
+    return draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None).with_state(
         start_time=observation.now,
         placing_since=0.0,
         retry_at=0.0,

@@ -68,7 +68,10 @@ def diagnose(observation: Observation) -> Diagnosis | None:
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
-    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone."""
+    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone. So are
+    lengths that cannot be balanced better."""
+    if found.trouble is Trouble.LENGTHS and observation.plan.sequence_cost is not None:
+        return all(way.refused for way in _ways(observation, found))
     if found.trouble is not Trouble.VOLATILE:
         return False
     first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
@@ -236,7 +239,7 @@ def _weigh(
     )
     ways = [
         replace(way, refused=way.refused or _refusal(observation, policy, found, way))
-        for way in adapt.ways(found, threshold=threshold, sequence_cost=observation.plan.sequence_cost)
+        for way in _ways(observation, found)
     ]
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
@@ -254,6 +257,11 @@ def _weigh(
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False, disruption=True))
     choice = choose(options)
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
+    threshold = observation.job.spec.detection.straggler_slowdown
+    return adapt.ways(found, threshold=threshold, sequence_cost=observation.plan.sequence_cost)
 
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:

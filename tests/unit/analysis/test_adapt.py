@@ -9,6 +9,7 @@ import pytest
 
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Hysteresis, Trouble, Way
+from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import Member, Plan, SyncMode
 from pacekeeper_analysis.reports import RankWindow
 
@@ -25,7 +26,8 @@ def windows(
     own: np.ndarray,
     exposed: float = 0.005,
     garbage: np.ndarray | None = None,
-    weight: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+    squares: np.ndarray | None = None,
     shares: tuple[int, ...] | None = None,
     baseline: float = FIRST,
 ) -> list[RankWindow]:
@@ -41,7 +43,8 @@ def windows(
             compute_seconds=tuple(whole[:, rank]),
             samples=((BATCH,) * ranks if shares is None else shares)[rank : rank + 1] * steps,
             garbage_seconds=() if garbage is None else tuple(garbage[:, rank]),
-            lengths=() if weight is None else tuple(weight[:, rank]),
+            lengths=() if lengths is None else tuple(lengths[:, rank]),
+            squares=() if squares is None else tuple(squares[:, rank]),
             sync_mode="Sync",
             baseline_seconds=baseline,
         )
@@ -312,25 +315,90 @@ def test_garbage_in_different_steps_is_collected_in_the_same() -> None:
     assert found(windows(work(15), garbage=together)).step_seconds == pytest.approx(way.step_seconds, rel=0.1)
 
 
-def test_sequences_of_different_lengths_are_for_the_scripts_loader() -> None:
-    weight = 100 * np.random.default_rng(0).lognormal(0, 0.3, (STEPS, 4))
-    given = windows(work(16) * weight / weight.mean(), weight=weight)
+COST = SequenceCost(1e-3, 0.0, 1e-8)
+"""0.09 s for 8 sequences of 1,000."""
+
+
+def sequences(seed: int, ranks: int = 4, sigma: float = 0.5) -> np.ndarray:
+    """Lengths of the samples as they come, [steps, ranks, samples]."""
+    return np.asarray(np.rint(np.random.default_rng(seed).lognormal(6.7, sigma, (STEPS, ranks, BATCH))))
+
+
+def of_sequences(lengths: np.ndarray, slow: float = 1.0, noise: float = 0.02) -> list[RankWindow]:
+    """Of ranks whose work is what their sequences cost; rank 0 takes `slow` times as long."""
+    paces = 1 + noise * np.random.default_rng(0).standard_normal(lengths.shape[:2])
+    paces[:, 0] *= slow
+    own = COST.of(lengths).sum(axis=2) * paces
+    return windows(own, lengths=lengths.sum(axis=2), squares=np.square(lengths).sum(axis=2))
+
+
+def test_sequences_of_different_lengths_are_for_the_scripts_loader_where_it_does_not_know_them() -> None:
+    tokens = 100 * np.random.default_rng(0).lognormal(0, 0.3, (STEPS, 4))
+    given = windows(work(16) * tokens / tokens.mean(), lengths=tokens)
     diagnosis = found(given)
     assert diagnosis.trouble is Trouble.LENGTHS
     (way,) = adapt.ways(diagnosis, threshold=THRESHOLD)
     assert way.remedy == "BalanceLengths"
-    assert "lengths" in way.refused
+    assert "give its dataloader their lengths" in way.refused
     assert way.step_seconds == pytest.approx(WORK + 0.005, rel=0.08)
     assert found([replace(window, lengths=()) for window in given]).trouble is Trouble.VOLATILE
 
 
-def test_lengths_that_do_not_cost_are_not_blamed() -> None:
-    weight = 100 * np.random.default_rng(0).lognormal(0, 0.3, (STEPS, 4))
-    own = work(17)
-    own[:, 0] *= 2
-    diagnosis = found(windows(own, weight=weight))
+def test_a_loader_that_knows_them_is_told_what_they_cost() -> None:
+    given = of_sequences(sequences(0))
+    diagnosis = found(given)
+    assert diagnosis.trouble is Trouble.LENGTHS
+    way = taken(given)
+    assert way is not None
+    assert (way.remedy, way.mode, way.option().exact) == ("BalanceLengths", SyncMode.SYNC, True)
+    cost = way.applied_to(Plan(members=(SHARED,))).sequence_cost
+    assert cost is not None
+    assert SequenceCost(*cost).of([300, 1000, 3000]) == pytest.approx(COST.of([300, 1000, 3000]), rel=0.1)
+    assert way.step_seconds == pytest.approx(COST.of(sequences(0)).sum(axis=2).mean() + 0.005, rel=0.03)
+
+
+def test_and_left_alone_where_it_goes_by_that_cost_already() -> None:
+    """Single sequences outweigh the others, and what another window is fitted to differs only by noise."""
+    first, later = taken(of_sequences(sequences(1, sigma=1.0))), found(of_sequences(sequences(2, sigma=1.0)))
+    assert first is not None
+    assert later.trouble is Trouble.LENGTHS
+    (way,) = adapt.ways(later, threshold=THRESHOLD, sequence_cost=first.sequence_cost)
+    assert "already" in way.refused
+    assert way.step_seconds == pytest.approx(later.step_seconds, rel=0.03)
+
+
+def test_but_told_anew_where_their_cost_has_changed() -> None:
+    """The plan's is by length, which is even; theirs has become that of attention."""
+    lengths = sequences(3, sigma=0.8)
+    lengths *= lengths.sum(axis=(1, 2), keepdims=True) / 4 / lengths.sum(axis=2, keepdims=True)
+    diagnosis = found(of_sequences(lengths))
+    assert diagnosis.trouble is Trouble.LENGTHS
+    (way,) = adapt.ways(diagnosis, threshold=THRESHOLD, sequence_cost=(0.0, 1.0, 0.0))
+    assert not way.refused
+    assert way.sequence_cost is not None
+    assert way.step_seconds < 0.9 * diagnosis.step_seconds
+
+
+def test_a_slow_rank_is_told_from_long_sequences() -> None:
+    diagnosis = found(of_sequences(sequences(4), slow=2.0))
     assert diagnosis.trouble is Trouble.COMPUTE
-    assert diagnosis.effects[Trouble.LENGTHS] == pytest.approx(1.0, abs=0.05)
+    assert diagnosis.culprits == (0,)
+    assert diagnosis.rank_slowdown[0] == pytest.approx(2.0, rel=0.05)
+    ways = adapt.ways(diagnosis, threshold=THRESHOLD)
+    assert "exact" in adapt.exact_helps(diagnosis, ways)
+    (shares,) = (way.shares for way in ways if way.remedy == "Rebalance")
+    assert shares is not None
+    assert shares[0] == min(shares) < BATCH
+
+
+def test_lengths_that_do_not_cost_are_not_blamed() -> None:
+    lengths = sequences(5)
+    for squares in (np.square(lengths).sum(axis=2), None):
+        own = work(17)
+        own[:, 0] *= 2
+        diagnosis = found(windows(own, lengths=lengths.sum(axis=2), squares=squares))
+        assert diagnosis.trouble is Trouble.COMPUTE
+        assert diagnosis.effects[Trouble.LENGTHS] == pytest.approx(1.0, abs=0.05)
 
 
 def test_windows_that_cannot_tell() -> None:
@@ -423,6 +491,19 @@ def test_back_with_shares_that_fit_a_rank_that_stays_slow() -> None:
     assert way.shares is not None
     assert sum(way.shares) == 4 * 32
     assert 24 <= way.shares[3] <= 28
+
+
+def test_lengths_that_the_loader_balances_again_do_not_bar_the_way_back() -> None:
+    """Leases are not balanced over the ranks, so their steps vary more than synchronous ones will."""
+    given = [
+        replace(window, sync_mode="AsyncEDiT", transfers=(0.006,) * 5, step_seconds=window.compute_seconds)
+        for window in of_sequences(sequences(6))
+    ]
+    way = adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION)
+    assert way is not None
+    assert way.step_seconds == pytest.approx(COST.of(sequences(6)).sum(axis=2).mean(), rel=0.1)
+    unknown = [replace(window, squares=()) for window in given]
+    assert adapt.way_back(unknown, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
 
 
 def test_the_way_back_needs_all_ranks_and_some_synchronisations() -> None:

@@ -18,6 +18,7 @@ PLAN = Plan(
     restarts=5,
     sync_mode=SyncMode.SYNC,
     shares=(8, 8, 4, 4),
+    sequence_cost=(1e-3, 0.0, 2.5e-9),
 )
 
 
@@ -30,9 +31,11 @@ def test_a_worker_is_told_its_own_part() -> None:
     assert (part.role, part.ranks, part.world_size, part.store) == (Role.MEMBER, (2, 3), 4, "10.0.0.1:29400")
     assert not part.serves_store
     assert part.neighbours == ("10.0.0.1",)
-    assert part.shares is None, "only the worker of rank 0 hands the shares to the others"
-    assert PLAN.part("j-w0-0").shares == (8, 8, 4, 4)
-    assert WorkerPlan.from_json(json.loads(json.dumps(part.to_json()))) == part
+    first = PLAN.part("j-w0-0")
+    assert (part.shares, part.sequence_cost) == (None, None), "the worker of rank 0 hands them to the others"
+    assert (first.shares, first.sequence_cost) == (PLAN.shares, PLAN.sequence_cost)
+    for told in (part, first):
+        assert WorkerPlan.from_json(json.loads(json.dumps(told.to_json()))) == told
 
 
 def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
@@ -51,6 +54,10 @@ def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
         ({"shares": [24, 0, 0, 0]}, "at least 1"),
         ({"members": [{"worker": "w", "address": "a", "ranks": [0, 0]}]}, "exactly once"),
         ({"sync_mode": "Quantum"}, "Quantum"),
+        ({"sequence_cost": [1.0, -1.0, 0.0]}, "plan.sequence_cost: .* none below 0"),
+        ({"sequence_cost": [0.0, 0.0, 0.0]}, "plan.sequence_cost: .* one above"),
+        ({"sequence_cost": [1.0]}, "plan.sequence_cost: .* must be three numbers"),
+        ({"sequence_cost": "fast"}, "plan.sequence_cost: .* must be three numbers"),
     ],
 )
 def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None:
@@ -63,7 +70,9 @@ def test_reports_survive_json() -> None:
     for report in (
         Heartbeat(worker="w", state=LauncherState.RUNNING, step=5),
         Fault("n", FaultKind.STALLED, "w", 1, 2.0, ranks=(state,), unreachable=("10.0.0.1",)),
-        Evidence("e1", "w", 1, (RankWindow(0, (1, 2), (0.1, 0.1), (0.05, 0.05), (8, 8)),)),
+        Evidence(
+            "e1", "w", 1, (RankWindow(0, (1, 2), (0.1, 0.1), (0.05, 0.05), (8, 8), (), (90.0, 70.0), (5e3, 4e3)),)
+        ),
     ):
         assert type(report).from_json(json.loads(json.dumps(report.to_json()))) == report
 

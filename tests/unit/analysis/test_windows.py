@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.diagnose import windows
+from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.reports import RankWindow
 
 
@@ -34,10 +35,42 @@ def test_pauses_and_weights_are_aligned_with_their_steps() -> None:
     assert aligned.garbage_seconds.tolist() == [[float(step), 0.0] for step in range(2, 10)]
     assert aligned.weight is None
     assert aligned.baseline_seconds == 0.7
-    first = replace(one, lengths=(2.0,) * 10, baseline_seconds=0.8)
-    late = replace(one, rank=1, lengths=(3.0,) * 10, baseline_seconds=0.9)
+    first, late = (replace(one, rank=rank, baseline_seconds=0.8 + 0.1 * rank) for rank in range(2))
     aligned = windows.align([first, late])
     assert aligned is not None
-    assert aligned.weight is not None
-    assert aligned.weight[0].tolist() == [2.0, 3.0]
     assert aligned.baseline_seconds == 0.8, "who came later did not see the first steps"
+
+
+def test_samples_are_weighed_by_the_cost_that_fits() -> None:
+    """Garbage collections are left out, and a rank that does not know its lengths spoils it for all."""
+    truth, rng = SequenceCost(1e-3, 0.0, 1e-8), np.random.default_rng(0)
+    lengths = np.rint(rng.lognormal(6.0, 0.7, size=(16, 2, 4)))
+    own, pauses = truth.of(lengths).sum(axis=2), np.where(rng.random((16, 2)) < 0.3, 0.5, 0.0)
+    given = [
+        RankWindow(
+            rank,
+            tuple(range(16)),
+            (1.0,) * 16,
+            tuple((own + pauses)[:, rank]),
+            (4,) * 16,
+            garbage_seconds=tuple(pauses[:, rank]),
+            lengths=tuple(lengths[:, rank].sum(axis=1)),
+            squares=tuple(np.square(lengths[:, rank]).sum(axis=1)),
+        )
+        for rank in range(2)
+    ]
+    aligned = windows.align(given)
+    assert aligned is not None
+    assert aligned.sequence_cost is not None
+    assert aligned.weight == pytest.approx(own, rel=0.05)
+    linear = windows.align([given[0], replace(given[1], squares=())])
+    assert linear is not None
+    assert linear.squares is None
+    assert linear.sequence_cost is not None
+    assert linear.sequence_cost.per_token_squared == 0
+    unknown = windows.align([given[0], replace(given[1], lengths=(), squares=())])
+    assert unknown is not None
+    assert unknown.weight is None
+    alike = windows.align([replace(window, lengths=(9.0,) * 16, squares=(27.0,) * 16) for window in given])
+    assert alike is not None
+    assert alike.weight is None

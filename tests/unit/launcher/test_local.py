@@ -120,6 +120,26 @@ def test_equal_ranks_and_balanced_shares_stay_as_they_are() -> None:
     assert repeatedly(balanced, windows(0.01, 0.01, 0.02, 0.01, shares=shares)).plan is balanced
 
 
+def test_sequences_are_balanced_by_what_they_cost_and_then_left_alone() -> None:
+    lengths = np.random.default_rng(0).lognormal(6.0, 0.8, (32, 4, 8))
+    squares = np.square(lengths).sum(axis=2)
+    given = [
+        replace(
+            window,
+            step_seconds=tuple(1e-8 * squares.max(axis=1)),
+            compute_seconds=tuple(1e-8 * squares[:, window.rank]),
+            lengths=tuple(lengths[:, window.rank].sum(axis=1)),
+            squares=tuple(squares[:, window.rank]),
+        )
+        for window in windows(0.01, 0.01, 0.01, 0.01)
+    ]
+    outcome = judged(PLAN, given)
+    assert outcome.plan == replace(PLAN, version=4, sequence_cost=outcome.plan.sequence_cost)
+    assert outcome.plan.sequence_cost is not None
+    assert "BalanceLengths" in outcome.words[-1]
+    assert judged(outcome.plan, given).plan is outcome.plan, "as uneven as before, by the same cost"
+
+
 def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
     uneven = (9, 9, 5, 9)
     outcome = judged(replace(PLAN, shares=uneven), windows(0.01, 0.01, 0.01, 0.01, shares=uneven))

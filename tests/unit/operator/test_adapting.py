@@ -35,13 +35,14 @@ def windows(
     shares: tuple[int, ...] = (8, 8, 8, 8),
     mode: SyncMode = SyncMode.SYNC,
     drawn: Any = 1.0,
+    lengths: Any = None,
     first: float = FIRST,
     transfer: float | tuple[float, ...] = 0.0,
 ) -> tuple[Evidence, ...]:
     """Of four ranks with `own` seconds of work in a step; `exposed`: seconds of a step in which all wait.
 
     garbage: steps of the window in which a rank collects garbage for a tenth of a second. drawn: factors of the own
-    work, shape (STEPS, 4).
+    work, shape (STEPS, 4). lengths: of the samples, which the loaders know: shape (STEPS, 4, samples).
     """
     noise = np.random.default_rng(1).normal(1.0, 0.005, (STEPS, 4))
     pauses = np.array(
@@ -60,6 +61,8 @@ def windows(
                 tuple(work[:, rank].tolist()),
                 (shares[rank],) * STEPS,
                 garbage_seconds=tuple(pauses[:, rank].tolist()),
+                lengths=() if lengths is None else tuple(lengths[:, rank].sum(axis=1).tolist()),
+                squares=() if lengths is None else tuple(np.square(lengths[:, rank]).sum(axis=1).tolist()),
                 sync_mode=mode,
                 transfers=(transfer if isinstance(transfer, tuple) else (transfer,) * 4)
                 if mode is not SyncMode.SYNC
@@ -188,6 +191,70 @@ class TestIntoLocalSgd:
         own = tuple(OWN / 8 * share for share in (10, 9, 4, 9))
         world = answered(think(world, policy()), world, own=own, shares=(10, 9, 4, 9))
         assert think(world, policy()).draft.plan.shares == (8, 8, 8, 8)
+
+
+class TestLengths:
+    """Sequences that cost as the square of their length, dealt as they come."""
+
+    UNEVEN = replace(WELL, waiting=0.3)
+
+    def of(self, seed: int) -> dict[str, Any]:
+        lengths = np.rint(np.random.default_rng(seed).lognormal(6.0, 0.8, (STEPS, 4, 8)))
+        squares = np.square(lengths).sum(axis=2)
+        return {"lengths": lengths, "drawn": squares / squares.mean()}
+
+    def balanced(self) -> tuple[Thought, Observation]:
+        return decided(self.UNEVEN, **self.of(1))
+
+    def test_are_balanced_by_what_they_cost(self) -> None:
+        thought, _ = self.balanced()
+        plan = thought.draft.plan
+        assert (plan.sync_mode, plan.shares, plan.membership) == (SyncMode.SYNC, None, 1)
+        assert plan.sequence_cost is not None
+        fixed, per_token, per_token_squared = plan.sequence_cost
+        assert max(fixed, 400 * per_token) < 0.05 * 400**2 * per_token_squared
+        (incident,) = thought.draft.state.incidents
+        assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
+        assert incident.live
+        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+
+    def test_and_left_alone_where_single_ones_outweigh_the_others(self) -> None:
+        """The windows stay as uneven; what is fitted to each of them differs by noise."""
+        thought, world = self.balanced()
+        plan = thought.draft.plan
+        changed = 0
+        for look in range(30):
+            world = later(thought, world, 20.0, metrics=replace(self.UNEVEN, throughput=32 / 0.2), evidence=())
+            world = change_members(world, step=560 + 40 * look)
+            request = thought.draft.plan.evidence_request
+            world = replace(world, evidence=windows(request, **self.of(2 + look)) if request else ())
+            thought = think(world, policy())
+            changed += thought.draft.plan.sequence_cost != plan.sequence_cost
+        assert not changed
+        assert len(thought.draft.state.closed) == 1
+        assert thought.draft.state.vain is not None
+        assert thought.draft.state.vain.hold > 100, "looked into ever more seldom"
+
+    def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
+        of_policy = policy(allow=frozenset({Remedy.REBALANCE}))
+        world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
+        thought, world = looked_into(world, of_policy, **self.of(1))
+        assert thought.draft.plan.sequence_cost is None
+        (incident,) = thought.draft.state.incidents
+        assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, None)
+        (considered,) = incident.remedies
+        assert considered.name == "BalanceLengths"
+        assert "spec.remediation.allow" in considered.reason
+        assert not think(later(thought, world, 10.0), of_policy).draft.plan.evidence_request
+
+    def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
+        thought, world = self.balanced()
+        words = "sequence_cost: the loader does not know how long samples are"
+        refused = think(change_members(later(thought, world, 1.0), refused=words), policy())
+        assert refused.draft.plan.sequence_cost is None
+        (incident,) = refused.draft.state.incidents
+        assert incident.outcome is Outcome.NOT_HELPED
+        assert words in incident.evidence[-1]
 
 
 class TestLookingInVain:

@@ -505,9 +505,11 @@ class TestStages:
         for name in ("j-w0-0", "j-w1-0"):
             stopped = change_worker(stopped, name, gone=True)
         stopped = again(think(stopped, policy()), stopped)
+        stopped = stopped.with_draft(stopped.draft.with_plan(sequence_cost=(0.0, 0.0, 1.0)))
         resumed = replace(stopped, job=job(2, 0))
         thought = think(resumed, policy())
         assert thought.draft.plan.stop is Stop.NO
+        assert thought.draft.plan.sequence_cost is None, "the script may be another one"
         assert [worker.name for worker in thought.staffing.create] == ["j-w0-1", "j-w1-1"]
         warm = with_pods(again(thought, resumed), state=LauncherState.WARM)
         plan = think(warm, policy()).draft.plan

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pacekeeper.ring import RingWriter, create_ring
+from pacekeeper.recorder import Recorder
+from pacekeeper.ring import RingReader, RingWriter, create_ring
 from pacekeeper.runtime import Runtime
 from pacekeeper.sidecar.history import FIRST_STEPS_SKIPPED, RankHistory
 from pacekeeper.sidecar.ranks import Ranks
@@ -77,9 +78,9 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
     assert ranks.evidence("e1", "w", 2).windows[0].rank == 5
 
 
-def event(kind: Kind, milliseconds: int, value: float = 0.0) -> NDArray[np.void]:
+def event(kind: Kind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:
     row = np.zeros(1, RECORD)
-    row["kind"], row["end_ns"], row["value"] = kind, milliseconds * 1_000_000, value
+    row["kind"], row["end_ns"], row["value"], row["bytes"] = kind, milliseconds * 1_000_000, value, nbytes
     return row
 
 
@@ -117,3 +118,29 @@ def test_garbage_belongs_to_the_step_that_it_was_collected_in() -> None:
     history.add(records(range(1, 3), 100, 60))
     assert history.window(0).garbage_seconds == pytest.approx((0.0, 0.012, 0.0))
     assert history.garbage_seconds_total == pytest.approx(0.012)
+
+
+def test_lengths_count_where_all_steps_have_them() -> None:
+    def step_of(number: int, tokens: float, squares: int) -> list[NDArray[np.void]]:
+        return [event(Kind.LENGTHS, 0, tokens, squares), records(range(number, number + 1), 100, 60)]
+
+    history = RankHistory(window_steps=2)
+    history.add(np.concatenate([*step_of(0, 70.0, 900), records(range(1, 2), 100, 60)]))
+    assert (history.window(0).lengths, history.window(0).squares) == ((), ())
+    history.add(np.concatenate(step_of(2, 80.0, 0)))  # a script's weight of its batches
+    history.add(step_of(3, 90.0, 1000)[0])  # what is read at once may end between the two
+    history.add(step_of(3, 90.0, 1000)[1])
+    assert (history.window(0).lengths, history.window(0).squares) == ((80.0, 90.0), ())
+    history.add(np.concatenate(step_of(4, 60.0, 800)))
+    assert (history.window(0).lengths, history.window(0).squares) == ((90.0, 60.0), (1000.0, 800.0))
+
+
+def test_a_recorder_tells_the_lengths_before_the_step(tmp_path: Path) -> None:
+    create_ring(tmp_path / "ring", rank=0, round_=1, capacity=64)
+    recorder, history = Recorder(RingWriter(tmp_path / "ring")), RankHistory(window_steps=4)
+    recorder.end_step(8, lengths=(5.0, 7.0))  # the first of a round is no training yet
+    recorder.end_step(8, lengths=(70.5, 900.25))
+    found = RingReader(tmp_path / "ring").records()
+    assert found["kind"].tolist()[-3:] == [Kind.LENGTHS, Kind.STEP, Kind.COMPUTE]
+    history.add(found)
+    assert (history.window(0).lengths, history.window(0).squares) == ((70.5,), (900.0,))

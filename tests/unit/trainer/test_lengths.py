@@ -141,6 +141,113 @@ def test_leases_balance_their_microbatches() -> None:
     assert imbalance(costs) < 0.1 * imbalance(plain)
 
 
+def test_a_rank_knows_the_lengths_of_what_it_takes() -> None:
+    lengths = lognormal_lengths(6)
+    (loader,) = loaders_of((6,), ranks=1, batch=6, lengths=lambda index: lengths[index])
+    drawn = loader.next_step()
+    assert drawn is not None
+    mine = lengths[flat(batch.tolist() for batch in drawn[1])]
+    assert drawn[0].lengths == pytest.approx((mine.sum(), (mine * mine).sum()))
+    plain = loaders_of((6,), ranks=1, batch=6)[0].next_step()
+    assert plain is not None
+    assert plain[0].lengths is None
+
+
+QUADRATIC = SequenceCost(0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_another_cost_takes_effect_on_the_same_step_of_all_ranks(workers: int) -> None:
+    """Each global batch stays what it is; it is dealt by length first, then by the square, then by length again."""
+    lengths = lognormal_lengths(7) ** 0.5
+    plain, linear, quadratic, changed = (
+        loaders_of((16, 16), 2, 32, **options)
+        for options in (
+            {},
+            {"lengths": lengths},
+            {"lengths": lengths, "cost": QUADRATIC},
+            {"lengths": lengths, "num_workers": workers},
+        )
+    )
+    late = changed[0].lookahead
+    assert late == 2 * workers
+    for step in range(12 + late):
+        if step in (3, 8):
+            for loader in changed:
+                loader.set_cost(QUADRATIC if step == 3 else None)
+        dealt = [[microbatches(loader) for loader in loaders] for loaders in (plain, linear, quadratic, changed)]
+        assert len({tuple(sorted(flat(map(flat, ranks)))) for ranks in dealt}) == 1
+        assert dealt[3] == (dealt[2] if 3 + late <= step < 8 + late else dealt[1])
+        assert dealt[1] != dealt[2], "this batch shows nothing"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_sample_once_an_epoch_across_changes_of_cost_and_shares(workers: int) -> None:
+    size, batch = 40, 8
+    loaders = [
+        Loader(
+            torch.utils.data.Subset(NUMBERS, range(size)),
+            global_batch_size=batch,
+            max_microbatch=3,
+            rank=rank,
+            world_size=2,
+            lengths=lognormal_lengths(8)[:size],
+            num_workers=workers,
+        )
+        for rank in range(2)
+    ]
+    seen: list[int] = []
+    for step in range(3 * size // batch):
+        for loader in loaders:
+            if step % 4 == 1:
+                loader.set_cost(SequenceCost(0.0, float(step % 8 == 1), 1.0))
+            if step % 4 == 3:
+                loader.set_cost(None)
+                loader.set_shares((3, 5) if step % 8 == 3 else (6, 2))
+            seen += flat(microbatches(loader))
+    assert [sorted(seen[first : first + size]) for first in (0, size, 2 * size)] == [list(range(size))] * 3
+
+
+def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
+    """Two replicas of two ranks, at paces of their own; each tells its ranks another cost at a meeting."""
+    tickets: list[int] = []
+    loaders = loaders_of((4, 4, 4, 4), 4, 16, lengths=lognormal_lengths(9))
+    taken = {rank: itertools.count() for rank in range(4)}
+
+    def take_of(rank: int) -> Any:
+        answers: list[int] = leases[rank // 2]
+
+        def take(count: int) -> int:
+            number = next(taken[rank])
+            if number == len(answers):
+                answers.append(len(tickets))
+                tickets.extend(range(count))
+            return answers[number]
+
+        return take
+
+    leases: list[list[int]] = [[], []]
+    for rank, loader in enumerate(loaders):
+        loader.replica_size = 2
+        loader.start_leases(take_of(rank), None)
+    seen: list[int] = []
+    for interval in range(6):
+        for rank, loader in enumerate(loaders):
+            for _ in range(1 + interval % 3 if rank < 2 else 2):
+                seen += flat(microbatches(loader))
+        for loader in loaders:
+            loader.set_cost(QUADRATIC if interval % 2 else None)
+    stream = loaders[0]._sampler._stream.indices(0, len(tickets))
+    assert sorted(seen) == sorted(stream)
+
+
+def test_a_cost_needs_lengths() -> None:
+    (loader,) = loaders_of(None, ranks=1, batch=8)
+    loader.set_cost(None)
+    with pytest.raises(InputError, match=r"sequence_cost: the loader does not know .*; give dataloader\(\) lengths"):
+        loader.set_cost(QUADRATIC)
+
+
 def test_parts_are_exact_and_near_the_optimum() -> None:
     costs = np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], dtype=np.int64)
     parts = split(costs, (4, 4, 4))

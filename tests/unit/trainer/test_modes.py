@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from pacekeeper.agreement import Orders, _decode, _encode
 from pacekeeper.modes import Course, Supply, crossed, joins, mode_from, supply
 from pacekeeper.progress import Progress
+from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import SyncMode
 
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
@@ -83,6 +85,21 @@ def test_progress_is_exact_at_ordinals_and_counts_on_in_between() -> None:
     assert (progress.step, progress.samples) == (4, 64)
 
 
+def test_a_course_survives_its_checkpoint() -> None:
+    progress = Progress(course=Course(ASYNC_EDIT, 3, 0.5, 7, (9, 7), (1e-3, 0.0, 2.5e-9)))
+    restored = Progress()
+    restored.load_state_dict(json.loads(json.dumps(progress.state_dict())))
+    assert restored.course == progress.course
+    assert restored.course.cost == SequenceCost(1e-3, 0.0, 2.5e-9)
+    assert Course().cost is None
+
+
+@pytest.mark.parametrize("course", [Course(), Course(EDIT, 3, 0.5, 7, (9, 7), (1e-3, 0.0, 2.5e-9))])
+def test_orders_survive_the_exchange(course: Course) -> None:
+    orders = Orders(course, 5, 4, True, 50)
+    assert _decode(_encode(orders, world_size=2)) == orders
+
+
 def test_another_global_batch_goes_on_from_the_same_step() -> None:
     progress = Progress(course=Course(EDIT, shares=(9, 7)))
     progress.begin(global_batch=16)
@@ -90,6 +107,10 @@ def test_another_global_batch_goes_on_from_the_same_step() -> None:
     restored = Progress()
     restored.load_state_dict(json.loads(json.dumps(progress.state_dict())))
     assert restored.course == progress.course
+    older = progress.state_dict()
+    del older["course"]["sequence_cost"]
+    restored.load_state_dict(older)
+    assert restored.course == progress.course, "of a checkpoint that has no cost of sequences"
     restored.begin(global_batch=24)
     assert (restored.step, restored.samples_at(12)) == (10, 160 + 2 * 24)
     restored.settle(used=2 * 24)
