@@ -90,11 +90,7 @@ class Plan:
                 f"plan: sync_every={self.sync_every} must be 1 step or more, "
                 f"sync_seconds={self.sync_seconds} above 0, garbage_every={self.garbage_every} 0 or a number of steps"
             )
-        if self.sequence_cost is not None:
-            try:
-                SequenceCost(*self.sequence_cost)
-            except InputError as error:
-                raise InputError(f"plan.sequence_cost: {error}") from error
+        _check_terms(self.sequence_cost)
 
     @property
     def world_size(self) -> int:
@@ -182,6 +178,9 @@ class WorkerPlan:
     profile_request: str = ""
     stop: Stop = Stop.NO
 
+    def __post_init__(self) -> None:
+        _check_terms(self.sequence_cost)
+
     def to_json(self) -> dict[str, Any]:
         return {name: _jsonable(value) for name, value in asdict(self).items()}
 
@@ -217,6 +216,15 @@ def _terms(given: Any) -> tuple[float, float, float] | None:
             f"plan.sequence_cost: {given!r} must be three numbers: fixed, per token, per token squared"
         ) from error
     return fixed, per_token, per_token_squared
+
+
+def _check_terms(terms: tuple[float, float, float] | None) -> None:
+    """Raises InputError where these are no cost."""
+    if terms is not None:
+        try:
+            SequenceCost(*terms)
+        except InputError as error:
+            raise InputError(f"plan.sequence_cost: {error}") from error
 
 
 def _jsonable(value: Any) -> Any:

@@ -25,9 +25,14 @@ SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
         ({"sync_mode": "DiLoCo"}, "sync_mode: 'DiLoCo' is unknown; take one of Sync, EDiT, AsyncEDiT"),
         ({"sync_mode": "Sync", "shares": [9, 8]}, "shares: [9, 8] sum to 17; they must sum to the global batch, 16"),
         ({"sync_mode": "Sync", "shares": [16, 0]}, "shares: [16, 0] must all be at least 1"),
+        ({"sync_mode": "Sync", "sequence_cost": [0.0, -1.0, 0.0]}, "plan.sequence_cost: cost: "),
+        (
+            {"sync_mode": "Sync", "sequence_cost": [0.0, 0.0, 1.0]},
+            "does not know how long samples are; give dataloader",
+        ),
         ("no plan", "plan.json: not JSON"),
     ],
-    ids=["unknown mode", "too many samples", "nothing for a rank", "unreadable"],
+    ids=["unknown mode", "too many samples", "nothing for a rank", "a cost below 0", "unknown lengths", "unreadable"],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on(
     bad: Any, words: str, tmp_path: Path

@@ -12,13 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pacekeeper_analysis.lengths import SequenceCost
     from pacekeeper_analysis.pseudo_gradient import Penalty
 
     from .job import Checkpoints, Job, Schedule, init
     from .local_sgd.settings import OuterSGD
     from .step import Step
 
-__all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "Step", "init"]
+__all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCost", "Step", "init"]
 
 _MODULES = {
     "Checkpoints": ".job",
@@ -26,6 +27,7 @@ _MODULES = {
     "OuterSGD": ".local_sgd.settings",
     "Penalty": "pacekeeper_analysis.pseudo_gradient",
     "Schedule": ".job",
+    "SequenceCost": "pacekeeper_analysis.lengths",
     "Step": ".step",
     "init": ".job",
 }

@@ -292,7 +292,7 @@ class Job:
         def check(course: Course) -> None:
             if course.shares is not None:
                 loader.check(course.shares)
-            if course.cost is not None:
+            if course.sequence_cost is not None:
                 loader.check_cost()
             if course.sync_mode is not SyncMode.SYNC:
                 self._replication.check_local()

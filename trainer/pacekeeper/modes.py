@@ -46,7 +46,6 @@ class Course:
 
     @property
     def cost(self) -> SequenceCost | None:
-        """Raises InputError."""
         return None if self.sequence_cost is None else SequenceCost(*self.sequence_cost)
 
 

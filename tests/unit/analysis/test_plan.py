@@ -65,6 +65,11 @@ def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None
         Plan.from_json({**PLAN.to_json(), **change})
 
 
+def test_a_workers_plan_names_a_bad_cost_too() -> None:
+    with pytest.raises(InputError, match=r"plan\.sequence_cost: .* none below 0"):
+        WorkerPlan.from_json({**PLAN.part("j-w0-0").to_json(), "sequence_cost": [-1.0, 1.0, 0.0]})
+
+
 def test_reports_survive_json() -> None:
     state = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "stack")
     for report in (
