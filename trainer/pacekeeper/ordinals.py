@@ -181,7 +181,9 @@ class Ordinals:
 
     def synchronise_gradients(self, wanted: bool) -> None:
         self._replication.synchronise_gradients(wanted)
-        if wanted and not self._supply.local:
+
+    def computing(self) -> None:
+        if not self._supply.local:
             self._issue_in_time()
 
     def total_weight(self, weight: float | None, samples: int) -> tuple[dist.Work, torch.Tensor] | float:
@@ -329,8 +331,8 @@ class Ordinals:
     # Telling and recording
 
     def _issue_in_time(self) -> None:
-        """In Sync: as the step's last forward pass begins, so that the exchange is over when its result is wanted, and
-        beginning it keeps no device waiting, since that has work by then."""
+        """In Sync: between the step's last forward pass and its backward pass. So the exchange is over when its result
+        is wanted, and to begin it keeps no device waiting, since that has work by then."""
         if not self._agreement.issued:
             self._issue()
 

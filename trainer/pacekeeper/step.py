@@ -18,6 +18,9 @@ class Peers(Protocol):
     def synchronise_gradients(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients or only adds them up."""
 
+    def computing(self) -> None:
+        """The step's last forward pass is under way: what concerns the ranks' common course may be exchanged now."""
+
     def total_weight(self, weight: float | None, samples: int) -> tuple[dist.Work, torch.Tensor] | float:
         """Of the batch that the gradient is the mean over, or what will have it when it is waited for.
 
@@ -66,7 +69,10 @@ class Step:
         In Sync, that is the global batch, over all ranks; in Local-SGD modes the part of this rank's replica. Infinite
         for a microbatch that only stands in so that the ranks of a sharded replica run equally many.
         """
-        return math.inf if self._stands_in else self.batch_weight
+        weight = math.inf if self._stands_in else self.batch_weight
+        if self._used == self._draw.microbatches:  # the loss is divided by this, so the forward pass has begun
+            self._peers.computing()
+        return weight
 
     @property
     def batch_weight(self) -> float:
