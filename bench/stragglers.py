@@ -19,6 +19,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,8 +46,8 @@ class Sizes:
     sync_every: int
     """Local steps; by the clock, what so many take an undisturbed rank."""
     periods: int
-    """Of `sync_every` global batches in a run that measures throughput; the first one is left out. Of sides that
-    synchronise in each step one will do: its first half is left out."""
+    """Of `sync_every` global batches that throughput is measured over. Of sides that synchronise in each step a quarter
+    of one will do, behind another quarter that is left out."""
     loss_sync_every: int
     loss_periods: int
     learning_rates: tuple[float, ...]
@@ -56,9 +57,11 @@ class Sizes:
     """Where DDP and ours alternate in the same processes; half of them are of each."""
 
 
-FULL = Sizes(5, 0.03, 32, 2, 24, 60, (2e-3, 4e-3, 8e-3), 96, 640)
-QUICK = Sizes(1, 0.01, 8, 3, 8, 6, (4e-3,), 16, 64)
+FULL = Sizes(5, 0.03, 64, 1, 12, 120, (4e-3, 8e-3), 96, 480)
+QUICK = Sizes(1, 0.01, 8, 2, 8, 6, (4e-3,), 16, 64)
 SIZES = QUICK if os.environ.get("QUICK") else FULL
+STEPS_BEHIND = 4
+"""Global batches behind what is measured, so that each rank begins a step behind the last synchronisation."""
 LOSS_UNIT_SECONDS = 0.006
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
 LINK = "16mbit"
@@ -74,7 +77,7 @@ RUN_TIMEOUT = 600.0
 
 def main() -> None:
     throughput = {scenario: defaultdict[str, list[Measured]](list) for scenario in Scenario}
-    with hosts() as started, network(RANKS, LINK) as links:
+    with hosts() as started, hosts() as others, network(RANKS, LINK) as links:
         for repeat in range(SIZES.repeats):
             for scenario in Scenario:
                 if scenario is Scenario.SLOW_LINK and links is None:
@@ -84,8 +87,8 @@ def main() -> None:
                     throughput[scenario][side].append(measure_throughput(started, side, scenario, repeat, links))
         cost = {side: measure_cost(started, side) for side in ALTERNATE}
         stalls = [measure_stall(started, repeat) for repeat in range(SIZES.repeats)]
-        loss = measure_loss(started)
-        failures = started.failures
+        loss = measure_loss(started, others)
+        failures = started.failures + others.failures
     say("overlap …")
     overlap = measure_overlap()
     for scenario, of_sides in throughput.items():
@@ -129,12 +132,11 @@ class Measured:
 
 
 def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: int, links: Network | None) -> Measured:
-    steps = SIZES.sync_every * (1 if side in EVERY_STEP else SIZES.periods)
     run = Run(
         side,
         scenario,
         seed=repeat + 1,
-        steps=steps + SIZES.sync_every if side == "aedit" else steps,  # its end, where leases run out, is left out
+        steps=SIZES.sync_every // 2 if side in EVERY_STEP else SIZES.sync_every * SIZES.periods + STEPS_BEHIND,
         unit_seconds=SIZES.unit_seconds,
         sync_every=SIZES.sync_every,
         shares=operators_shares(scenario, repeat) if side == "shares" else None,
@@ -142,7 +144,7 @@ def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: in
     if scenario is Scenario.SLOW_LINK:
         assert links is not None
         run = replace(run, addresses=links.addresses, namespaces=links.namespaces, interface=links.interface)
-    measured = measure_run(run, started.perform(run, RUN_TIMEOUT), steps * GLOBAL_BATCH)
+    measured = measure_run(run, started.perform(run, RUN_TIMEOUT), SIZES.periods)
     say(
         f"repeat {repeat + 1} of {SIZES.repeats}, {scenario}, {side}: {measured.of_bound:.3f} of the bound, "
         f"weights {' '.join(f'{weight:.2f}' for weight in measured.weights)}"
@@ -150,17 +152,17 @@ def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: in
     return measured
 
 
-def measure_run(run: Run, outcomes: Sequence[Outcome], samples: int) -> Measured:
-    """Over the periods among the first `samples` of the job, without the first one and those that begin within half
-    `sync_every` global batches."""
+def measure_run(run: Run, outcomes: Sequence[Outcome], periods: int) -> Measured:
+    """Over the first `periods`; of sides that synchronise in each step, over the second half of the run."""
     written = [outcome.diary for outcome in outcomes]
-    after = [diaries.samples_until(written, period) for period in range(1, diaries.last_period(written) + 1)]
-    first = sum(done < run.sync_every * GLOBAL_BATCH // 2 for done in after) + 1
-    last = sum(done <= samples for done in after)
-    periods = diaries.complete_periods(written)[first - 1 : last - 1]
-    weights = list(zip(*(outcome.weights for outcome in outcomes), strict=False))[first:last]
-    came = [period.samples for period in periods]
-    rate = sum(map(sum, came)) / sum(period.seconds for period in periods)
+    weights = list(zip(*(outcome.weights for outcome in outcomes), strict=False))
+    if run.side in EVERY_STEP:
+        half = slice(run.steps // 2, run.steps)
+        measured, weights = diaries.complete_periods(written)[run.steps // 2 - 1 :], weights[half]
+    else:
+        measured, weights = diaries.begun_periods(written, run.unit_seconds)[:periods], weights[:periods]
+    came = [period.samples for period in measured]
+    rate = sum(map(sum, came)) / sum(period.seconds for period in measured)
     counted = diaries.counted(came, weights)
     entries = [entry for diary in written for entry in diary]
     used = [sample for entry in entries for sample in entry.samples]
@@ -263,27 +265,28 @@ def holds(result: Mapping[str, Any]) -> dict[str, bool]:
 
 # Loss
 
+Curve = Sequence[tuple[float, float, float]]
+"""Samples of the job, virtual time and held-out loss, along one run."""
 
-def measure_loss(started: Hosts) -> dict[str, Any]:
+
+def measure_loss(started: Hosts, others: Hosts) -> dict[str, Any]:
     """Held-out loss with a constant straggler, against samples and against virtual time.
 
-    Each side takes the learning rate of the grid with which its first seed ends best; then come the other seeds.
+    Each side takes the learning rate of the grid with which its first seed ends best; then come the other seeds. Two
+    sides run at once where nothing depends on time; A-EDiT by itself.
     """
-    steps = SIZES.loss_periods * SIZES.loss_sync_every
-    curves: dict[str, list[list[tuple[float, float, float]]]] = {}
-    rates: dict[str, float] = {}
-    for side in SIDES:
-        by_rate = {rate: loss_curve(started, side, 1, steps, rate) for rate in SIZES.learning_rates}
-        rates[side] = min(by_rate, key=lambda rate: by_rate[rate][-1][2])
-        curves[side] = [by_rate[rates[side]]]
-    for seed in range(2, SIZES.repeats + 1):
-        for side in SIDES:
-            curves[side].append(loss_curve(started, side, seed, steps, rates[side]))
+    with ThreadPoolExecutor(2) as pool:
+        halves = (SIDES[0:-1:2], started), (SIDES[1:-1:2], others)
+        found = pool.map(lambda half: {side: loss_curves(half[1], side) for side in half[0]}, halves)
+        by_side = {side: of for half in found for side, of in half.items()}
+    by_side = {side: by_side.get(side) or loss_curves(started, side) for side in SIDES}
+    rates = {side: rate for side, (rate, _) in by_side.items()}
+    curves = {side: of_side for side, (_, of_side) in by_side.items()}
     last = {side: [curve[-1][2] for curve in of_side] for side, of_side in curves.items()}
     soonest = min(curve[-1][1] for of_side in curves.values() for curve in of_side)
     in_time = {side: [loss_at(curve, soonest) for curve in of_side] for side, of_side in curves.items()}
     return {
-        "samples": steps * GLOBAL_BATCH,
+        "samples": SIZES.loss_periods * SIZES.loss_sync_every * GLOBAL_BATCH,
         "synchronisations": SIZES.loss_periods,
         "learning_rates": rates,
         "equal_samples": {side: round(statistics.fmean(values), 4) for side, values in last.items()},
@@ -295,11 +298,16 @@ def measure_loss(started: Hosts) -> dict[str, Any]:
     }
 
 
-def loss_curve(
-    started: Hosts, side: str, seed: int, steps: int, learning_rate: float
-) -> list[tuple[float, float, float]]:
-    """Samples of the job, virtual time and held-out loss, along one run."""
-    scenario = Scenario.CONSTANT
+def loss_curves(started: Hosts, side: str) -> tuple[float, list[Curve]]:
+    """The learning rate with which the first seed ends best, and the curve of each seed with it."""
+    by_rate = {rate: loss_curve(started, side, 1, rate) for rate in SIZES.learning_rates}
+    best = min(by_rate, key=lambda rate: by_rate[rate][-1][2])
+    return best, [by_rate[best], *(loss_curve(started, side, seed, best) for seed in range(2, SIZES.repeats + 1))]
+
+
+def loss_curve(started: Hosts, side: str, seed: int, learning_rate: float) -> Curve:
+    """Of one run."""
+    scenario, steps = Scenario.CONSTANT, SIZES.loss_periods * SIZES.loss_sync_every
     run = Run(
         side,
         scenario,
@@ -325,7 +333,7 @@ def loss_curve(
     return curve
 
 
-def loss_at(curve: Sequence[tuple[float, float, float]], time: float) -> float:
+def loss_at(curve: Curve, time: float) -> float:
     """At a virtual time, between two snapshots by a straight line."""
     return float(np.interp(time, [point[1] for point in curve], [point[2] for point in curve]))
 

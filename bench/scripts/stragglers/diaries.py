@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Period:
     """What the ranks did between two synchronisations."""
 
     seconds: float
-    """Wall time between the ends of the last steps before each of them, on the last rank."""
+    """Wall time, on the last rank: between the ends of the last steps before two synchronisations, or between the
+    beginnings of the first steps behind them."""
     samples: tuple[int, ...]
     """Of each rank."""
     virtual: float
@@ -45,13 +47,20 @@ def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
     """In order, from the second on: nobody saw when the first began."""
     steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last_period(diaries) + 1)]
     ends = [max(of_rank[-1].at for of_rank in period if of_rank) for period in steps]
+    return [_period(period, end - begin) for period, (begin, end) in zip(steps[1:], pairwise(ends), strict=False)]
+
+
+def begun_periods(diaries: Sequence[Diary], unit_seconds: float) -> list[Period]:
+    """In order, from the first one to the last but one, where ranks do steps of their own in between: all these last
+    as long as was drawn, so that the beginning of a period's first step is known. A rank that was left behind counts
+    for what it has done by the end. `unit_seconds`: of a sample of cost 1.
+    """
+    last = max(diary[-1].period for diary in diaries)
+    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last + 1)]
+    begins = [max(of_rank[0].at - of_rank[0].cost * unit_seconds for of_rank in period if of_rank) for period in steps]
     return [
-        Period(
-            seconds=end - begin,
-            samples=tuple(sum(len(entry.samples) for entry in of_rank) for of_rank in period),
-            virtual=_virtual_time(period),
-        )
-        for period, begin, end in zip(steps[1:], ends, ends[1:], strict=False)
+        _period([[entry for entry in of_rank if entry.at <= end] for of_rank in period], end - begin)
+        for period, (begin, end) in zip(steps, pairwise(begins), strict=False)
     ]
 
 
@@ -105,6 +114,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.inf
     quantile = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
     return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _period(steps: Sequence[Sequence[Entry]], seconds: float) -> Period:
+    """`steps` of each rank."""
+    samples = tuple(sum(len(entry.samples) for entry in of_rank) for of_rank in steps)
+    return Period(seconds, samples, _virtual_time(steps))
 
 
 def _steps_of(diary: Diary, period: int) -> list[Entry]:

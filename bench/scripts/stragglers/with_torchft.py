@@ -93,8 +93,8 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
                 if run.snapshot_every and (step + 1) % run.snapshot_every < run.sync_every:
                     snapshots.keep(pace.period, model)
                 pace.period = manager.current_step() + 1
-                if manager.current_step() == last:
-                    break
+            elif manager.current_step() == last:  # one more step, behind the last synchronisation
+                break
     finished.touch()
     weights += [0.0] * (last - len(weights))
     manager.shutdown(wait=False)

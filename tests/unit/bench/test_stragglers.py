@@ -123,6 +123,17 @@ def test_a_period_lasts_until_its_last_rank_and_counts_all_samples() -> None:
     assert diaries.samples_until([fast, slow], 2) == 7 + 14 + 7 + 4
 
 
+def test_a_period_of_local_steps_lasts_from_its_first_step_to_the_next_ones() -> None:
+    fast = diary((1.5, 7, 1, 1), (2.5, 7, 1, 1), (6.0, 7, 1, 2))
+    slow = diary((2.6, 7, 2, 1), (6.8, 7, 2, 2))
+    (first,) = diaries.begun_periods([fast, slow], unit_seconds=1.0)
+    assert first.seconds == pytest.approx(5.0 - 0.6)  # fast begins at 0.5 and 5.0, slow at 0.6 and 4.8
+    assert (first.samples, first.virtual) == ((14, 7), 2)
+    left_behind = diary((2.6, 7, 2, 1), (5.6, 7, 2, 1))
+    (first,) = diaries.begun_periods([fast, left_behind], unit_seconds=1.0)
+    assert first.samples == (14, 7)
+
+
 def test_work_counts_as_far_as_the_rank_weighs() -> None:
     done = [(8, 8, 8, 4), (8, 8, 8, 4)]
     assert diaries.counted(done, [(8 / 28, 8 / 28, 8 / 28, 4 / 28)] * 2) == pytest.approx(1.0)
