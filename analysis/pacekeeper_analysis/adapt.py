@@ -4,6 +4,7 @@
     for way in ways(found, threshold=threshold): ...     # best first: each priced, none applied
     plan = way.applied_to(plan)
     way_back(windows, threshold=threshold, trouble=…)    # of a job in a Local-SGD mode: back to Sync?
+    broken(windows, plan, threshold=3.0)                 # of such a job: a rank that it is better without?
 
 Everything is pure: windows in, proposals out. `price.choose` takes `way.option()` beside the dearer remedies, and a
 `Hysteresis` says when the mode may change again.
@@ -124,6 +125,41 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
     window = align(windows)
     work = None if window is None else Work.of(window, threshold)
     return None if work is None else _judge(work, threshold)
+
+
+def broken(windows: Sequence[RankWindow], plan: Plan, *, threshold: float, global_batch: int = 0) -> Diagnosis | None:
+    """Ranks that a job in a Local-SGD mode is better without; None: too little is known, or none takes `threshold` × its
+    peers' time.
+
+    In between nobody waits for a slow rank, but its samples are missing, and at a synchronisation all wait for the step
+    that it has in hand (in EDiT, for all of its steps). windows, global_batch: as of `way_back`.
+    """
+    window = as_if_synchronous(windows, global_batch)
+    work = None if window is None else Work.of(window, threshold)
+    transfer = transfer_seconds(windows)
+    if work is None or transfer is None or not work.culprits:
+        return None
+
+    def seconds(pace: Seconds) -> float:
+        if plan.sync_mode is SyncMode.EDIT:
+            return float(pace.max()) + transfer / plan.sync_every
+        cost = transfer + data_parallel.meeting_seconds(pace)
+        return float(1 / np.mean(1 / pace)) * (1 + cost / max(plan.sync_seconds, float(pace.max())))
+
+    now, mended = (seconds((own + work.garbage).mean(axis=0)) for own in (work.even, work.paced))
+    slowdown = now / mended
+    said = f"a step's worth of samples takes {_ms(now)} in mode {plan.sync_mode}, {_ms(mended)} with them at that pace"
+    return Diagnosis(
+        trouble=Trouble.COMPUTE,
+        slowdown=slowdown,
+        culprits=work.culprits,
+        evidence=(_words(work, Trouble.COMPUTE), said),
+        step_seconds=now,
+        exposed_seconds=transfer,
+        rank_slowdown=work.rank_slowdown,
+        effects={Trouble.COMPUTE: slowdown},
+        window=work.window,
+    )
 
 
 def ways(

@@ -58,13 +58,15 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def diagnose(observation: Observation) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or the ranks do not train in mode Sync."""
-    if observation.state.suspicion is None or observation.plan.sync_mode is not SYNC or not steady(observation):
+    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank is broken."""
+    if observation.state.suspicion is None or not steady(observation):
         return None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
-    return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+    if observation.plan.sync_mode is SYNC:
+        return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+    return adapt.broken(windows, observation.plan, threshold=BROKEN, global_batch=observation.global_batch)
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
@@ -82,8 +84,10 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
 def suspect(observation: Observation) -> Draft:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
     draft, suspicion, now = observation.draft, observation.state.suspicion, observation.now
-    if observation.plan.sync_mode is not SYNC or observation.plan.stop is not Stop.NO:
+    if observation.plan.stop is not Stop.NO:
         return draft if suspicion is None else draft.with_state(suspicion=None)
+    if observation.plan.sync_mode is not SYNC:
+        return _suspect_broken(observation)
     if not steady(observation):
         asking = bool(observation.plan.evidence_request)
         return _drop(draft) if asking or suspicion is not None else draft
@@ -104,6 +108,16 @@ def suspect(observation: Observation) -> Draft:
     if found is not None:
         suspicion = replace(suspicion, shown=Trouble.NONE if _as_ever(observation, found) else found.trouble)
     return _ask(draft, suspicion, now)
+
+
+def _suspect_broken(observation: Observation) -> Draft:
+    """In a Local-SGD mode, where the way back asks the ranks now and then: since when has one been broken?"""
+    draft, suspicion, pace = observation.draft, observation.state.suspicion, observation.metrics.pace
+    if pace is None or pace < BROKEN or not steady(observation):
+        return draft if suspicion is None else draft.with_state(suspicion=None)
+    if suspicion is not None:
+        return draft
+    return draft.with_state(suspicion=Suspicion(since=observation.now, step_seconds=observation.step_seconds))
 
 
 def steady(observation: Observation) -> bool:
@@ -260,6 +274,9 @@ def _weigh(
 
 
 def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
+    """From mode Sync on; out of a Local-SGD mode there is the way back alone."""
+    if observation.plan.sync_mode is not SYNC:
+        return ()
     threshold = observation.job.spec.detection.straggler_slowdown
     return adapt.ways(found, threshold=threshold, sequence_cost=observation.plan.sequence_cost)
 

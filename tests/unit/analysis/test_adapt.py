@@ -450,6 +450,22 @@ def local(
     return given
 
 
+def test_what_a_broken_rank_costs_a_local_sgd_mode() -> None:
+    by_clock = Plan(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=10.0)
+    found = adapt.broken(local(rank_3=5.0), by_clock, threshold=3.0)
+    assert found is not None
+    assert found.culprits == (3,)
+    assert found.slowdown == pytest.approx(4 / 3.2, rel=0.05)  # its samples are missing, and little more
+    often = adapt.broken(local(rank_3=5.0), replace(by_clock, sync_seconds=1.0), threshold=3.0)
+    assert often is not None
+    assert often.slowdown > found.slowdown + 0.1, "all wait for its step at each synchronisation"
+    by_steps = adapt.broken(local(rank_3=5.0), Plan(sync_mode=SyncMode.EDIT, sync_every=64), threshold=3.0)
+    assert by_steps is not None
+    assert by_steps.slowdown == pytest.approx(5.0, rel=0.05)
+    assert adapt.broken(local(rank_3=2.0), by_clock, threshold=3.0) is None
+    assert adapt.broken(local(rank_3=5.0)[1:], by_clock, threshold=3.0) is None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_way_back_is_open_when_the_trouble_is_over(seed: int) -> None:
     for trouble in (Trouble.COMMUNICATION, Trouble.VOLATILE, Trouble.COMPUTE):

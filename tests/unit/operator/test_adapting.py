@@ -335,6 +335,37 @@ class TestMeasured:
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
 
 
+class TestBroken:
+    """A rank that becomes so slow that nothing but a spare helps, while a slow link has brought AsyncEDiT about."""
+
+    def looks(self, slow: float, seconds: float) -> Thought:
+        thought, world = in_local_mode()
+        world = replace(world, metrics=replace(WELL, pace=slow))
+        for _ in range(int(seconds / 2)):
+            request = thought.draft.plan.evidence_request
+            own = (OWN, OWN, slow * OWN, OWN)
+            asked = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
+            world = later(thought, world, 2.0, evidence=asked)
+            thought = think(world, policy())
+            if thought.decisions:
+                break
+        return thought
+
+    def test_goes_once_the_loss_is_worth_it(self) -> None:
+        thought = self.looks(5.0, seconds=600)
+        (decision,) = thought.decisions
+        assert (decision.cause, decision.remedy, decision.rank) == (Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
+        assert decision.slowdown_before is not None
+        assert decision.slowdown_before > 1.2
+        assert any("rank 2 5.0" in sentence for sentence in decision.evidence)
+        (leaving,) = (worker.name for worker in thought.draft.state.workers if worker.leaving)
+        assert leaving == "j-w2-0"
+        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "the link is as slow as before"
+
+    def test_a_rank_that_is_only_slow_stays(self) -> None:
+        assert not self.looks(2.5, seconds=600).decisions
+
+
 class TestBack:
     def look(
         self, thought: Thought, world: Observation, of_policy: Policy | None = None, **of_windows: Any
