@@ -128,8 +128,8 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
 
 
 def broken(windows: Sequence[RankWindow], plan: Plan, *, threshold: float, global_batch: int = 0) -> Diagnosis | None:
-    """Ranks that a job in a Local-SGD mode is better without; None: too little is known, or none takes `threshold` × its
-    peers' time.
+    """Ranks that a job in a Local-SGD mode is better without; None: too little is known, or none takes `threshold` ×
+    its peers' time.
 
     In between nobody waits for a slow rank, but its samples are missing, and at a synchronisation all wait for the step
     that it has in hand (in EDiT, for all of its steps). windows, global_batch: as of `way_back`.
