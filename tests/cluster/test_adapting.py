@@ -9,7 +9,7 @@ import pytest
 
 from testcluster import api, faults
 from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, paced
+from tests.support.jobs import Job, manifest, paced
 from tests.support.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
@@ -81,6 +81,28 @@ def test_a_plan_that_the_ranks_cannot_follow_shows_in_the_condition_and_they_tra
     job.until_trained_on(20)
     edit(job, shares=None)
     job.until(lambda: job.condition("Degraded").get("reason") != "PlanRefused", 90, "all is well again")
+
+
+def test_sequences_are_balanced_by_what_they_cost(cluster: Cluster, operator_process: OperatorProcess) -> None:  # noqa: ARG001
+    """Their cost grows as the square of the length, by which the script has its loader deal them."""
+    with scratch_namespace(cluster) as namespace:
+        body = manifest(
+            "lengths",
+            ["pacekeeper", "run", "tests/support/scripts/lengths.py"],
+            environment={"FOLDER": "/checkpoints", "UNTIL": "1000000", "SECONDS_A_SQUARE": "3e-8"},
+            checkpoint={"everySteps": 200, "volumeClaimName": "lengths"},
+            remediation={"allow": ["RestartRanks", "BalanceLengths"]},
+        )
+        job = Job.apply(cluster, namespace, body)
+        incident = job.until_over("uneven-lengths", known=(), timeout=180)
+        status = incident["status"]
+        assert (status["remedy"], status["stepsLost"]) == ("BalanceLengths", 0)
+        assert status["outcome"] in ("Recovered", "Mitigated"), incident
+        assert status["slowdownAfter"] < status["slowdownBefore"]
+        _, _, per_token_squared = job.plan()["sequence_cost"]
+        assert per_token_squared == pytest.approx(3e-8, rel=0.3)
+        assert job.status["round"] == 1, "nobody was restarted"
+        job.delete()
 
 
 def edit(job: Job, **changes: object) -> None:

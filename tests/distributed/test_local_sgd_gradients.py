@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +62,23 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
         for its, wanted in zip(found, (whole, own[rank // 2], whole), strict=True):
             for one, other in zip(its, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_small_buckets_sum_the_same_one_after_the_other() -> None:
+    def rank_main(rank: int) -> list[tuple[int, list[Tensor]]]:
+        meet()
+        found = []
+        for bucket_mb in (None, 1e-5):
+            model = parallel.replicate(make_net(), bucket_mb)
+            x, y = samples(1, rank, 0)
+            with patch.object(parallel, "_sum_bucket", side_effect=parallel._sum_bucket) as summed:
+                (loss_sum(model, x, y) / 16).backward()
+            found.append((summed.call_count, gradients(model)))
+        return found
+
+    for (in_one, whole), (one_by_one, parts) in run_ranks(rank_main, 2):
+        assert (in_one, one_by_one) == (1, len(parts))
+        torch.testing.assert_close(whole, parts, rtol=1e-10, atol=1e-12)
 
 
 class Normed(nn.Module):

@@ -172,13 +172,16 @@ class Job:
         """All ranks of the job, in the dimensions "sync" and "shard". Collective where it is first asked for."""
         return self._replication.mesh
 
-    def replicate(self, model: nn.Module, units: Units = nn.Module.children) -> nn.Module:
+    def replicate(
+        self, model: nn.Module, units: Units = nn.Module.children, bucket_mb: float | None = None
+    ) -> nn.Module:
         """`model` on each rank, kept alike by DistributedDataParallel. Gradients are summed over the ranks.
 
         units: the parts of the model that Local-SGD modes synchronise one at a time, in the order of the forward pass;
-        its blocks, say.
+        its blocks, say. bucket_mb: MiB of gradients that are summed at a time, while the backward pass goes on; None:
+        DistributedDataParallel's own 25.
         """
-        return self._replication.replicate(model, units)
+        return self._replication.replicate(model, units, bucket_mb)
 
     def fully_shard(self, model: nn.Module, units: Units = nn.Module.children) -> nn.Module:
         """`model` sharded by FSDP2 over the ranks of the mesh's "shard". Gradients are summed over the ranks.

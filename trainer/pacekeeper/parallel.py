@@ -22,10 +22,11 @@ _BUCKET_BYTES = 250 << 20
 Units = Callable[[Any], Iterable[nn.Module]]
 
 
-def replicate(model: nn.Module) -> DistributedDataParallel:
-    """`model` as replicas whose gradients are summed. Collective."""
+def replicate(model: nn.Module, bucket_mb: float | None = None) -> DistributedDataParallel:
+    """`model` as replicas whose gradients are summed, in buckets of so many MiB (None: DDP's own). Collective."""
     device = next(model.parameters()).device
-    replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    device_ids = [device.index] if device.type == "cuda" else None
+    replicated = DistributedDataParallel(model, device_ids=device_ids, bucket_cap_mb=bucket_mb)
     # A lambda, since DDP compares annotations with types, and those of this module are strings.
     replicated.register_comm_hook(dist.group.WORLD, lambda group, bucket: _sum_bucket(group, bucket))
     _fix_buckets(replicated)

@@ -57,10 +57,12 @@ class Replication:
 
     # What the script gives
 
-    def replicate(self, model: nn.Module, units: parallel.Units) -> nn.Module:
+    def replicate(self, model: nn.Module, units: parallel.Units, bucket_mb: float | None) -> nn.Module:
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise InputError(f"bucket_mb={bucket_mb} must be above 0, or None for 25 MiB")
         if self.shape[_SHARD] > 1:
             raise InputError('mesh: it has "shard" ranks; use job.fully_shard(model, units=…), or leave "shard" out')
-        return self._add(model, parallel.replicate(model), units)
+        return self._add(model, parallel.replicate(model, bucket_mb), units)
 
     def fully_shard(self, model: nn.Module, units: parallel.Units) -> nn.Module:
         return self._add(model, parallel.shard(model, self.mesh, units), units)

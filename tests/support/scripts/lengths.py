@@ -1,6 +1,7 @@
 """A steered job whose sequences cost as the square of their length, by sleeping, while its loader takes the length.
 
-Environment: FOLDER, where each rank writes the squares and the seconds of each of its steps; UNTIL: the last step.
+Environment: FOLDER, where each rank writes the squares and the seconds of each of its steps; UNTIL: the last step;
+SECONDS_A_SQUARE.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 import pacekeeper as pk
 
-SECONDS_A_SQUARE = 1e-8
+SECONDS_A_SQUARE = float(os.environ.get("SECONDS_A_SQUARE", "1e-8"))
 BATCH = (1600, 1000, 900, 900, 300, 200, 100, 100)
 """Parts of equal length for two ranks have squares of 3.4 and 1.9 million; of equal cost, of 2.7 million each."""
 SCALES = [random.Random(number).uniform(0.7, 1.3) for number in range(1000)]
