@@ -21,7 +21,7 @@ import numpy as np
 
 from . import price, shares
 from .diagnose.windows import Window, align
-from .diagnose.work import Seconds, Work, as_if_synchronous, levelled, transfer_seconds
+from .diagnose.work import Seconds, Work, as_if_synchronous, fair_parts, levelled, transfer_seconds
 from .errors import InputError
 from .lengths import SequenceCost
 from .plan import Plan, SyncMode
@@ -140,13 +140,14 @@ def broken(windows: Sequence[RankWindow], plan: Plan, *, threshold: float, globa
     if work is None or transfer is None or not work.culprits:
         return None
 
-    def seconds(pace: Seconds) -> float:
+    def seconds(own: Seconds) -> float:
+        slowest = float(own.mean(axis=0).max())
         if plan.sync_mode is SyncMode.EDIT:
-            return float(pace.max()) + transfer / plan.sync_every
-        cost = transfer + data_parallel.meeting_seconds(pace)
-        return float(1 / np.mean(1 / pace)) * (1 + cost / max(plan.sync_seconds, float(pace.max())))
+            return slowest + transfer / plan.sync_every
+        free, cost = _by_clock(own, transfer)
+        return free * (1 + cost / max(plan.sync_seconds, slowest))
 
-    now, mended = (seconds((own + work.garbage).mean(axis=0)) for own in (work.even, work.paced))
+    now, mended = (seconds(own + work.garbage) for own in (work.even, work.paced))
     slowdown = now / mended
     said = f"a step's worth of samples takes {_ms(now)} in mode {plan.sync_mode}, {_ms(mended)} with them at that pace"
     return Diagnosis(
@@ -416,11 +417,9 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
     own = work.even + work.garbage
     pace = own.mean(axis=0)
     level = shares.equal(sum(work.shares), len(pace)) if work.is_uneven and work.knows_samples else None
-    cost = transfer + data_parallel.meeting_seconds(pace)
+    free, cost = _by_clock(own, transfer)
     least, most = SYNC_SECONDS
     seconds = round(min(most, max(least, cost / SYNCHRONISING, STEPS_BETWEEN * float(pace.max()))), 2)
-    whatif = data_parallel.analyse(own)
-    free = data_parallel.local_sgd_step_seconds(whatif, 1, 0.0, by_clock=True)
     after = free * (1 + cost / seconds)
     by_clock = Way(
         LOCAL_SGD,
@@ -449,6 +448,13 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
         else "AsyncEDiT is as fast, and stays so should a rank get slow",
     )
     return [by_clock, by_steps]
+
+
+def _by_clock(own: Seconds, transfer: float) -> tuple[float, float]:
+    """Of ranks with this own work: seconds for a step's worth of samples between two synchronisations by the clock, and
+    what each of these costs: the transfer, and the wait for the last rank's step in hand."""
+    free = data_parallel.local_sgd_step_seconds(data_parallel.analyse(own), 1, 0.0, by_clock=True)
+    return free, transfer + data_parallel.meeting_seconds(own.mean(axis=0))
 
 
 def _planned_garbage(work: Work, reference: float) -> Way:
@@ -509,8 +515,7 @@ def _unevenness(work: Work, cost: SequenceCost) -> Seconds:
     assert window.squares is not None
     samples = window.samples[now]
     weight = cost.of_sums(samples, window.lengths[now], window.squares[now])
-    dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
-    return np.asarray(weight / dealt)
+    return np.asarray(weight / fair_parts(weight, samples))
 
 
 def _in_order(found: Sequence[Way], slowdown: float, threshold: float) -> tuple[Way, ...]:

@@ -192,8 +192,12 @@ def levelled(window: Window, samples: npt.NDArray[np.int64]) -> Seconds:
     working, weight = without_garbage(window), window.weight
     if weight is None or not _are_sound(weight):
         return working
-    dealt = weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True)
-    return np.asarray(working * dealt / weight)
+    return np.asarray(working * fair_parts(weight, samples) / weight)
+
+
+def fair_parts(weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
+    """Each step's cost units, dealt in proportion to the ranks' samples."""
+    return np.asarray(weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True))
 
 
 def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -45,7 +45,7 @@ Diary = Sequence[Entry]
 
 def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
     """In order, from the second on: nobody saw when the first began."""
-    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last_period(diaries) + 1)]
+    steps = _by_period(diaries, last_period(diaries))
     ends = [max(of_rank[-1].at for of_rank in period if of_rank) for period in steps]
     return [_period(period, end - begin) for period, (begin, end) in zip(steps[1:], pairwise(ends), strict=False)]
 
@@ -55,8 +55,7 @@ def begun_periods(diaries: Sequence[Diary], unit_seconds: float) -> list[Period]
     as long as was drawn, so that the beginning of a period's first step is known. A rank that was left behind counts
     for what it has done by the end. `unit_seconds`: of a sample of cost 1.
     """
-    last = max(diary[-1].period for diary in diaries)
-    steps = [[_steps_of(diary, number) for diary in diaries] for number in range(1, last + 1)]
+    steps = _by_period(diaries, max(diary[-1].period for diary in diaries))
     begins = [max(of_rank[0].at - of_rank[0].cost * unit_seconds for of_rank in period if of_rank) for period in steps]
     return [
         _period([[entry for entry in of_rank if entry.at <= end] for of_rank in period], end - begin)
@@ -71,7 +70,7 @@ def last_period(diaries: Sequence[Diary]) -> int:
 
 def virtual_time(diaries: Sequence[Diary], period: int) -> float:
     """Units until the end of `period`, where only the draws take time and a period ends with its last rank."""
-    return sum(_virtual_time([_steps_of(diary, number) for diary in diaries]) for number in range(1, period + 1))
+    return sum(_virtual_time(steps) for steps in _by_period(diaries, period))
 
 
 def samples_until(diaries: Sequence[Diary], period: int) -> int:
@@ -122,8 +121,10 @@ def _period(steps: Sequence[Sequence[Entry]], seconds: float) -> Period:
     return Period(seconds, samples, _virtual_time(steps))
 
 
-def _steps_of(diary: Diary, period: int) -> list[Entry]:
-    return [entry for entry in diary if entry.period == period]
+def _by_period(diaries: Sequence[Diary], last: int) -> list[list[list[Entry]]]:
+    """Steps by period, from the first one to the `last`, and rank."""
+    periods = range(1, last + 1)
+    return [[[entry for entry in diary if entry.period == number] for diary in diaries] for number in periods]
 
 
 def _virtual_time(steps: Sequence[Sequence[Entry]]) -> float:
