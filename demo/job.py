@@ -10,6 +10,8 @@ from demo import kube
 
 NAMESPACE = "demo"
 NAME = "gpt"
+SELECTOR = f'{{namespace="{NAMESPACE}",trainingjob="{NAME}"}}'
+"""The job's series in Prometheus."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,23 @@ def last_event(reason: str) -> dict[str, Any] | None:
 
 def live_step() -> int:
     """The newest step that all ranks have completed, seconds fresher than the status."""
-    found = kube.query(f'min(pacekeeper_rank_step{{namespace="{NAMESPACE}",trainingjob="{NAME}"}})')
-    return int(float(found[0]["value"][1])) if found else -1
+    newest = _metric("min", "pacekeeper_rank_step")
+    return -1 if newest is None else int(newest)
+
+
+def step_seconds() -> float | None:
+    """Mean over the ranks; None before the first step."""
+    return _metric("avg", "pacekeeper_rank_step_seconds")
+
+
+def loss() -> float | None:
+    """Mean over the ranks; None before the first step."""
+    return _metric("avg", "pacekeeper_rank_loss")
+
+
+def _metric(over_ranks: str, name: str) -> float | None:
+    found = kube.query(f"{over_ranks}({name}{SELECTOR})")
+    return float(found[0]["value"][1]) if found else None
 
 
 def _plan() -> dict[str, Any]:

@@ -17,10 +17,11 @@ from testcluster import cluster, release
 from testcluster.settings import REPOSITORY
 
 STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
-STEADY_SECONDS = 150.0  # importing torch on five nodes takes a loaded machine a minute
-COMPLETE_SECONDS = 400.0
-_SELECTOR = f'{{namespace="{job.NAMESPACE}",trainingjob="{job.NAME}"}}'
-_SHARE, _STEP = f"pacekeeper_rank_share{_SELECTOR}", f"pacekeeper_rank_step_seconds{_SELECTOR}"
+STEADY_SECONDS = 300.0  # importing torch on five nodes takes a loaded machine a minute
+COMPLETE_SECONDS = 900.0
+_SHARE, _STEP, _LOSS, _OWN_WORK = (
+    f"pacekeeper_rank_{what}{job.SELECTOR}" for what in ("share", "step_seconds", "loss", "compute_seconds")
+)
 
 
 def run(out: Path, only: Sequence[str] | None = None) -> Report:
@@ -229,7 +230,7 @@ def ended(view: View) -> Job:
 
 def watch(view: View) -> Job | None:
     now = Job.read()
-    view.show(now, _value(f"avg({_STEP})"), _value(f"avg(pacekeeper_rank_loss{_SELECTOR})"))
+    view.show(now, job.step_seconds(), job.loss())
     return now
 
 
@@ -240,8 +241,7 @@ def curves(started: float, begun: float) -> dict[str, Any]:
     def curve(expression: str) -> list[tuple[float, float]]:
         return [(at, value) for at, value in kube.curve(expression, started, end) if started + at >= begun]
 
-    loss = curve(f"avg(pacekeeper_rank_loss{_SELECTOR})")
-    slowdown = f"max(pacekeeper_rank_compute_seconds{_SELECTOR}) / avg(pacekeeper_rank_compute_seconds{_SELECTOR})"
+    loss = curve(f"avg({_LOSS})")
     return {
         "loss_before": loss[0][1] if loss else None,
         "loss_after": loss[-1][1] if loss else None,
@@ -249,11 +249,6 @@ def curves(started: float, begun: float) -> dict[str, Any]:
             "Training loss (nats a byte)": loss,
             "Step time (s)": curve(f"avg({_STEP})"),
             "Samples a second": curve(f"sum({_SHARE} / {_STEP})"),
-            "Slowdown (slowest rank's work over the mean)": curve(slowdown),
+            "Slowdown (slowest rank's work over the mean)": curve(f"max({_OWN_WORK}) / avg({_OWN_WORK})"),
         },
     }
-
-
-def _value(expression: str) -> float | None:
-    found = kube.query(expression)
-    return float(found[0]["value"][1]) if found else None

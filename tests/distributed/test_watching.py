@@ -81,7 +81,7 @@ def steered_script(sharded: bool) -> Callable[[int], None]:
         model = job.fully_shard(make_model(rank)) if sharded else job.replicate(make_model(rank))
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loader = job.dataloader(
-            torch.randn(100, 64),  # type: ignore[arg-type]  # a tensor indexes like a data set
+            torch.randn(100, 64),
             global_batch_size=RANKS * SHARE,
             max_microbatch=SHARE,
             weight=lambda batch: torch.tensor(len(batch)),

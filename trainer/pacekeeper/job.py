@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Phase
 
@@ -31,6 +32,7 @@ from .agreement import Agreement
 from .checkpoints import CheckpointFolder
 from .environment import Environment
 from .keeper import Keeper
+from .lengths import Lengths
 from .loader import Loader, Weight
 from .local_sgd import OuterSGD
 from .modes import MODES, Course
@@ -216,18 +218,26 @@ class Job:
 
     def dataloader(
         self,
-        dataset: torch.utils.data.Dataset[Any],
+        dataset: torch.utils.data.Dataset[Any] | Iterable[Any],
         global_batch_size: int,
         max_microbatch: int,
         weight: Weight | None = None,
         shuffle: bool = True,
+        lengths: Lengths | None = None,
+        cost: SequenceCost | None = None,
         **options: Any,
     ) -> Loader:
         """Deals each step's `global_batch_size` samples out to the ranks, by the shares that are in force.
 
+        dataset: with an index and a length; or an iterable, the same on all ranks, which each of them runs through
+        and takes its part of: keep what it yields cheap, and do the rest in collate_fn.
         max_microbatch: samples of one forward pass that fit into a rank's memory.
         weight: from a batch to what its loss sum is divided by, such as its valid tokens; None: its samples.
-        options: for torch's DataLoader, such as num_workers and collate_fn, and the loader's own `lengths` and `cost`.
+        shuffle: whether each epoch has an order of its own; an iterable has its own always.
+        lengths: of the samples, by their index (one number each, or a function): who takes which of a global batch's
+        samples is then chosen so that ranks, and microbatches, take equally long. None: they are dealt as they come.
+        cost: of a sequence, by its length, until the plan knows better; None: as its length.
+        options: for torch's DataLoader, such as num_workers and collate_fn.
         """
         return Loader(
             dataset,
@@ -238,6 +248,8 @@ class Job:
             world_size=self.world_size,
             seed=self._seed,
             shuffle=shuffle,
+            lengths=lengths,
+            cost=cost,
             **options,
         )
 

@@ -7,8 +7,9 @@ import itertools
 from torch._C._distributed_c10d import Store
 
 _numbers = itertools.count(1)
-_KEPT = 64
-"""Answers that a replica's first rank leaves for the others, who are never so far behind it."""
+_KEPT = 1024
+"""Answers that a replica's first rank leaves for the others, who are never so far behind it: by no more than the
+microbatches that its loader's workers prefetch."""
 
 
 class Tickets:

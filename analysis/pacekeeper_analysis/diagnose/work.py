@@ -22,6 +22,9 @@ EXCEPTIONAL = 0.1
 DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
+NEWEST_TRANSFERS = 5
+"""Synchronisations that a transfer is judged by: those before them say how the links were, not how they are."""
+
 Seconds = npt.NDArray[np.float64]
 
 
@@ -177,7 +180,8 @@ def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     known = min((len(window.transfers) for window in windows), default=0)
     if known < 2:
         return None
-    inside = np.array([window.transfers[-known:] for window in windows], dtype=np.float64)
+    newest = min(known, NEWEST_TRANSFERS)
+    inside = np.array([window.transfers[-newest:] for window in windows], dtype=np.float64)
     return float(np.median(inside.min(axis=0)))
 
 

@@ -538,6 +538,13 @@ def test_a_transfer_is_what_remains_when_nobody_is_waited_for() -> None:
     assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
 
 
+def test_the_newest_transfers_say_how_the_links_are() -> None:
+    well_again = [replace(window, transfers=(0.5,) * 30 + (0.004,) * 5) for window in local(6)]
+    assert adapt.way_back(well_again, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
+    hardly = [replace(window, transfers=(0.004,) * 30 + (0.5,) * 3 + (0.004,) * 2) for window in local(6)]
+    assert adapt.way_back(hardly, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
+
+
 def test_a_mode_is_held_after_each_change_and_longer_after_each_flap() -> None:
     held = Hysteresis(first=60.0, longest=300.0)
     assert held.allows(0.0)

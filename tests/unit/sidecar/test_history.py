@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pacekeeper.recorder import Recorder
 from pacekeeper.ring import RingReader, RingWriter, create_ring
 from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.history import FIRST_STEPS_SKIPPED, RankHistory
+from pacekeeper.sidecar.history import EARLIER_STEPS, FIRST_STEPS_SKIPPED, RankHistory
 from pacekeeper.sidecar.ranks import Ranks
 from pacekeeper_analysis.records import RECORD, Kind, Phase
 
@@ -99,6 +99,23 @@ def test_a_window_holds_steps_of_one_mode_only() -> None:
     assert window.transfers == pytest.approx((0.03,))
     assert history.synchronisation_seconds == pytest.approx(0.03)
     assert history.window(0, steered=False).sync_mode == ""
+
+
+def test_some_steps_from_before_the_share_changed_stay() -> None:
+    """Without them nothing tells a step's fixed cost from that of its samples, as shares change seldom."""
+    history = RankHistory(window_steps=16)
+    history.add(np.concatenate([records(range(40), 100, 60, samples=8), records(range(40, 44), 60, 30, samples=3)]))
+    assert history.window(0).steps == tuple(range(24, 44))
+    history.add(records(range(44, 100), 60, 30, samples=3))
+    window = history.window(0)
+    assert window.steps == (*range(40 - EARLIER_STEPS, 40), *range(84, 100))
+    assert window.samples == (8,) * EARLIER_STEPS + (3,) * 16
+    history.add(
+        np.concatenate([records(range(100, 101), 60, 30, samples=1), records(range(101, 120), 60, 30, samples=3)])
+    )
+    assert history.window(0).samples.count(8) == EARLIER_STEPS - 2, "an epoch's end is hardly a new share"
+    history.add(records(range(120, 140), 60, 30, samples=3, mode=2))
+    assert history.window(0).steps == tuple(range(124, 140)), "steps of another mode tell nothing"
 
 
 def test_steps_whose_numbers_come_again_keep_their_own_work() -> None:

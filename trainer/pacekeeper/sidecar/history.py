@@ -11,11 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper.modes import MODES
+from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
 
 FIRST_STEPS_SKIPPED = 5
 """The first steps of a job warm caches and allocators up: the baseline comes after them."""
+EARLIER_STEPS = 8
+"""So many of the steps that had another share than the newest stay in a rank's window: they tell its fixed cost from
+that of a sample."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class RankHistory:
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
         self._steps: deque[StepTimes] = deque(maxlen=window_steps)
+        self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
@@ -77,20 +82,22 @@ class RankHistory:
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
         self._steps.clear()
+        self._earlier.clear()
         self._transfers.clear()
 
     def window(self, rank: int, steered: bool = True) -> RankWindow:
         """Of steps in one mode only. `steered`: whether the script has modes."""
-        known = [step.lengths for step in self._steps if step.lengths is not None]
-        lengths = tuple(total for total, _ in known) if len(known) == len(self._steps) else ()
+        steps = [*self._earlier, *self._steps]
+        known = [step.lengths for step in steps if step.lengths is not None]
+        lengths = tuple(total for total, _ in known) if len(known) == len(steps) else ()
         squares = tuple(total for _, total in known)
         return RankWindow(
             rank=rank,
-            steps=tuple(step.step for step in self._steps),
-            step_seconds=tuple(step.step_seconds for step in self._steps),
-            compute_seconds=tuple(step.compute_seconds for step in self._steps),
-            samples=tuple(step.samples for step in self._steps),
-            garbage_seconds=tuple(step.garbage_seconds for step in self._steps),
+            steps=tuple(step.step for step in steps),
+            step_seconds=tuple(step.step_seconds for step in steps),
+            compute_seconds=tuple(step.compute_seconds for step in steps),
+            samples=tuple(step.samples for step in steps),
+            garbage_seconds=tuple(step.garbage_seconds for step in steps),
             lengths=lengths,
             squares=squares if lengths and min(squares) > 0 else (),
             sync_mode=MODES[self._mode] if steered else "",
@@ -126,6 +133,9 @@ class RankHistory:
         if mode != self._mode:
             self._mode = mode
             self.start_round()
+        is_full = len(self._steps) == self._window_steps
+        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
+            self._earlier.append(self._steps[0])
         self._steps.append(step)
         self.samples_total += step.samples
         if self._skipped < FIRST_STEPS_SKIPPED:
