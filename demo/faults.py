@@ -60,15 +60,20 @@ def worker_deleted() -> str:
 
 @dataclass
 class StragglerFault:
-    """One container's CPU quota cut while it runs, without a word to Kubernetes."""
+    """One container's CPU quota cut while it runs, without a word to Kubernetes.
 
-    millicores: int
+    To `part` of what another one uses: where the machine has too few processors for all, none comes near its quota.
+    """
+
+    part: float
     worker: str = ""
 
     def inject(self) -> str:
         self.worker = job.worker_of_rank(2)
-        faults.set_cpu_quota(job.NAMESPACE, self.worker, TRAINER, self.millicores)
-        return f"CPU quota of {self.worker} cut to {self.millicores}m"
+        used = faults.used_millicores(job.NAMESPACE, job.worker_of_rank(0), TRAINER)
+        millicores = max(faults.LEAST_MILLICORES, round(self.part * used))
+        faults.set_cpu_quota(job.NAMESPACE, self.worker, TRAINER, millicores)
+        return f"CPU quota of {self.worker} cut to {millicores}m, where its peers use {used:.0f}m"
 
 
 @dataclass
@@ -142,16 +147,16 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    halved, crawling, link = StragglerFault(200), StragglerFault(100), LinkFault(step_times=1.5)
+    halved, crawling, link = StragglerFault(0.6), StragglerFault(0.3), LinkFault(step_times=1.5)
     gpu, node = GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault("straggler", "CPU quota halved", ("straggler",), ("Rebalance",), halved.inject),
+        Fault("straggler", "CPU quota cut to 60 %", ("straggler",), ("Rebalance",), halved.inject),
         Fault(
             "straggler beyond shares",
-            "CPU quota cut to a quarter",
+            "CPU quota cut to 30 %",
             ("straggler",),
             replaced,
             crawling.inject,

@@ -16,7 +16,7 @@ from demo.view import View
 from testcluster import cluster, release
 from testcluster.settings import REPOSITORY
 
-STEADY_STEPS = 40  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
+STEADY_STEPS = 30  # between one fault and the next: a baseline for the straggler's detection, and curves worth a look
 STEADY_SECONDS = 300.0  # importing torch on five nodes takes a loaded machine a minute
 COMPLETE_SECONDS = 900.0
 _SHARE, _STEP, _LOSS, _OWN_WORK = (

@@ -74,6 +74,14 @@ def pids(path: str, recursive: bool = False) -> list[int]:
     return found
 
 
+def cpu_seconds(path: str) -> float:
+    """What the processes of cgroup `path`, and below, have used so far."""
+    if is_v2():
+        statistics = (controller("cpu", path) / "cpu.stat").read_text().split()
+        return int(statistics[statistics.index("usage_usec") + 1]) * 1e-6
+    return int((controller("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
+
+
 def kill(path: str, timeout: float = 20) -> None:
     """Kill every process in cgroup `path` and below, and wait until all are gone."""
     deadline = time.monotonic() + timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from testcluster.programs import Programs
 from testcluster.shell import ClusterError
 
 _SHORTEST_QUOTA_US = 1000  # the kernel refuses less
+LEAST_MILLICORES = 100
+"""That is, in the nodes' period of 10 ms."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ def container_pids(namespace: str, pod: str, container: str) -> list[int]:
 def signal_process(pid: int, number: signal.Signals) -> None:
     """SIGKILL makes a crash, SIGSTOP a hang."""
     os.kill(pid, number)
+
+
+def used_millicores(namespace: str, pod: str, container: str, seconds: float = 2.0) -> float:
+    """What a running container uses of a CPU, in thousandths, measured for so long."""
+    cgroup = find_container(namespace, pod, container).cgroup
+    before, started = cgroups.cpu_seconds(cgroup), time.monotonic()
+    time.sleep(seconds)
+    return 1000 * (cgroups.cpu_seconds(cgroup) - before) / (time.monotonic() - started)
 
 
 def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> None:

@@ -145,9 +145,9 @@ def test_prometheus_discovers_a_pod_by_its_port(cluster: Cluster, namespace: str
 def test_a_cpu_quota_slows_a_running_container(cluster: Cluster, namespace: str) -> None:
     cluster.apply(_pod("busy", ["python", "-c", "while True: pass"], cpu="400m"), namespace)
     _running(cluster, namespace, "busy")
-    assert _cpu_share(namespace, "busy") == pytest.approx(0.4, abs=0.1)
+    assert faults.used_millicores(namespace, "busy", "main") == pytest.approx(400, abs=100)
     faults.set_cpu_quota(namespace, "busy", "main", millicores=100)
-    assert _cpu_share(namespace, "busy") == pytest.approx(0.1, abs=0.05)
+    assert faults.used_millicores(namespace, "busy", "main") == pytest.approx(100, abs=50)
 
 
 def test_a_node_is_lost_and_comes_back(cluster: Cluster, namespace: str) -> None:
@@ -261,14 +261,6 @@ def _download_seconds(url: str) -> float:
     with urllib.request.urlopen(url, timeout=10) as answer:
         answer.read()
     return time.monotonic() - started
-
-
-def _cpu_share(namespace: str, pod: str, seconds: float = 2.0) -> float:
-    """The share of one CPU that the container's first process got."""
-    statistics = Path(f"/proc/{faults.container_pids(namespace, pod, 'main')[0]}/schedstat")
-    before, started = int(statistics.read_text().split()[0]), time.monotonic()
-    time.sleep(seconds)  # the measurement's length
-    return (int(statistics.read_text().split()[0]) - before) / 1e9 / (time.monotonic() - started)
 
 
 def _daemons() -> dict[str, list[int]]:
