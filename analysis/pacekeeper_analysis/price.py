@@ -62,18 +62,24 @@ def choose(
     slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign.
     remaining_seconds: expected rest of the fault's duration, see `expected_remaining`; inf: it will not pass by itself.
     mended: a slowdown below this needs no better remedy. Free options come first, and of these exact SGD where it mends
-    the job, or nearly as well as Local-SGD; among the others that are due the one with the least cost plus remaining
-    loss.
+    the job, or nearly as well as Local-SGD. Of the others that are due, and that are worth their cost beside a free one
+    that does not mend the job, the one with the least cost plus remaining loss.
     """
     prices = tuple(_price(option, slowdown, lost_seconds, remaining_seconds) for option in options)
     due = [price for price in prices if price.due]
     if not due:
         return Choice(None, prices)
+    horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
+
+    def whole_cost(price: Price) -> float:
+        return price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
+
+    best = min(due, key=whole_cost)
     free = [price for price in due if price.option.cost_seconds == 0]
     if free:
-        return Choice(_free(free, mended), prices)
-    horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
-    best = min(due, key=lambda price: price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after))
+        best_free = _free(free, mended)
+        mends = best_free.option.slowdown_after < mended
+        best = best_free if mends or best.option.cost_seconds == 0 else best
     return Choice(best, prices)
 
 

@@ -26,7 +26,7 @@ from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
 BROKEN = 3.0
-"""A rank so many times slower than its peers is broken rather than slow: shares tide the job over, a spare mends it."""
+"""A rank so many times slower than its peers is broken rather than slow: a spare mends what shares leave of it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1

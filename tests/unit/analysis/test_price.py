@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,9 +14,23 @@ REPLACE = Option("ReplaceWorker", cost_seconds=30.0, slowdown_after=1.0)
 
 
 def test_a_free_live_remedy_comes_first() -> None:
-    choice = choose([REPLACE, SHARES], slowdown=1.6, lost_seconds=100.0)
+    choice = choose([REPLACE, SHARES], slowdown=1.6, lost_seconds=100.0, mended=1.1)
     assert choice.chosen is not None
     assert choice.chosen.option is SHARES
+
+
+def test_a_free_remedy_that_does_not_mend_the_job_delays_no_better_one() -> None:
+    little = Option("Rebalance", cost_seconds=0.0, slowdown_after=1.5)
+
+    def taken(dear: Option, lost_seconds: float, remaining_seconds: float) -> str:
+        choice = choose([little, dear], 2.0, lost_seconds, remaining_seconds, mended=1.1)
+        assert choice.chosen is not None
+        return choice.chosen.option.remedy
+
+    assert taken(REPLACE, 40.0, 600.0) == "ReplaceWorker"
+    assert taken(REPLACE, 40.0, 80.0) == "Rebalance", "80 s at 1.5 × lose less than the 30 s that a spare costs"
+    assert taken(REPLACE, 0.0, 50.0) == "Rebalance", "not due"
+    assert taken(replace(REPLACE, refused="no spare is left"), 40.0, 600.0) == "Rebalance"
 
 
 def test_a_dear_remedy_waits_until_the_loss_reaches_its_price() -> None:

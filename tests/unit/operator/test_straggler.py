@@ -79,22 +79,39 @@ def test_what_shares_have_mended_raises_no_new_suspicion() -> None:
     assert think(worse, policy()).draft.plan.evidence_request
 
 
-def test_a_broken_rank_gets_shares_at_once_and_a_spare_by_a_checkpoint() -> None:
+def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_for() -> None:
     world = suspicious(pace=4.0)
-    thought = judged(4.0)
-    assert thought.draft.plan.shares is not None
-    again = think(next_pass(thought, world, 6.0), policy())
-    assert again.draft.plan.evidence_request
-    evidence = windows(again.draft.plan.evidence_request, 4.0, thought.draft.plan.shares)
-    world = next_pass(again, world, 7.0, evidence=evidence)
-    replaced = think(world, policy())
+    replaced = judged(4.0)
     (incident,) = replaced.draft.state.incidents
-    assert incident.remedy is Remedy.REPLACE_WORKER  # the same incident, with a further remedy
+    assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.draft.plan.checkpoint_request == 1
     assert replaced.draft.plan.members[2].worker == "j-w2-0"
     done = think(change_members(next_pass(replaced, world), checkpoint_request=1), policy())
     assert done.draft.plan.members[2].worker == "j-w4-0"
     assert done.draft.plan.shares is None
+
+
+def test_a_broken_rank_gets_shares_where_there_is_no_spare() -> None:
+    world = suspicious(pace=4.0, spares=0)
+    asked = think(world, policy())
+    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
+    thought = think(next_pass(asked, world, evidence=evidence), policy())
+    (incident,) = thought.draft.state.incidents
+    assert incident.remedy is Remedy.REBALANCE
+    assert thought.draft.plan.shares is not None
+
+
+def test_a_rank_whose_shares_turn_out_too_little_is_replaced_in_the_same_incident() -> None:
+    world, thought = suspicious(), judged(2.0)
+    worse = replace(world, metrics=replace(world.metrics, pace=4.0))
+    again = think(next_pass(thought, worse, 6.0), policy())
+    assert again.draft.plan.evidence_request
+    assert thought.draft.plan.shares is not None
+    evidence = windows(again.draft.plan.evidence_request, 4.0, thought.draft.plan.shares)
+    replaced = think(next_pass(again, worse, 7.0, evidence=evidence), policy())
+    (incident,) = replaced.draft.state.incidents
+    assert incident.remedy is Remedy.REPLACE_WORKER
+    assert replaced.draft.plan.checkpoint_request == 1
 
 
 def test_a_script_that_is_only_watched_gets_a_spare_once_the_loss_is_worth_it() -> None:
