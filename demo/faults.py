@@ -71,7 +71,7 @@ class StragglerFault:
     def inject(self) -> str:
         self.worker = job.worker_of_rank(2)
         used = faults.used_millicores(job.NAMESPACE, job.worker_of_rank(0), TRAINER)
-        millicores = max(faults.LEAST_MILLICORES, round(self.part * used))
+        millicores = max(1, round(self.part * used))
         faults.set_cpu_quota(job.NAMESPACE, self.worker, TRAINER, millicores)
         return f"CPU quota of {self.worker} cut to {millicores}m, where its peers use {used:.0f}m"
 
@@ -147,16 +147,16 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    halved, crawling, link = StragglerFault(0.6), StragglerFault(0.3), LinkFault(step_times=1.5)
+    halved, crawling, link = StragglerFault(0.7), StragglerFault(0.2), LinkFault(step_times=1.5)
     gpu, node = GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault("straggler", "CPU quota cut to 60 %", ("straggler",), ("Rebalance",), halved.inject),
+        Fault("straggler", "CPU quota cut to 70 %", ("straggler",), ("Rebalance",), halved.inject),
         Fault(
             "straggler beyond shares",
-            "CPU quota cut to 30 %",
+            "CPU quota cut to 20 %",
             ("straggler",),
             replaced,
             crawling.inject,

@@ -12,9 +12,7 @@ from testcluster import api, cgroups, cluster, control_plane, network, prometheu
 from testcluster.programs import Programs
 from testcluster.shell import ClusterError
 
-_SHORTEST_QUOTA_US = 1000  # the kernel refuses less
-LEAST_MILLICORES = 100
-"""That is, in the nodes' period of 10 ms."""
+_SHORTEST_QUOTA_US, _LONGEST_PERIOD_US = 1000, 1_000_000  # the kernel's limits
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,18 @@ def used_millicores(namespace: str, pod: str, container: str, seconds: float = 2
 
 def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> None:
     """Give a running container `millicores` / 1000 of a CPU, without a word to Kubernetes: a straggler."""
-    cgroup = find_container(namespace, pod, container).cgroup
-    folder = cgroups.controller("cpu", cgroup)
-    if cgroups.is_v2():
-        period_us = int((folder / "cpu.max").read_text().split()[1])
-    else:
-        period_us = int((folder / "cpu.cfs_period_us").read_text())
+    least = 1000 * _SHORTEST_QUOTA_US // _LONGEST_PERIOD_US
+    if millicores < least:
+        raise ValueError(f"millicores={millicores}: the least is {least}")
+    folder = cgroups.controller("cpu", find_container(namespace, pod, container).cgroup)
+    in_force = folder / ("cpu.max" if cgroups.is_v2() else "cpu.cfs_period_us")
+    period_us = max(int(in_force.read_text().split()[-1]), 1000 * _SHORTEST_QUOTA_US // millicores)
     quota_us = period_us * millicores // 1000
-    if quota_us < _SHORTEST_QUOTA_US:
-        raise ValueError(
-            f"millicores={millicores}: the least is {1000 * _SHORTEST_QUOTA_US // period_us} with this period"
-        )
     try:
         if cgroups.is_v2():
             (folder / "cpu.max").write_text(f"{quota_us} {period_us}")
         else:
+            (folder / "cpu.cfs_period_us").write_text(str(period_us))
             (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
     except OSError as error:
         raise ValueError(f"millicores={millicores}: the kernel refuses it, more than the pod's own limit?") from error
