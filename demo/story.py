@@ -61,7 +61,7 @@ def install(view: View) -> None:
     view.say("helm install pacekeeper")
     release.install()
     kube.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
-    kube.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=60s", timeout=70)
+    kube.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=180s", timeout=190)
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def clean_up() -> None:
     for fault in _made:
         fault.undo()
     _made.clear()
-    kube.kubectl("delete", "namespace", job.NAMESPACE, "--ignore-not-found", "--timeout=90s", timeout=100)
-    kube.kubectl("delete", "nodequarantine", "--all", "--timeout=60s", timeout=70)
+    kube.kubectl("delete", "namespace", job.NAMESPACE, "--ignore-not-found", "--timeout=180s", timeout=190)
+    kube.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
 
 
 _made: list[Fault] = []

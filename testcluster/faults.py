@@ -68,7 +68,7 @@ def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> 
     folder = cgroups.controller("cpu", find_container(namespace, pod, container).cgroup)
     in_force = folder / ("cpu.max" if cgroups.is_v2() else "cpu.cfs_period_us")
     period_us = max(int(in_force.read_text().split()[-1]), 1000 * _SHORTEST_QUOTA_US // millicores)
-    quota_us = period_us * millicores // 1000
+    quota_us = max(_SHORTEST_QUOTA_US, period_us * millicores // 1000)
     try:
         if cgroups.is_v2():
             (folder / "cpu.max").write_text(f"{quota_us} {period_us}")

@@ -29,6 +29,7 @@ class ReplaceWorker:
     dead: bool  # it does not train any more; otherwise it stays until the others have a checkpoint
     force: bool = False  # its node is lost: nobody there will confirm the deletion
     disruption: bool = False  # somebody wanted it: burns no budget
+    never_ready: bool = False  # its trainer ended before it was ready
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def left(draft: Draft, reason: str, now: float) -> Draft:
         mode_reason=reason,
         vain=None,
         tolerated_pace=0.0,
+        tolerated_behind=0.0,
     )
 
 

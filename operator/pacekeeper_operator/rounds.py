@@ -28,4 +28,5 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         suspicion=None,
         vain=None,
         tolerated_pace=draft.state.tolerated_pace if same else 0.0,
+        tolerated_behind=draft.state.tolerated_behind if same else 0.0,
     )

@@ -93,6 +93,12 @@ class Suspicion:
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
     shown: Trouble | None = None  # by the answer before
+    clear_at: float = 0.0  # when an answer last showed no trouble; 0: none has
+
+    @property
+    def first_sign(self) -> float:
+        """Of the trouble that the last answers show."""
+        return max(self.since, self.clear_at)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Vain:
     at: float
     hold: float  # seconds
     step_seconds: float  # of the job at that time
+    forbidden: bool = False  # something was to be done, but was only recommended
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,7 @@ class State:
     mode_reason: str = ""  # of the last change of mode
     mode_refused: str = ""  # the ranks' words when they could not follow a Local-SGD mode
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
+    tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
     plan_refused: str = ""  # why the plan as somebody had edited it could not be followed
     plan_refused_at: float = 0.0
     barren_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some

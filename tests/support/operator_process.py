@@ -93,7 +93,7 @@ def operator_process(cluster: Cluster, resources: None) -> Iterator[OperatorProc
     operator.start()
     try:
         yield operator
-        wait_for(lambda: not _being_deleted(cluster), timeout=60, what="deleted jobs are gone")
+        wait_for(lambda: not _being_deleted(cluster), timeout=120, what="deleted jobs are gone")
     finally:
         operator.kill(signal.SIGTERM)
 

@@ -22,7 +22,7 @@ EXCEPTIONAL = 0.1
 DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
-NEWEST_TRANSFERS = 5
+NEWEST_TRANSFERS = 3
 """Synchronisations that a transfer is judged by: those before them say how the links were, not how they are."""
 
 Seconds = npt.NDArray[np.float64]

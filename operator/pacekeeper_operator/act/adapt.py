@@ -20,4 +20,6 @@ def apply(action: Adapt, decision: Decision, observation: Observation) -> Applie
         draft = modes.entered(draft, action.trouble, action.way.reason, name, observation.now)
     if not action.mended:
         return Applied(draft)  # the suspicion stays: more evidence, and a dearer remedy once the loss is worth it
-    return Applied(draft.with_state(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0))
+    return Applied(
+        draft.with_state(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0, tolerated_behind=0.0)
+    )

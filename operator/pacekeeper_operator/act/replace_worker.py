@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..decide import workforce
 from ..decision import Decision, ReplaceWorker
 from ..observation import Observation
 from .applied import Applied
@@ -16,12 +17,12 @@ def apply(action: ReplaceWorker, decision: Decision, observation: Observation) -
         return Applied(draft)
     gone = replace(worker, leaving=action.reason, dead=action.dead, force=action.force)
     draft = replace(draft, state=draft.state.with_worker(gone))
-    seated = any(member.worker == action.worker for member in draft.plan.members)
-    if not seated:
-        return Applied(draft.with_state(failed_starts=draft.state.failed_starts + 1))
-    if action.disruption:
-        return Applied(draft)
     state = draft.state
+    if action.never_ready:
+        return Applied(draft.with_state(**workforce.not_before(observation.job.uid, state, observation.now)))
+    seated = any(member.worker == action.worker for member in draft.plan.members)
+    if not seated or action.disruption:
+        return Applied(draft)
     return Applied(
         draft.with_state(restarts=(*state.restarts, decision.first_sign), restarts_total=state.restarts_total + 1)
     )

@@ -115,6 +115,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
         actions = tuple(ReplaceWorker(w, found.words, dead=False, disruption=True) for w in found.workers)
     if found.fatal and found.node:
         actions = (*actions, quarantine.propose(observation, policy, found.node, found.words))
+    moved = tuple(action.worker for action in actions if isinstance(action, ReplaceWorker))
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
         cause=Cause.GPU_ERROR,
@@ -123,7 +124,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
         message=f"{where}: {found.words}" + ("" if found.fatal else "; may come of the application alone"),
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,
         actions=actions,
-        remedy=Remedy.REPLACE_WORKER if actions else None,
+        remedy=Remedy.REPLACE_WORKER if moved else None,
         remedies=written(choice.prices, choice.chosen) if found.fatal else (),
         evidence=(found.words,),
         rank=None if member is None else member.ranks[0],
@@ -132,7 +133,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
         settles=() if found.fault is None else (found.fault.name,),
         gpu_seen=() if found.value is None else (found.value,),
         occurrence=2 + zlib.crc32(found.name.encode()) % 10_000,
-        live=not actions,
+        live=not any(m.worker in moved for m in observation.plan.members),
         last_step=observation.step,
     )
 

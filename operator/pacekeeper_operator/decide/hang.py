@@ -17,11 +17,11 @@ from .pricing import choose_at_standstill, replace_option, restart_option, writt
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    stalls = observation.faults_of(FaultKind.STALLED)
+    stalls = [fault for fault in observation.faults_of(FaultKind.STALLED) if fault.round >= observation.round]
     if any(view.record.leaving for view in observation.members):
         return None  # the next membership ends the stall, whoever holds it
     verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
-    if verdict is None or any(fault.round < observation.round for fault in stalls):
+    if verdict is None:
         return None
     rank = verdict.ranks[0] if verdict.ranks else None
     worker = None if rank is None else observation.worker_of_rank(rank)

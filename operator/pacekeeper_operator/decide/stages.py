@@ -75,8 +75,16 @@ def _begin(observation: Observation) -> Draft:
     if 0 < state.barren_round < observation.round and observation.training_since is not None:
         draft = draft.with_state(barren_round=0, barren_error="")
     if not state.training_since and observation.training_since is not None:
-        draft = draft.with_state(training_since=observation.training_since, failed_starts=0)
+        draft = draft.with_state(training_since=observation.training_since)
+    if state.failed_starts and _is_complete(observation):
+        draft = draft.with_state(failed_starts=0)
     return draft
+
+
+def _is_complete(observation: Observation) -> bool:
+    """It trains, and all of its spares are warm."""
+    trains = observation.training_since is not None and not observation.state.vacant_since
+    return trains and sum(view.warm for view in observation.spares) >= observation.job.spec.spares
 
 
 def _finish(observation: Observation) -> Draft:

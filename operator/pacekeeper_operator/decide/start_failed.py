@@ -9,7 +9,7 @@ from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
 
 TRIES = 2
-"""So many workers in a row, of the whole job, before the job fails."""
+"""So many workers in a row, of the whole job, before a job fails that cannot train without them."""
 
 
 def check(observation: Observation, _policy: Policy) -> Decision | None:
@@ -31,11 +31,12 @@ def _decide(observation: Observation, view: WorkerView) -> Decision:
     assert pod is not None
     reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
     message = f"the trainer of {view.name} ended with {pod.exit_code}{reason} before it was ready"
-    again = observation.state.failed_starts + 1 >= TRIES
+    trains = bool(observation.plan.members) and not observation.state.vacant_since
+    again = not trains and observation.state.failed_starts + 1 >= TRIES
     actions: tuple[Action, ...] = (
         (FailJob(Reason.SCRIPT_FAILED, f"{message}:\n{pod.exit_message}"),)
         if again
-        else (ReplaceWorker(view.name, "its trainer did not start", dead=True),)
+        else (ReplaceWorker(view.name, "its trainer did not start", dead=True, never_ready=True),)
     )
     return Decision(
         cause=Cause.WORKER_LOST,
@@ -48,4 +49,5 @@ def _decide(observation: Observation, view: WorkerView) -> Decision:
         worker=view.name,
         node=pod.node or None,
         occurrence=view.record.ordinal + 1 + 100 * view.record.incarnation,
+        live=trains,
     )

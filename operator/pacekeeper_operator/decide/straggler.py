@@ -8,6 +8,7 @@ dearer remedies, and one is taken.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.price import Choice
 
-from ..api import Cause, Class, Remedy
+from ..api import Cause, Class, Remedy, incident_name
 from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
@@ -31,9 +32,11 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_AGAIN_SECONDS = 5.0
-"""Between two requests for evidence, or a tenth of the time since the first sign: windows move on, and the loss that a
-dear remedy waits for grows."""
+ASK_AGAIN_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+"""Between two requests for evidence: a tenth of the time since the first sign, within these. Windows move on, and the
+loss that a dear remedy waits for grows."""
+MOVED_BEFORE = 2
+"""A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
 """So long waits are looked into at least, before they are taken for the job's own way."""
 FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
@@ -81,8 +84,9 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
     return not grown or found.slowdown < WILD
 
 
-def suspect(observation: Observation) -> Draft:
+def suspect(observation: Observation, policy: Policy) -> Draft:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
+    observation = observation.with_draft(_forget(observation, policy))
     draft, suspicion, now = observation.draft, observation.state.suspicion, observation.now
     if observation.plan.stop is not Stop.NO:
         return draft if suspicion is None else draft.with_state(suspicion=None)
@@ -100,14 +104,26 @@ def suspect(observation: Observation) -> Draft:
             suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
         elif _in_vain(observation, suspicion):
             return _give_up(observation, suspicion.step_seconds)
-    if now - suspicion.asked_at <= max(ASK_AGAIN_SECONDS, 0.1 * (now - suspicion.since)):
+    pause = min(max(ASK_AGAIN_SECONDS, 0.1 * (now - suspicion.since)), LONGEST_ASK_SECONDS)
+    if now - suspicion.asked_at <= pause:
         return draft
     if not slow and not waits:
         return _drop(draft)
     found = diagnose(observation)
     if found is not None:
-        suspicion = replace(suspicion, shown=Trouble.NONE if _as_ever(observation, found) else found.trouble)
+        shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
+        clear_at = now if shown is Trouble.NONE else suspicion.clear_at
+        suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
     return _ask(draft, suspicion, now)
+
+
+def _forget(observation: Observation, policy: Policy) -> Draft:
+    """What was let be is looked at anew once a remedy may be applied, or once no rank is slow any more."""
+    draft, vain = observation.draft, observation.state.vain
+    if vain is not None and vain.forbidden and policy.acts:
+        return draft.with_state(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
+    alike = observation.metrics.pace is not None and not _slow(observation) and steady(observation)
+    return draft.with_state(tolerated_pace=0.0, tolerated_behind=0.0) if alike and draft.state.tolerated_pace else draft
 
 
 def _suspect_broken(observation: Observation) -> Draft:
@@ -152,9 +168,16 @@ def _shares_outlived(observation: Observation) -> bool:
 
 
 def _tolerated(observation: Observation) -> bool:
-    """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon."""
-    limit, pace = observation.state.tolerated_pace, observation.metrics.pace
-    return limit > 0 and pace is not None and pace < limit * 1.1
+    """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon.
+
+    It may hide another rank that has become slow since, which shows in the own work of a step.
+    """
+    state, pace, behind = observation.state, observation.metrics.pace, observation.metrics.behind
+    if not state.tolerated_pace or pace is None or pace >= state.tolerated_pace * 1.1:
+        return False
+    settled = not any(incident.live for incident in state.open_incidents)
+    worst = max(state.tolerated_behind, observation.job.spec.detection.straggler_slowdown) * 1.1
+    return not (settled and behind is not None and behind >= worst)
 
 
 def _held(observation: Observation) -> bool:
@@ -172,17 +195,21 @@ def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
     return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
 
 
-def left_alone(observation: Observation) -> Draft:
-    """After trouble was written down without a remedy being applied: it is not looked into at once again."""
-    given_up = _give_up(observation, observation.step_seconds)
-    return given_up.with_state(tolerated_pace=observation.metrics.pace or 0.0)
+def left_alone(observation: Observation, *, forbidden: bool) -> Draft:
+    """After trouble was written down without a remedy being applied: it is not looked into at once again.
+
+    forbidden: a remedy was only recommended, because none may be applied now.
+    """
+    given_up = _give_up(observation, observation.step_seconds, forbidden)
+    metrics = observation.metrics
+    return given_up.with_state(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
 
 
-def _give_up(observation: Observation, step_seconds: float) -> Draft:
+def _give_up(observation: Observation, step_seconds: float, forbidden: bool = False) -> Draft:
     """`step_seconds`: that were looked into; longer ones are news."""
     before = observation.state.vain
     hold = FIRST_HOLD_SECONDS if before is None else min(2 * before.hold, LONGEST_HOLD_SECONDS)
-    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, step_seconds))
+    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, step_seconds, forbidden))
 
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
@@ -215,7 +242,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         class_=Class.PERFORMANCE,
         round=observation.round,
         message=_message(found, culprit, worker),
-        first_sign=observation.state.suspicion.since,
+        first_sign=observation.state.suspicion.first_sign,
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
@@ -240,7 +267,7 @@ def _weigh(
     """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
     assert observation.state.suspicion is not None
     threshold = observation.job.spec.detection.straggler_slowdown
-    elapsed = observation.now - observation.state.suspicion.since
+    elapsed = observation.now - observation.state.suspicion.first_sign
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
     choose = partial(
         price.choose,
@@ -265,12 +292,24 @@ def _weigh(
     if culprit is not None and found.trouble is Trouble.COMPUTE:
         enough = f"with {best.option.remedy if best else 'its present share'} it costs {after:.2f} ×" if mended else ""
         cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
-        spare = replace_option(observation, policy)
+        spare = replace_option(observation, policy, refused=_follows(observation, policy, culprit))
         options.append(replace(spare, cost_seconds=cost, refused=enough or spare.refused))
         words = f"rank {culprit} is too slow for shares to mend"
-        actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False, disruption=True))
+        actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
     choice = choose(options)
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _follows(observation: Observation, policy: Policy, rank: int) -> str:
+    """Why another worker would not help this rank; "": it may."""
+    since, here = observation.now - policy.restart_window, observation.worker_of_rank(rank)
+    slow_on = {
+        past.worker
+        for past in observation.state.past
+        if past.cause is Cause.STRAGGLER and past.rank == rank and past.at > since
+    }
+    others = sorted(worker for worker in slow_on if worker is not None and worker != here)
+    return f"it was slow on {', '.join(others)}, too: look at the script" if len(others) >= MOVED_BEFORE else ""
 
 
 def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
@@ -327,8 +366,9 @@ def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> 
 
 
 def _earlier(observation: Observation, cause: Cause) -> int:
-    """Incidents of this kind in this round that are known: shares first, a spare later."""
-    prefix = f"{observation.job.name}-r{observation.round}-{cause}"
+    """The highest number of an incident of this kind in this round: shares first, a spare later."""
+    prefix, suffix = incident_name(observation.job, observation.round, cause).rsplit("-", 1)
     state = observation.state
     names = {*state.closed, *state.recommended, *(incident.name for incident in state.incidents)}
-    return sum(name.startswith(prefix) for name in names)
+    found = (re.fullmatch(rf"{re.escape(prefix)}(?:-(\d+))?-{re.escape(suffix)}", name) for name in names)
+    return max((int(match[1] or 1) for match in found if match), default=0)

@@ -62,9 +62,10 @@ def _judge_round(observation: Observation, incident: Incident) -> Incident:
 
 def _judge_live(observation: Observation, incident: Incident) -> Incident:
     """Over when a whole window of steps in the new way to train has been measured."""
+    if incident.class_ is not Class.PERFORMANCE:
+        return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
     if incident.remedy is None:
-        done = incident.class_ is not Class.PERFORMANCE
-        return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED if done else Outcome.NOT_HELPED)
+        return replace(incident, recovered=observation.now, outcome=Outcome.NOT_HELPED)
     if observation.round > incident.round:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
     if observation.refused:

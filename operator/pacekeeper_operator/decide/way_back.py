@@ -19,9 +19,6 @@ ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
 
-TRANSFERS = 3
-"""The last synchronisations that count: those of long ago say nothing about the link as it is now."""
-
 MORE_THAN_A_STEP = 1.3
 """A synchronisation does more than the all-reduce of a step, so the S that is reckoned from its time is too high by
 about this. A link that is still a little slow brings the mode back, and each such return doubles the time it stays."""
@@ -48,7 +45,7 @@ def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> 
         return None
     draft, now = observation.draft.with_plan(evidence_request=""), observation.now
     way = adapt.way_back(
-        [replace(window, transfers=window.transfers[-TRANSFERS:]) for window in windows],
+        windows,
         threshold=observation.job.spec.detection.straggler_slowdown,
         trouble=adaptation.trouble,
         global_batch=observation.global_batch,

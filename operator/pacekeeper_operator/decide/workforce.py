@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
@@ -36,7 +37,8 @@ def staff(observation: Observation) -> Staffing:
         return Staffing(draft, delete=_clean_up(observation))
     if observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
         return Staffing(draft, delete=_let_go(observation))
-    draft = _reserve(observation, _give_up_surplus(observation, _place_in_time(observation)))
+    draft = _give_up_ended(observation, _place_in_time(observation))
+    draft = _reserve(observation, _give_up_surplus(observation, draft))
     observation = observation.with_draft(draft)
     seated = {member.worker for member in draft.plan.members}
     create = tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
@@ -99,6 +101,27 @@ def backoff(uid: str, attempts: int) -> float:
     return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
 
 
+def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
+    """A spare whose pod was taken away, or died, is none any more. (Who holds ranks is lost: `worker_lost`.)"""
+    seated = {member.worker for member in draft.plan.members}
+    for view in observation.workers:
+        pod = view.pod
+        if pod is None or view.name in seated or view.record.leaving:
+            continue
+        died = pod.ended and pod.exit_code != 0
+        if pod.deleting or pod.disrupted or died:
+            gone = replace(view.record, leaving="its pod has ended", dead=True)
+            draft = replace(draft, state=draft.state.with_worker(gone))
+        if died and not pod.deleting and not pod.disrupted:
+            draft = draft.with_state(**not_before(observation.job.uid, draft.state, observation.now))
+    return draft
+
+
+def not_before(uid: str, state: State, now: float) -> dict[str, Any]:
+    """What to remember of a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
+    return {"failed_starts": state.failed_starts + 1, "retry_at": now + backoff(uid, state.failed_starts)}
+
+
 def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
     """After a scale-down: spares go first, the newest seats next; who holds ranks stays until it no longer does."""
     wanted = observation.job.spec.replicas + observation.job.spec.spares
@@ -113,13 +136,15 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
 
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
-    """Names for the workers that are missing. While no attempt to place the job is under way, none is."""
+    """Names for the workers that are missing. While no attempt to place the job is under way, none is; spares that
+    do not start wait before they are tried again."""
     if not draft.plan.members and not draft.state.placing_since:
         return draft
-    wanted = observation.job.spec.replicas + observation.job.spec.spares
+    spec, state = observation.job.spec, draft.state
+    spares_wait = draft.plan.members and not state.vacant_since and observation.now < state.retry_at
+    wanted = spec.replicas + (0 if spares_wait else spec.spares)
     staying = [worker for worker in draft.state.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
-    state = draft.state
     for _ in range(wanted - len(staying)):
         ordinal = next(n for n in range(wanted + len(taken)) if n not in taken)
         taken.add(ordinal)

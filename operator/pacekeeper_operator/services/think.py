@@ -43,7 +43,7 @@ def think(observation: Observation, policy: Policy) -> Thought:
     decisions: tuple[Decision, ...] = ()
     if not observation.state.finished_for_good and observation.plan.stop is Stop.NO:
         observation, decisions = _decide(observation, policy)
-        observation = observation.with_draft(straggler.suspect(observation))
+        observation = observation.with_draft(straggler.suspect(observation, policy))
         observation = observation.with_draft(way_back.step(observation, policy))
         observation = observation.with_draft(membership.step(observation))
         observation = observation.with_draft(membership.allow_restarts(observation.draft, policy, observation.now))
@@ -53,9 +53,11 @@ def think(observation: Observation, policy: Policy) -> Thought:
 
 
 def _settle_stale(observation: Observation) -> Draft:
-    """Faults of rounds that are over by our own doing, and those of a job that stops, say nothing new."""
+    """Faults of rounds that are over by our own doing, and those of a job that stops, say nothing new; nor do stalls
+    that are over."""
     draft = observation.draft
     seated = {member.worker for member in draft.plan.members}
+    steps = {view.name: view.heartbeat.step for view in observation.members if view.heartbeat is not None}
     over = draft.state.finished_for_good or draft.plan.stop is not Stop.NO
     stale = tuple(
         fault.name
@@ -63,6 +65,10 @@ def _settle_stale(observation: Observation) -> Draft:
         if over
         or 0 < fault.membership < draft.plan.membership
         or (fault.worker not in seated and fault.kind is not FaultKind.GPU_ERROR)
+        or (
+            fault.kind is FaultKind.STALLED
+            and (0 < fault.round < observation.round or 0 <= fault.step < steps.get(fault.worker, 0))
+        )
     )
     return replace(draft, state=draft.state.settle(stale)) if stale else draft
 
@@ -127,7 +133,7 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
             words += [done.words] if done.words else []
         applied = observation.now
     if decision.class_ is Class.PERFORMANCE and not (policy.acts and decision.actions):
-        draft = straggler.left_alone(observation.with_draft(draft))
+        draft = straggler.left_alone(observation.with_draft(draft), forbidden=not policy.acts)
     incident = _open(observation, policy, decision, applied, tuple(words))
     state = draft.state.with_incident(incident)
     state = replace(state, recommended=tuple(name for name in state.recommended if name != incident.name))

@@ -84,6 +84,7 @@ class Watch:
     _progress: dict[int, _Progress] = field(default_factory=dict)
     _inspection: asyncio.Task[None] | None = None
     _reports: int = 0
+    _reports_of_this_stall: int = 0
     _report_at: float = 0.0
 
     def look(
@@ -98,11 +99,12 @@ class Watch:
         """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
         stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, pids.get(local), now)]
         if not stalled:
-            self._reports = 0
+            self._reports_of_this_stall = 0
             self._report_at = 0.0
         elif now >= self._report_at and (self._inspection is None or self._inspection.done()):
             self._reports += 1
-            self._report_at = now + min(REPORT_AGAIN * 2 ** (self._reports - 1), LONGEST_PAUSE)
+            self._report_at = now + min(REPORT_AGAIN * 2**self._reports_of_this_stall, LONGEST_PAUSE)
+            self._reports_of_this_stall += 1
             inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
             self._inspection = asyncio.create_task(inspection)
 
