@@ -27,6 +27,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         membership_restarts=0,
         suspicion=None,
         vain=None,
+        shares_refused=draft.state.shares_refused if same else "",
         tolerated_pace=draft.state.tolerated_pace if same else 0.0,
         tolerated_behind=draft.state.tolerated_behind if same else 0.0,
     )

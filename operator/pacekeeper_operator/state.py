@@ -166,6 +166,7 @@ class State:
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
     mode_reason: str = ""  # of the last change of mode
     mode_refused: str = ""  # the ranks' words when they could not follow a Local-SGD mode
+    shares_refused: str = ""  # the same of shares, by the present members
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
     plan_refused: str = ""  # why the plan as somebody had edited it could not be followed

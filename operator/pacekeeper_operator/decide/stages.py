@@ -63,6 +63,7 @@ def _resume(observation: Observation) -> Draft:
         finished=(),
         settled=(),
         mode_refused="",
+        shares_refused="",
     )
 
 

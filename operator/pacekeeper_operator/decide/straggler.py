@@ -292,7 +292,7 @@ def _weigh(
     if culprit is not None and found.trouble is Trouble.COMPUTE:
         enough = f"with {best.option.remedy if best else 'its present share'} it costs {after:.2f} ×" if mended else ""
         cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
-        spare = replace_option(observation, policy, refused=_follows(observation, policy, culprit))
+        spare = replace_option(observation, policy, refused=_why_not_move(observation, policy, culprit))
         options.append(replace(spare, cost_seconds=cost, refused=enough or spare.refused))
         words = f"rank {culprit} is too slow for shares to mend"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
@@ -300,9 +300,11 @@ def _weigh(
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
 
 
-def _follows(observation: Observation, policy: Policy, rank: int) -> str:
-    """Why another worker would not help this rank; "": it may."""
+def _why_not_move(observation: Observation, policy: Policy, rank: int) -> str:
+    """Why this rank gets no other worker (any more); "": it may."""
     since, here = observation.now - policy.restart_window, observation.worker_of_rank(rank)
+    if observation.state.restarts_in_window(observation.now, policy.restart_window) >= policy.max_restarts:
+        return "no restart is left in this window"
     slow_on = {
         past.worker
         for past in observation.state.past
@@ -327,6 +329,8 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
         return refusal
     if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
         return "the script does not use the library, so it cannot be steered"
+    if way.remedy == Remedy.REBALANCE and observation.state.shares_refused:
+        return f"the ranks refused it: {observation.state.shares_refused}"
     if way.mode is SYNC:
         return ""
     if found.trouble is not observation.state.suspicion.shown:

@@ -107,8 +107,11 @@ def _take_back(draft: Draft, incident: Incident, observation: Observation) -> Dr
         return draft
     adaptation = draft.state.adaptation
     if adaptation is None or adaptation.incident != incident.name:
-        followed = {"shares": None, "garbage_every": 0, "sequence_cost": None}
-        return draft.with_plan(**followed) if observation.refused else draft
+        if not observation.refused:
+            return draft
+        if incident.remedy == Remedy.REBALANCE:
+            draft = draft.with_state(shares_refused=observation.refused, tolerated_pace=0.0)
+        return draft.with_plan(shares=None, garbage_every=0, sequence_cost=None)
     if observation.refused:
         return modes.refused(draft, observation.refused, observation.now)
     return modes.left(draft, f"{draft.plan.sync_mode} has not helped", observation.now)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.reports import Evidence, RankWindow
-from pacekeeper_operator.api import Cause, Outcome, Remedy
+from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.services.think import Thought, think
+from pacekeeper_operator.state import Past
 from tests.support.worlds import NOW, change_members, evidence_of, policy, training
 
 STEPS = tuple(range(468, 500))
@@ -154,3 +155,106 @@ def test_evidence_is_asked_for_again_while_the_suspicion_lasts() -> None:
     assert again.draft.plan.evidence_request not in ("", asked.draft.plan.evidence_request)
     assert again.draft.state.suspicion is not None
     assert again.draft.state.suspicion.since == NOW
+
+
+def test_questions_get_rarer_but_never_rare() -> None:
+    """Pace alone says that a rank is slow, and the answers show no trouble: that may change at any time."""
+    world = suspicious()
+    asked = think(world, policy())
+    for seconds in (10_000.0, 10_130.0):
+        evidence = windows(asked.draft.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        later = think(next_pass(asked, world, seconds, evidence=evidence), policy())
+        assert later.draft.plan.evidence_request != asked.draft.plan.evidence_request
+        asked = later
+    suspicion = asked.draft.state.suspicion
+    assert suspicion is not None
+    assert suspicion.first_sign == NOW + 10_130.0, "what begins now has cost nothing before"
+
+
+def test_a_tolerated_straggler_hides_no_other() -> None:
+    world = suspicious()
+    thought = judged(2.0)
+    measured = next_pass(thought, world, 60.0, metrics=replace(world.metrics, behind=1.05, pace=2.0))
+    done = think(change_members(measured, step=560), policy())
+    assert not done.draft.state.open_incidents
+    alike = next_pass(done, measured, 100.0)
+    assert not think(alike, policy()).draft.plan.evidence_request
+    another = replace(alike, metrics=replace(alike.metrics, behind=1.9))
+    assert think(another, policy()).draft.plan.evidence_request
+
+
+def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
+    world = suspicious()
+    well = next_pass(judged(2.0), world, 60.0, metrics=replace(world.metrics, behind=1.0, pace=1.0))
+    assert think(well, policy()).draft.state.tolerated_pace == 0
+
+
+def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> None:
+    world = suspicious()
+    watching = policy(mode=Mode.RECOMMEND)
+    asked = think(world, watching)
+    evidence = windows(asked.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
+    recommended = think(next_pass(asked, world, evidence=evidence), watching)
+    assert recommended.draft.plan.shares is None
+    later = next_pass(recommended, world, 30.0)
+    assert not think(later, watching).draft.plan.evidence_request
+    assert think(later, policy()).draft.plan.evidence_request
+
+
+def slow_before(*workers: str) -> Observation:
+    world = suspicious(pace=4.0)
+    past = tuple(Past(Cause.STRAGGLER, NOW - 100, 5.0, rank=2, worker=worker) for worker in workers)
+    return world.with_draft(world.draft.with_state(past=past))
+
+
+@pytest.mark.parametrize(
+    ("workers", "remedy"),
+    [
+        (("j-w7-0", "j-w2-0", "j-w2-0"), Remedy.REPLACE_WORKER),
+        (("j-w7-0", "j-w8-0"), Remedy.REBALANCE),
+    ],
+)
+def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
+    world = slow_before(*workers)
+    asked = think(world, policy())
+    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
+    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    assert incident.remedy is remedy
+    if remedy is Remedy.REBALANCE:
+        reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
+        assert "look at the script" in reason
+
+
+def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() -> None:
+    assert len(judged(4.0).draft.state.restarts) == 1
+    world = suspicious(pace=4.0)
+    world = world.with_draft(world.draft.with_state(restarts=(NOW - 10,) * 10))
+    asked = think(world, policy())
+    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
+    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    assert incident.remedy is Remedy.REBALANCE
+    assert any("no restart is left" in price.reason for price in incident.remedies)
+
+
+def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgotten() -> None:
+    world = suspicious()
+    asked = think(world.with_draft(world.draft.with_state(closed=("j-r1-straggler-150-u1d2c",))), policy())
+    evidence = windows(asked.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
+    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    assert incident.name == "j-r1-straggler-151-u1d2c"
+
+
+def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:
+    world, thought = suspicious(), judged(2.0)
+    refusing = change_members(next_pass(thought, world, 1.0), refused="a replica of 2 ranks takes 2 samples at least")
+    refused = think(refusing, policy())
+    assert refused.draft.plan.shares is None
+    assert not refused.draft.state.open_incidents
+    again = think(change_members(next_pass(refused, world, 10.0), refused=""), policy())
+    assert again.draft.plan.evidence_request, "the rank is slow as before"
+    evidence = windows(again.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
+    tried = think(change_members(next_pass(again, world, 20.0, evidence=evidence), refused=""), policy())
+    assert tried.draft.plan.shares is None
+    (incident,) = tried.draft.state.open_incidents
+    assert incident.remedy not in (None, Remedy.REBALANCE)
+    assert "a replica of 2" in next(price.reason for price in incident.remedies if price.name == "Rebalance")

@@ -250,6 +250,30 @@ class TestHang:
         world = world.with_draft(world.draft.with_state(past=past))
         assert not think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.quarantines
 
+    def test_a_stall_that_is_over_is_settled_and_blames_nobody_later(self) -> None:
+        """All waited in a slow collective and went on. One worker's next stall is no verdict upon the others."""
+        world = training()
+        waited = tuple(stall(member.worker, member.ranks[0]) for member in world.plan.members)
+        first = think(replace(world, faults=waited), policy())
+        assert not first.decisions
+        newer = stall("j-w0-0", 0, step=600)
+        newer = replace(newer, name="j-w0-0-stall-1-2", ranks=(replace(newer.ranks[0], step=600, sequence=90),))
+        later = change_members(again(first, world), step=600)
+        second = think(replace(later, faults=(*waited, newer)), policy())
+        assert not second.decisions
+        assert {fault.name for fault in waited} <= set(second.draft.state.settled)
+        assert newer.name not in second.draft.state.settled
+
+    def test_a_stall_of_the_round_before_does_not_hide_the_next_hang(self) -> None:
+        """The launchers have begun a round by themselves, in the same membership."""
+        world = change_members(training(), round=2)
+        old = stall("j-w1-0", 1, round_=1)
+        hanging = tuple(replace(fault, name=f"{fault.name}-2", round=2) for fault in stalls(world, culprit=2))
+        thought = think(replace(world, faults=(old, *hanging)), policy())
+        (incident,) = thought.draft.state.incidents
+        assert (incident.cause, incident.rank) == (Cause.HANG, 2)
+        assert old.name in thought.draft.state.settled
+
 
 class TestWorkerLost:
     def test_a_spare_takes_over_at_once_and_a_new_one_is_made(self) -> None:
@@ -323,6 +347,36 @@ class TestWorkerLost:
         assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
         assert thought.draft.plan.membership == 1
 
+    @pytest.mark.parametrize("pod", [{"disrupted": "Evicted", "exit_code": 137}, {"deleting": True}])
+    def test_so_is_one_that_is_taken_away_while_its_pod_is_still_there(self, pod: dict[str, object]) -> None:
+        thought = think(change_worker(training(), "j-w4-0", pod=pod), policy())
+        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert not thought.draft.state.failed_starts
+
+    @pytest.mark.parametrize("state", [LauncherState.WARM, LauncherState.STARTING])
+    def test_a_spare_that_dies_is_tried_again_later_and_never_fails_a_job_that_trains(
+        self, state: LauncherState
+    ) -> None:
+        world = training()
+        for tries in range(1, 5):
+            name = f"j-w4-{tries - 1}"
+            world = change_worker(world, name, pod={"exit_code": 1}, heartbeat={"state": state})
+            thought = think(world, policy())
+            assert not thought.draft.state.failed_reason
+            assert not thought.draft.state.open_incidents, "nothing is recovering"
+            assert not thought.staffing.create
+            assert thought.draft.state.failed_starts == tries
+            waits = thought.draft.state.retry_at - world.now
+            assert 0.75 * 10 * 2 ** (tries - 1) <= waits <= 1.25 * 10 * 2 ** (tries - 1)
+            world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
+            thought = think(world, policy())
+            assert [worker.name for worker in thought.staffing.create] == [f"j-w4-{tries}"]
+            members = {view.name: view for view in world.workers}
+            world = with_pods(again(thought, world), state=LauncherState.STARTING)
+            world = replace(world, workers=tuple(members.get(view.name, view) for view in world.workers))
+        warm = change_worker(world, "j-w4-4", heartbeat={"state": LauncherState.WARM})
+        assert think(warm, policy()).draft.state.failed_starts == 0
+
 
 class TestNodeLost:
     def lost(self, world: Observation | None = None, node_reachable: bool = False) -> Observation:
@@ -385,6 +439,22 @@ class TestGpuError:
         assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-1"]
         answered = change_members(again(thought, world), checkpoint_request=1)
         assert seats(think(answered, policy()).draft)[1] == "j-w4-0"
+
+    def test_a_spare_on_a_broken_gpu_goes_and_the_job_does_not_look_like_recovering(self) -> None:
+        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, node="node-4"), policy())
+        (incident,) = thought.draft.state.incidents
+        assert (incident.remedy, incident.outcome) == (Remedy.REPLACE_WORKER, Outcome.RECOVERED)
+        assert thought.draft.state.failed_starts == 0
+        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert [wanted.node for wanted in thought.draft.state.quarantines] == ["node-4"]
+
+    def test_without_leave_to_replace_the_node_alone_is_dealt_with(self) -> None:
+        allowed = policy(allow=frozenset({Remedy.RESTART_RANKS}))
+        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0), allowed)
+        (incident,) = thought.draft.state.incidents
+        assert incident.remedy is None
+        assert incident.outcome is not None
+        assert thought.draft.plan.membership == 1
 
     @pytest.mark.parametrize("xid", [13, 31, 43, 45, 68])
     def test_an_xid_of_the_application_touches_nothing(self, xid: int) -> None:
