@@ -120,6 +120,8 @@ def _largest_first(costs: Costs, sizes: Sequence[int], turn: int) -> list[list[i
 def _exchange(costs: Costs, sizes: Sequence[int], members: list[list[int]], loads: list[int]) -> bool:
     """Of the most loaded part with one of the least loaded; False: none makes it better."""
     order = sorted((part for part in range(len(sizes)) if sizes[part]), key=lambda part: loads[part] / sizes[part])
+    if len(order) < 2:  # no part has samples where a rank only stands in
+        return False
     worst = order[-1]
     height = loads[worst] / sizes[worst]
     if height <= _CLOSE * sum(loads) / sum(sizes):

@@ -32,8 +32,9 @@ class Job:
         replica_size: int = 1,
         workers: int = 0,
         kind: Callable[[int], Any] = lambda size: torch.utils.data.Subset(NUMBERS, range(size)),
+        lengths: Callable[[int], float] | None = None,
     ) -> None:
-        self.rng, self.kind = rng, kind
+        self.rng, self.kind, self.lengths = rng, kind, lengths
         self.size, self.batch, self.replica_size, self.workers = size, batch, replica_size, workers
         self.seen: list[int] = []
         self.used = 0
@@ -57,6 +58,7 @@ class Job:
                 world_size=ranks,
                 seed=5,
                 num_workers=self.workers,
+                lengths=self.lengths,
             )
             for rank in range(ranks)
         ]
@@ -259,9 +261,12 @@ def test_the_last_lease_takes_what_is_left_below_the_limit(workers: int) -> None
     assert job.used == 109
 
 
+@pytest.mark.parametrize("lengths", [None, lambda index: 1.0 + index % 7], ids=["as they come", "balanced"])
 @pytest.mark.parametrize("left", range(1, 9))
-def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(left: int) -> None:
-    job = Job(random.Random(3), size=50, batch=16, replica_size=4)
+def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(
+    left: int, lengths: Callable[[int], float] | None
+) -> None:
+    job = Job(random.Random(3), size=50, batch=16, replica_size=4, lengths=lengths)
     job.lease(limit=16 + left)
     for _ in range(5):
         for replica in job.replicas:
