@@ -43,11 +43,11 @@ class PlanFile:
         plan, course, refused = self._plan, Course.of(self._plan), self._unreadable
         if plan.version == 0 or plan.membership != self._membership:  # the next round's: this one goes on until its end
             course = in_force
-        elif not refused:
+        else:  # behind an unreadable plan lies the last readable one, which was perhaps refused itself
             try:
                 self.check(course)
             except InputError as error:
-                course, refused = in_force, f"plan {plan.version}: {error}"
+                course, refused = in_force, refused or f"plan {plan.version}: {error}"
         self._say(refused)
         return Orders(course, plan.version, plan.checkpoint_request, plan.stop is Stop.SUSPEND, snapshot_every)
 
