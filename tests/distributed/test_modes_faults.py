@@ -124,3 +124,36 @@ def test_what_is_asked_on_one_rank_only_holds_nobody_up(tmp_path: Path) -> None:
         return due
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [[8, 12, 20, 24], []]
+
+
+@pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
+def test_ranks_answer_alike_where_one_leaves_the_optimizers_step_out(mode: SyncMode, tmp_path: Path) -> None:
+    """A `GradScaler` does, where a gradient of this rank's is infinite; an evaluation without it would hang."""
+
+    def rank_main(rank: int) -> tuple[list[int], list[int]]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode})
+        job = pk.init()
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        due: list[int] = []
+        skipped: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: skipped.clear())
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=24):
+            assert not step.due("too early", every=1)
+            for _, x in step.microbatches():
+                loss = net(x).sum() * (float("inf") if rank == 1 else 1.0)
+                scaler.scale(loss / step.total_weight).backward()
+            skipped.append(step.number)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step.due("eval", every=1):
+                due.append(job.step)
+        return due, skipped
+
+    (due, skipped), (due_of_other, skipped_by_other) = run_ranks(rank_main, 2, runtime=tmp_path)
+    assert due == due_of_other != []
+    assert skipped == []
+    assert skipped_by_other

@@ -146,7 +146,6 @@ class Job:
         self._warmup_steps = 0
         self._schedules: list[tuple[LambdaLR, Schedule]] = []
         self._ordinals: Ordinals | None = None
-        self._stepping = False
         self._told_to_leave = False
         signal.signal(signal.SIGTERM, self._leave_soon)
 
@@ -279,14 +278,13 @@ class Job:
         while not ordinals.finished:
             step = ordinals.next_step()
             if step is not None:
-                self._stepping = True
                 try:
                     yield step
                 except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
                     self._retention.wait()
                     raise
                 step.finish()
-                self._complete_step()
+                ordinals.complete_step()
             ordinals.pass_boundary()
         ordinals.close()
         self._retention.finish()
@@ -351,13 +349,11 @@ class Job:
                 group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
-        if self._stepping:
+        if self._ordinals is not None and self._ordinals.stepping:
             self.recorder.optimizer_begins()
 
     def _complete_step(self) -> None:
-        """The optimizer has stepped. The first call in a step counts."""
-        if self._stepping and self._ordinals is not None:
-            self._stepping = False
+        if self._ordinals is not None:
             self._ordinals.complete_step()
 
     def _leave_soon(self, *_: Any) -> None:

@@ -94,6 +94,8 @@ class Ordinals:
         """Mean loss over the newest interval that all ranks have reported; NaN: none was."""
         self.finished = False
         """Whether the last step is done."""
+        self.stepping = False
+        """Whether a step is under way that is not counted yet."""
         self._rank = rank
         self._agreement = agreement
         self._plan = plan
@@ -111,6 +113,8 @@ class Ordinals:
         self._supply = Supply(SyncMode.SYNC)
         self._interval = Interval()
         self._step: Step | None = None
+        self._last_microbatch = False
+        """Whether the present step has come to it."""
         self._ordinal_step = self._asked_from = progress.step
         """Steps of the job at the last ordinal, and at the last one at which every rank could ask what is due."""
         self._losses = Losses(recorder)
@@ -135,13 +139,20 @@ class Ordinals:
             self._interval.ends = self._interval.done = True
             return None
         self._step = Step(self, self._progress.step + 1, *drawn, self._loader.weight)
+        self.stepping, self._last_microbatch = True, False
         self._state.share = self._step.samples
         if self._supply.leased:
             self._pace.begin_decision(self._progress.course.sync_seconds)
         return self._step
 
     def complete_step(self) -> None:
-        """The optimizer has stepped: from here on the rank knows whether an ordinal follows."""
+        """The optimizer has stepped: from here on the rank knows whether an ordinal follows.
+
+        The first call in a step counts.
+        """
+        if not self.stepping:
+            return
+        self.stepping = False
         step, interval, progress = self._step, self._interval, self._progress
         assert step is not None
         self._pace.end_step()
@@ -180,6 +191,7 @@ class Ordinals:
     # What a step asks of its peers
 
     def synchronise_gradients(self, wanted: bool) -> None:
+        self._last_microbatch = wanted
         self._replication.synchronise_gradients(wanted)
 
     def computing(self) -> None:
@@ -200,6 +212,7 @@ class Ordinals:
     def due(self, step: Step, every: int) -> bool:
         if not self._supply.local:
             return crossed(self._asked_from, step.number, every)
+        self._complete_without_optimizer()
         if not self._interval.ends:
             return False
         meeting = self._meet()
@@ -210,11 +223,20 @@ class Ordinals:
 
     def checkpoint_if_due(self) -> None:
         if self._supply.local:
+            self._complete_without_optimizer()
             if not self._interval.ends:
                 return
             self._meet()
         if self._retention.checkpoint_due(self._ordinal_step, self._progress.step):
             self._retention.checkpoint()
+
+    def _complete_without_optimizer(self) -> None:
+        """Where a `GradScaler` leaves the optimizer's step out, as it may on one replica only: the ranks answer alike.
+
+        Who asks before the last microbatch is too early, and gets no for an answer.
+        """
+        if self._last_microbatch:
+            self.complete_step()
 
     # Ordinals
 
