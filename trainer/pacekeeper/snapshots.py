@@ -129,10 +129,10 @@ def unpack(slot: torch.Tensor, mesh: DeviceMesh | None) -> tuple[Any, list[bytes
 
 
 def receive_or_send(slot: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rank `source`'s slot on all ranks. Collective."""
+    """Rank `source`'s slot on all ranks, whatever they hold themselves. Collective."""
     size = torch.tensor([0 if slot is None else slot.numel()])
     dist.broadcast(size, source, group=group)
-    if slot is None:
+    if slot is None or slot.numel() != size.item():  # equal states need not be pickled to equally many bytes
         slot = torch.empty(int(size.item()), dtype=torch.uint8)
     dist.broadcast(slot, source, group=group)
     return slot
