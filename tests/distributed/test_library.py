@@ -349,6 +349,23 @@ def test_the_mesh_has_both_dimensions() -> None:
         assert summed == (1, 5)[rank // 2]
 
 
+def test_the_size_of_gradient_buckets_is_the_scripts() -> None:
+    def rank_main(_: int) -> tuple[list[Any], list[str]]:
+        job = pk.init()
+        sizes = [job.replicate(nn.Linear(4, 1), bucket_mb=size).bucket_bytes_cap for size in (None, 3, 0.5)]
+        errors = []
+        for nonsense in (0, -1.0, float("nan")):
+            with pytest.raises(InputError) as caught:
+                job.replicate(nn.Linear(4, 1), bucket_mb=nonsense)
+            errors.append(str(caught.value))
+        return sizes, errors
+
+    ((sizes, errors),) = run_ranks(rank_main, 1)
+    assert sizes == [25 << 20, 3 << 20, 1 << 19]
+    wanted = [f"bucket_mb={given} must be above 0, or None for 25 MiB" for given in ("0", "-1.0", "nan")]
+    assert errors == wanted
+
+
 def test_leaving_microbatches_out_is_an_error() -> None:
     def rank_main(_: int) -> str:
         job = make_job()[0]
