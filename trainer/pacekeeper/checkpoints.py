@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -87,7 +88,8 @@ class CheckpointFolder:
     def publish(self, manifest: Manifest) -> bool:
         """Makes what lies in `partial` the checkpoint of its step, then forgets the oldest ones.
 
-        False, and nothing changes, where a later round has begun.
+        False, and nothing changes, where a later round has begun. Raises OSError where it could not; what was there of
+        this step before is still there then.
         """
         partial, final = self.partial(manifest.step), self.path / f"step-{manifest.step:08d}"
         _write_durably(partial / _MANIFEST, json.dumps(manifest.to_json()))
@@ -96,12 +98,23 @@ class CheckpointFolder:
             return False
         aside = self.path / f"{final.name}.replaced-r{self.round}"
         if final.exists():  # torn, or of another number of ranks: else the job would have gone on from it
+            shutil.rmtree(aside, ignore_errors=True)  # of an attempt that failed
             final.rename(aside)
-        partial.rename(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            if aside.exists():
+                aside.rename(final)
+            raise
         _sync_folder(self.path)
         shutil.rmtree(aside, ignore_errors=True)
-        self._prune()
+        with suppress(OSError):  # it is published all the same; the next one tries again
+            self._prune()
         return True
+
+    def discard(self, step: int) -> None:
+        """Gives back the room of what this round has written of `step` and cannot publish."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def published(self) -> list[Manifest]:
         """All checkpoints whose manifest can be read and whose files have the right sizes, newest first."""
@@ -141,7 +154,7 @@ class CheckpointFolder:
     def _is_current(self) -> bool:
         try:
             owner = json.loads((self.path / _OWNER).read_text())["owner"]
-        except (OSError, ValueError, KeyError):
+        except (FileNotFoundError, ValueError, KeyError):  # other errors of the volume say nothing of rounds
             return False
         return bool(owner == self._owner)
 

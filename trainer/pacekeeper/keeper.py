@@ -7,13 +7,15 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from enum import Enum, auto
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -44,6 +46,19 @@ _OUTER = "pacekeeper.outer"
 _log = logging.getLogger(__name__)
 
 
+class Outcome(Enum):
+    """What came of writing a checkpoint: the same on all ranks, unless it is LOST."""
+
+    KEPT = auto()
+    """Or nothing was being written."""
+    FAILED = auto()
+    """A file could not be written or read. Another attempt may succeed."""
+    OVER = auto()
+    """A later round has begun: this one keeps nothing any more."""
+    LOST = auto()
+    """This rank could not reach its peers to hear of it."""
+
+
 class Keeper:
     """One rank's part in keeping the state of the registered objects."""
 
@@ -72,7 +87,7 @@ class Keeper:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._writing: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
 
@@ -126,10 +141,13 @@ class Keeper:
         return self._folder is not None
 
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
-        """Copies the state after `step` and writes it in the background; calls `published` from there. Collective."""
+        """Copies the state after `step` and writes it in the background; calls `published` from there. Collective.
+
+        `wait_for_checkpoint` comes first: it says what came of the one before.
+        """
+        assert self._writing is None, "wait_for_checkpoint() comes first"
         if self._folder is None:
             return
-        self.wait_for_checkpoint()
         if self._group is None:
             self._group = new_cpu_group("pacekeeper checkpoints")
         self._equalise_buffers()
@@ -140,29 +158,56 @@ class Keeper:
         )
         self._writing.start()
 
-    def wait_for_checkpoint(self) -> bool:
-        """Until the checkpoint that is being written is published. False: it could not be, and the log says why."""
+    def wait_for_checkpoint(self) -> Outcome:
+        """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            _log.warning("rank %d: checkpoint not published: %s", self._rank, failure)
-        return failure is None
+        outcome, self._outcome = self._outcome, Outcome.KEPT
+        return outcome
 
     def _write(
         self, folder: CheckpointFolder, step: int, state: dict[str, Any], published: Callable[[int], None]
     ) -> None:
         try:
+            outcome, reason = self._attempt(folder, step, state)
+        except Exception as error:  # the training goes on; if a peer is gone, it will not come far
+            outcome, reason = Outcome.LOST, _reason(self._rank, error)
+        if outcome is Outcome.KEPT:
+            published(step)
+        elif self._rank == 0 or outcome is Outcome.LOST:
+            _log.warning("the checkpoint of step %d is not published: %s", step, reason)
+        self._outcome = outcome
+
+    def _attempt(self, folder: CheckpointFolder, step: int, state: dict[str, Any]) -> tuple[Outcome, str]:
+        """What came of it, and why: rank 0's word, the same on all ranks.
+
+        No rank leaves before the last collective, whatever fails on it: its peers would wait for it in there.
+        """
+        mine: dict[str, FileSum] | str
+        try:
             partial = folder.partial(step)
             save(state, storage_writer=FileSystemWriter(partial, sync_files=True), process_group=self._group)
-            files = {path.name: checksum(path) for path in partial.glob(f"__{self._rank}_*.distcp")}
-            everybody: list[dict[str, FileSum]] = [{} for _ in range(self._world_size)]
-            dist.all_gather_object(everybody, files, group=self._group)
-            done = [False]
-            if self._rank == 0:
-                files = {name: entry for part in everybody for name, entry in part.items()}
-                files[".metadata"] = checksum(partial / ".metadata")
+            mine = {path.name: checksum(path) for path in partial.glob(f"__{self._rank}_*.distcp")}
+        except (Exception, CheckpointException) as error:  # the latter, a BaseException, comes to all ranks alike
+            mine = _reason(self._rank, error)
+        everybody: list[dict[str, FileSum] | str] = [{} for _ in range(self._world_size)]
+        dist.all_gather_object(everybody, mine, group=self._group)
+        said = [(Outcome.KEPT, "")]
+        if self._rank == 0:
+            said = [self._publish(folder, step, everybody)]
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        return said[0]
+
+    def _publish(
+        self, folder: CheckpointFolder, step: int, everybody: Sequence[dict[str, FileSum] | str]
+    ) -> tuple[Outcome, str]:
+        """Rank 0's part. everybody: what each rank has written, or why it could not."""
+        failures = [part for part in everybody if isinstance(part, str)]
+        if not failures:
+            try:
+                files = {name: entry for part in everybody if isinstance(part, dict) for name, entry in part.items()}
+                files[".metadata"] = checksum(folder.partial(step) / ".metadata")
                 manifest = Manifest(
                     step=step,
                     round=folder.round,
@@ -171,13 +216,13 @@ class Keeper:
                     objects=tuple(sorted({*self._names(), *self._outer()})),
                     files=files,
                 )
-                done = [folder.publish(manifest)]
-            dist.broadcast_object_list(done, src=0, group=self._group)
-            if not done[0]:
-                raise RuntimeError(f"round {folder.round} is over: a later one has begun")
-            published(step)
-        except Exception as error:  # the training goes on; the next checkpoint may succeed
-            self._failure = error
+                if folder.publish(manifest):
+                    return Outcome.KEPT, ""
+                return Outcome.OVER, f"round {folder.round} is over: a later one has begun"
+            except Exception as error:  # the peers wait for the outcome
+                failures = [_reason(0, error)]
+        folder.discard(step)  # by now nobody writes there any more
+        return Outcome.FAILED, "; ".join(dict.fromkeys(failures))
 
     # Restoring
 
@@ -354,3 +399,11 @@ def _optimizers(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
 
 def _others(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in objects.items() if not isinstance(item, (torch.optim.Optimizer, nn.Module))}
+
+
+def _reason(rank: int, error: BaseException) -> str:
+    """In one line, for all ranks' ears. torch.distributed.checkpoint says itself which ranks failed."""
+    failures = {rank: error}
+    if isinstance(error, CheckpointException):
+        failures = {number: wrapped[0] for number, wrapped in error.failures.items()}
+    return "; ".join(f"rank {number}: {type(its).__name__}: {its}" for number, its in failures.items())

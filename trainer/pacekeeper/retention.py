@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from pacekeeper_analysis.records import Phase
 
-from .keeper import Keeper
+from .keeper import Keeper, Outcome
 from .modes import crossed
 from .progress import Progress
 from .recorder import Recorder
 from .replication import Replication
 from .snapshots import interval
+
+_log = logging.getLogger(__name__)
 
 
 class Retention:
@@ -33,6 +37,9 @@ class Retention:
         self._checkpoint_every = checkpoint_every if keeper.has_folder else 0
         self._snapshot_every = snapshot_every
         self._checkpointed = 0
+        """Step of the newest checkpoint that is kept or being written. It goes back where one failed, but only when
+        all ranks have waited for it: so they decide alike."""
+        self._kept = 0
 
     def restore(self) -> int:
         """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
@@ -42,7 +49,7 @@ class Retention:
         if restored is not None:
             step, progress.own_samples, newest = restored
             assert progress.step == step, "the job's own counters are part of its state"
-            self._checkpointed = self._state.checkpoint_step = newest
+            self._checkpointed = self._kept = self._state.checkpoint_step = newest
             self._state.samples = progress.own_samples
         self._state.restored_step = progress.step
         return progress.step
@@ -63,10 +70,13 @@ class Retention:
         return interval(self._keeper.snapshot_seconds + exposed_seconds, step_seconds)
 
     def checkpoint(self) -> None:
-        """Of the present state, unless there is one; it is published in the background. Collective."""
+        """Of the present state, unless there is one; it is published in the background. Collective.
+
+        A request that is open is answered once it is published: by this one, or if it fails by a later one.
+        """
         progress, answered = self._progress, self._progress.answered
+        self.wait()
         if not self._keeper.has_folder or progress.step <= self._checkpointed:
-            self._keeper.wait_for_checkpoint()
             self._state.checkpoint_request = answered
             return
         self._checkpointed = progress.step
@@ -97,9 +107,22 @@ class Retention:
             self._state.snapshot_step = settled
 
     def finish(self) -> None:
-        """The last step is done: its state is kept, then the rank has nothing left to do."""
+        """The last step is done: its state is kept, then the rank has nothing left to do.
+
+        Nobody writes a checkpoint after this one, so where it fails there is a second attempt.
+        """
         self.checkpoint()
-        self.wait()
+        outcome = self.wait()
+        if outcome is Outcome.FAILED:  # all ranks have heard of it
+            self.checkpoint()
+            outcome = self.wait()
+        if outcome is not Outcome.KEPT:
+            _log.error(
+                "the state after step %d, the last one, is NOT kept on the volume: the newest checkpoint there is %s; "
+                "rank 0's log has the reason (spec.checkpoint)",
+                self._progress.step,
+                f"of step {self._kept}" if self._kept > 0 else "none",
+            )
         self._recorder.enter(Phase.FINISHED)
 
     def leave(self, snapshot: bool) -> None:
@@ -109,10 +132,15 @@ class Retention:
             self._keeper.settle()
         self.finish()
 
-    def wait(self) -> None:
-        """Until the checkpoint that is being written is published."""
+    def wait(self) -> Outcome:
+        """Until the checkpoint that is being written is published, or given up: its step can be written again then."""
         with self._recorder.during(Phase.CHECKPOINT):
-            self._keeper.wait_for_checkpoint()
+            outcome = self._keeper.wait_for_checkpoint()
+        if outcome is Outcome.KEPT:
+            self._kept = self._checkpointed
+        else:
+            self._checkpointed = self._kept
+        return outcome
 
     def _published(self, step: int, answered: int) -> None:
         self._state.checkpoint_step = step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -80,6 +81,45 @@ def test_an_earlier_round_cannot_publish_any_more(tmp_path: Path) -> None:
     assert not lost.publish(manifest)
     assert (tmp_path / "step-00000020/__0_0.distcp").read_bytes().startswith(b"of round 2")
     assert [(found.step, found.round) for found in current.published()] == [(20, 2), (10, 1)]
+
+
+def test_a_checkpoint_that_cannot_take_its_place_leaves_the_one_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = owned(tmp_path)
+    folder.publish(write(folder, 10))
+    manifest = write(folder, 10, b"again")
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if "partial" in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.publish(manifest)
+    folder.discard(10)
+    assert {path.name for path in tmp_path.iterdir()} == {"owner.json", "step-00000010"}
+    assert [folder.intact(found) for found in folder.published()] == [True]
+    monkeypatch.undo()
+    assert folder.publish(write(folder, 10, b"again"))
+    assert (tmp_path / "step-00000010/__0_0.distcp").read_bytes().startswith(b"again")
+
+
+def test_a_volume_that_cannot_be_read_is_no_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = owned(tmp_path)
+    manifest = write(folder, 10)
+    read_text = Path.read_text
+
+    def fails(path: Path) -> str:
+        if path.name == "owner.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.publish(manifest)
 
 
 def test_what_earlier_rounds_left_half_written_is_cleared_away(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Checkpoints that fail on one rank fail on all: nobody waits, training goes on, and none of them counts as kept."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import pacekeeper as pk
+from pacekeeper import checkpoints, keeper
+from pacekeeper.ring import RingReader
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from tests.support.ranks import run_ranks
+
+RANKS = 2
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAULTS: dict[str, tuple[int, Any, str, str]] = {
+    "manifest": (0, checkpoints, "_write_durably", "manifest.json"),
+    "publish": (0, checkpoints.CheckpointFolder, "publish", ""),
+    "metadata": (0, keeper, "checksum", ".metadata"),
+    "checksum": (1, keeper, "checksum", ""),
+    "write": (1, FileSystemWriter, "write_data", ""),
+}
+"""Rank, where the function is found and its name, and what an argument ends in if the call is to fail."""
+
+
+def break_(rank: int, fault: str, times: float = 1) -> None:
+    """The volume is full for the first `times` calls, on the fault's rank: this process ends with the test."""
+    victim, owner, name, ending = FAULTS[fault]
+    function = getattr(owner, name)
+    left = times
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        if left > 0 and any(str(argument).endswith(ending) for argument in arguments):
+            left -= 1
+            raise FULL
+        return function(*arguments, **options)
+
+    if rank == victim:
+        setattr(owner, name, fails)
+
+
+def train(
+    volume: Path, every: int, until: int | None, after: Callable[[pk.Job, pk.Step], None] = lambda *_: None
+) -> tuple[int, Any]:
+    """The step that was reached, and the exit code of a job that was told to leave."""
+    logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
+    job = pk.init(checkpoints=pk.Checkpoints(volume, every=every))
+    model = job.replicate(nn.Linear(4, 1))
+    optimizer = job.optimizer(torch.optim.AdamW(model.parameters()))
+    loader = job.dataloader(torch.utils.data.TensorDataset(torch.ones(64, 4)), 8, max_microbatch=4)
+    job.register(model=model, optimizer=optimizer, loader=loader)
+    job.restore()
+    try:
+        for step in job.steps(loader, until=until):
+            for (x,) in step.microbatches():
+                (model(x).sum() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after(job, step)
+            assert step.number < 20
+    except SystemExit as exit_:
+        return job.step, exit_.code
+    return job.step, 0
+
+
+def said(runtime: Path, field: str) -> list[int]:
+    """By each rank, to its launcher."""
+    return [int(RingReader(Runtime(runtime).ring(rank)).state()[field]) for rank in range(RANKS)]
+
+
+def kept(volume: Path) -> set[str]:
+    """All that lies there; what is half-written has names of its own."""
+    return {path.name for path in volume.iterdir()} - {"owner.json"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_fails_on_one_rank_stalls_nobody_and_the_next_one_is_kept(
+    fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def rank_main(rank: int) -> tuple[int, Any]:
+        break_(rank, fault)
+        return train(tmp_path / "volume", every=2, until=6)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
+    assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
+    assert said(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
+    message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}\n"
+    assert capfd.readouterr().err.count(message) == 1  # rank 0 says it for all
+
+
+@pytest.mark.parametrize("told_to_leave", [False, True], ids=["the end", "SIGTERM"])
+@pytest.mark.parametrize("fault", ["manifest", "write"])
+def test_the_last_checkpoint_is_tried_again(fault: str, told_to_leave: bool, tmp_path: Path) -> None:
+    def terminate(job: pk.Job, step: pk.Step) -> None:
+        if told_to_leave and job.rank == 1 and step.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def rank_main(rank: int) -> tuple[int, Any]:
+        break_(rank, fault)
+        return train(tmp_path / "volume", every=1000, until=None if told_to_leave else 4, after=terminate)
+
+    results = run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime")
+    assert results == [(4, 143 if told_to_leave else 0)] * RANKS
+    assert kept(tmp_path / "volume") == {"step-00000004"}
+    assert said(tmp_path / "runtime", "checkpoint_step") == [4] * RANKS
+
+
+@pytest.mark.parametrize("failures", [1, float("inf")], ids=["once", "always"])
+def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_kept(
+    failures: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = WorkerPlan(version=1, membership=1, role=Role.MEMBER)
+    path = Runtime(tmp_path / "runtime").plan
+
+    def ask(job: pk.Job, step: pk.Step) -> None:
+        if job.rank == 0 and step.number == 3:  # agreed on when step 4 is over
+            write_json(path, replace(plan, version=2, checkpoint_request=1).to_json())
+        step.checkpoint()  # the one that is due, before the ordinal where the request is found
+
+    def rank_main(rank: int) -> tuple[int, Any]:
+        if rank == 0:
+            write_json(path, plan.to_json())
+        break_(rank, "manifest", failures)
+        return train(tmp_path / "volume", every=4, until=6, after=ask)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
+    log = capfd.readouterr().err
+    if failures == 1:
+        assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
+        assert said(tmp_path / "runtime", "checkpoint_request") == [1] * RANKS
+        assert "NOT kept" not in log
+    else:
+        assert kept(tmp_path / "volume") == set()
+        assert said(tmp_path / "runtime", "checkpoint_request") == [0] * RANKS
+        assert said(tmp_path / "runtime", "checkpoint_step") == [-1] * RANKS
+        assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the one asked for
+        assert log.count("checkpoint of step 6 is not published") == 2
+        assert (
+            "the state after step 6, the last one, is NOT kept on the volume: the newest checkpoint there is none"
+            in log
+        )
