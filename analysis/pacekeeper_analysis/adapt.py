@@ -313,14 +313,16 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
 
 
 def _grown_communication(work: Work) -> float:
-    """By how much exposed communication has grown since the job's first steady steps, of which only the whole is known.
+    """By how much exposed communication has grown since the job's first steady steps.
 
-    0 where the own work alone outlasts those steps: then it is that which has grown, and nothing tells them apart.
+    Where only the whole of those is known: 0 if the own work alone outlasts them, as it may be that which has grown.
     """
-    first, own_work = work.window.baseline_seconds, work.steady_seconds
-    if first <= own_work:
-        return 0.0
-    return min(work.exposed - (first - own_work), work.step_seconds - first)
+    first, before = work.window.baseline_seconds, work.window.baseline_exposed
+    if before is None:
+        before = first - work.steady_seconds
+        if before <= 0:
+            return 0.0
+    return min(work.exposed - before, work.step_seconds - first)
 
 
 def _evidence(work: Work, trouble: Trouble, effects: Mapping[Trouble, float]) -> tuple[str, ...]:

@@ -130,6 +130,7 @@ class RankWindow:
     sync_mode: str = ""  # a plan.SyncMode, in force during the whole window
     transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: float = 0.0  # median time of the job's first steady steps as seen here; 0: not known
+    baseline_own_seconds: float = 0.0  # median own work in these steps; 0: not known
 
 
 @dataclass(frozen=True)

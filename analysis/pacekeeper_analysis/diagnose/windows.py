@@ -32,6 +32,7 @@ class Window:
     weight: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
     sequence_cost: SequenceCost | None = None  # by which they are weighed
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
+    baseline_exposed: float | None = None  # of it, communication that no computation hid; None: not known
     costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
 
     @property
@@ -65,6 +66,7 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         lengths=np.array(tokens).T if len(tokens) == len(by_rank) else None,
         squares=np.array(squares).T if len(squares) == len(by_rank) else None,
         baseline_seconds=baseline(by_rank),
+        baseline_exposed=baseline_exposed(by_rank),
         costs=_costs(by_rank),
     )
     return weighed(window)
@@ -96,6 +98,13 @@ def _without(garbage: npt.NDArray[np.float64] | float, seconds: npt.NDArray[np.f
 def baseline(windows: Sequence[RankWindow]) -> float:
     """The step time of the job's first steady steps: the least that a rank knows, as late ranks did not see them."""
     return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=0.0)
+
+
+def baseline_exposed(windows: Sequence[RankWindow]) -> float | None:
+    """Communication in those steps that no computation hid: the waits of the rank that waited least."""
+    waits = (w.baseline_seconds - w.baseline_own_seconds for w in windows if w.baseline_own_seconds > 0)
+    least = min(waits, default=None)
+    return None if least is None else max(0.0, least)
 
 
 def _costs(windows: Sequence[RankWindow]) -> Costs | None:

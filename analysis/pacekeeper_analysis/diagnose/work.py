@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .. import shares
 from ..reports import RankWindow
-from .windows import MINIMAL_STEPS, Window, baseline, peers_median, weighed, without_garbage
+from .windows import MINIMAL_STEPS, Window, baseline, baseline_exposed, peers_median, weighed, without_garbage
 
 HIDDEN = 0.33
 """Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
@@ -149,8 +149,8 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
         share = np.array(shares.equal(global_batch, len(by_rank)), dtype=np.int64)
         factor, local_batch = share / local_batch, share
     compute = compute * factor
-    own, first = float(np.median(compute)), baseline(by_rank)
-    exposed = max(transfer - HIDDEN * own, min(transfer, max(0.0, first - own)))
+    own, first, before = float(np.median(compute)), baseline(by_rank), baseline_exposed(by_rank)
+    exposed = max(transfer - HIDDEN * own, min(transfer, max(0.0, first - own) if before is None else before))
     window = weighed(
         Window(
             steps=np.arange(DRAWS),
@@ -163,6 +163,7 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
             lengths=drawn([w.lengths for w in by_rank]) * factor if all(w.lengths for w in by_rank) else None,
             squares=drawn([w.squares for w in by_rank]) * factor if all(w.squares for w in by_rank) else None,
             baseline_seconds=first,
+            baseline_exposed=before,
         )
     )
     if window.squares is not None:

@@ -299,6 +299,20 @@ def test_communication_that_has_always_been_there_is_no_trouble() -> None:
 
 def test_own_work_that_has_grown_on_all_ranks_is_not_the_links_fault() -> None:
     assert found(windows(2 * work(14), 0.03, baseline=WORK + 0.03)).trouble is Trouble.NONE
+    assert found(knowing_own(windows(2 * work(14), 0.03, baseline=WORK + 0.03))).trouble is Trouble.NONE
+
+
+def knowing_own(given: list[RankWindow]) -> list[RankWindow]:
+    """Of the first steady steps the own work is known, too."""
+    return [replace(window, baseline_own_seconds=WORK) for window in given]
+
+
+def test_a_slow_link_shows_on_a_machine_that_has_become_slower_too() -> None:
+    given = windows(1.5 * work(15), 2 * WORK, baseline=WORK + 0.03)
+    diagnosis = found(knowing_own(given))
+    assert diagnosis.trouble is Trouble.COMMUNICATION
+    assert diagnosis.slowdown == pytest.approx(3.5 * WORK / (1.5 * WORK + 0.03), rel=0.05)
+    assert found(given).trouble is Trouble.NONE, "a sidecar that does not tell it: nothing tells the two apart"
 
 
 def test_garbage_in_different_steps_is_collected_in_the_same() -> None:

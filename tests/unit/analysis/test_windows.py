@@ -39,6 +39,11 @@ def test_pauses_and_weights_are_aligned_with_their_steps() -> None:
     aligned = windows.align([first, late])
     assert aligned is not None
     assert aligned.baseline_seconds == 0.8, "who came later did not see the first steps"
+    assert aligned.baseline_exposed is None
+    waiting = [replace(first, baseline_own_seconds=0.5), replace(late, baseline_own_seconds=0.8)]
+    aligned = windows.align(waiting)
+    assert aligned is not None
+    assert aligned.baseline_exposed == pytest.approx(0.1), "who waits longest waits for the other rank"
 
 
 def test_samples_are_weighed_by_the_cost_that_fits() -> None:

@@ -59,6 +59,8 @@ def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
     history.add(records(range(5, 9), step_ms=100, compute_ms=90))
     history.add(records(range(9, 50), step_ms=300, compute_ms=290))
     assert history.first_steps_seconds == pytest.approx(0.1)
+    assert history.window(0).baseline_seconds == pytest.approx(0.1)
+    assert history.window(0).baseline_own_seconds == pytest.approx(0.09)
     assert history.step_seconds == pytest.approx(0.3)
 
 

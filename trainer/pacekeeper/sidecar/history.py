@@ -47,7 +47,7 @@ class RankHistory:
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
         self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
-        self._first: list[float] = []
+        self._first: list[StepTimes] = []
         self._skipped = 0
         self.steps_total = 0
         self.samples_total = 0
@@ -103,6 +103,7 @@ class RankHistory:
             sync_mode=MODES[self._mode] if steered else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,
+            baseline_own_seconds=self.first_steps_own_seconds or 0.0,
         )
 
     @property
@@ -127,7 +128,16 @@ class RankHistory:
     @property
     def first_steps_seconds(self) -> float | None:
         """Median step time of the first steady steps that were seen; None until there are enough."""
-        return median(self._first) if len(self._first) == self._window_steps else None
+        return median(step.step_seconds for step in self._first) if self._knows_first_steps else None
+
+    @property
+    def first_steps_own_seconds(self) -> float | None:
+        """Median own work in these steps."""
+        return median(step.compute_seconds for step in self._first) if self._knows_first_steps else None
+
+    @property
+    def _knows_first_steps(self) -> bool:
+        return len(self._first) == self._window_steps
 
     def _append(self, step: StepTimes, mode: int) -> None:
         if mode != self._mode:
@@ -141,7 +151,7 @@ class RankHistory:
         if self._skipped < FIRST_STEPS_SKIPPED:
             self._skipped += 1
         elif len(self._first) < self._window_steps:
-            self._first.append(step.step_seconds)
+            self._first.append(step)
 
 
 def _seconds(record: np.void) -> float:
