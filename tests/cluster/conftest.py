@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.support.cluster import cluster, namespace
@@ -21,9 +19,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Six nodes and a training job share the machine's cores: one that a neighbour takes for a while is no bug.
             # Further tries are shown as RERUN in the summary.
             item.add_marker(pytest.mark.flaky(reruns=2))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A further try does not hide why it was needed."""
-    if report.outcome == "rerun":  # type: ignore[comparison-overlap]  # by pytest-rerunfailures
-        print(f"\nRERUN {report.nodeid} ({report.when}):\n{report.longreprtext}", file=sys.stderr)
