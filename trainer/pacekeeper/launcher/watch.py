@@ -103,7 +103,7 @@ class Watch:
             self._report_at = 0.0
         elif now >= self._report_at and (self._inspection is None or self._inspection.done()):
             self._reports += 1
-            self._report_at = now + min(REPORT_AGAIN * 2**self._reports_of_this_stall, LONGEST_PAUSE)
+            self._report_at = now + min(REPORT_AGAIN * 2 ** min(self._reports_of_this_stall, 10), LONGEST_PAUSE)
             self._reports_of_this_stall += 1
             inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
             self._inspection = asyncio.create_task(inspection)
