@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pacekeeper.recorder import Recorder
 from pacekeeper.ring import RingReader, RingWriter, create_ring
 from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.history import EARLIER_STEPS, FIRST_STEPS_SKIPPED, RankHistory
+from pacekeeper.sidecar.history import BASELINE_WINDOWS, EARLIER_STEPS, FIRST_STEPS_SKIPPED, RankHistory
 from pacekeeper.sidecar.ranks import Ranks
 from pacekeeper_analysis.records import RECORD, Kind, Phase
 
@@ -62,6 +62,22 @@ def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
     assert history.window(0).baseline_seconds == pytest.approx(0.1)
     assert history.window(0).baseline_own_seconds == pytest.approx(0.09)
     assert history.step_seconds == pytest.approx(0.3)
+
+
+def test_the_baseline_is_of_the_fastest_early_window_of_synchronous_steps() -> None:
+    """While a job starts, its nodes are busy with more than its steps."""
+    history, skipped = RankHistory(window_steps=4), FIRST_STEPS_SKIPPED
+    history.add(records(range(skipped + 4), step_ms=300, compute_ms=250))
+    assert history.first_steps_seconds == pytest.approx(0.3)
+    history.add(records(range(skipped + 4, skipped + 12), step_ms=20, compute_ms=20, mode=2))
+    assert history.first_steps_seconds == pytest.approx(0.3), "local steps wait for nobody"
+    history.add(records(range(skipped + 12, skipped + 16), step_ms=120, compute_ms=100))
+    assert history.first_steps_seconds == pytest.approx(0.12)
+    assert history.first_steps_own_seconds == pytest.approx(0.1)
+    last = skipped + 8 + 4 * BASELINE_WINDOWS
+    history.add(records(range(skipped + 16, last), step_ms=500, compute_ms=100))
+    history.add(records(range(last, last + 4), step_ms=60, compute_ms=50))
+    assert history.first_steps_seconds == pytest.approx(0.12), "later luck does not count"
 
 
 def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from pacekeeper_analysis.reports import RankWindow
 
 FIRST_STEPS_SKIPPED = 5
 """The first steps of a job warm caches and allocators up: the baseline comes after them."""
+BASELINE_WINDOWS = 8
+"""The fastest of so many windows is the baseline: while a job starts, its nodes are busy with more than its steps.
+Later ones do not count, or luck would make it ever faster."""
 EARLIER_STEPS = 8
 """So many of the steps that had another share than the newest stay in a rank's window: they tell its fixed cost from
 that of a sample."""
@@ -47,8 +50,10 @@ class RankHistory:
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
         self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
-        self._first: list[StepTimes] = []
         self._skipped = 0
+        self._early: list[StepTimes] = []  # of the window that may become the baseline
+        self._early_windows = 0
+        self._baseline: tuple[float, float] | None = None
         self.steps_total = 0
         self.samples_total = 0
         self.collective_seconds_total = 0.0
@@ -127,17 +132,13 @@ class RankHistory:
 
     @property
     def first_steps_seconds(self) -> float | None:
-        """Median step time of the first steady steps that were seen; None until there are enough."""
-        return median(step.step_seconds for step in self._first) if self._knows_first_steps else None
+        """Median step time in the fastest of the first windows; None until there is one."""
+        return None if self._baseline is None else self._baseline[0]
 
     @property
     def first_steps_own_seconds(self) -> float | None:
-        """Median own work in these steps."""
-        return median(step.compute_seconds for step in self._first) if self._knows_first_steps else None
-
-    @property
-    def _knows_first_steps(self) -> bool:
-        return len(self._first) == self._window_steps
+        """Median own work in it."""
+        return None if self._baseline is None else self._baseline[1]
 
     def _append(self, step: StepTimes, mode: int) -> None:
         if mode != self._mode:
@@ -148,10 +149,20 @@ class RankHistory:
             self._earlier.append(self._steps[0])
         self._steps.append(step)
         self.samples_total += step.samples
+        if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
+            self._learn_baseline(step)
+
+    def _learn_baseline(self, step: StepTimes) -> None:
         if self._skipped < FIRST_STEPS_SKIPPED:
             self._skipped += 1
-        elif len(self._first) < self._window_steps:
-            self._first.append(step)
+            return
+        self._early.append(step)
+        if len(self._early) < self._window_steps:
+            return
+        found = median(each.step_seconds for each in self._early), median(each.compute_seconds for each in self._early)
+        self._baseline = found if self._baseline is None else min(found, self._baseline)
+        self._early_windows += 1
+        self._early.clear()
 
 
 def _seconds(record: np.void) -> float:
