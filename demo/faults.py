@@ -58,7 +58,7 @@ def worker_deleted() -> str:
     return f"kubectl delete pod {worker}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class StragglerFault:
     """One container's CPU quota cut while it runs, without a word to Kubernetes.
 
@@ -66,14 +66,13 @@ class StragglerFault:
     """
 
     part: float
-    worker: str = ""
 
     def inject(self) -> str:
-        self.worker = job.worker_of_rank(2)
+        worker = job.worker_of_rank(2)
         used = faults.used_millicores(job.NAMESPACE, job.worker_of_rank(0), TRAINER)
         millicores = max(1, round(self.part * used))
-        faults.set_cpu_quota(job.NAMESPACE, self.worker, TRAINER, millicores)
-        return f"CPU quota of {self.worker} cut to {millicores}m, where its peers use {used:.0f}m"
+        faults.set_cpu_quota(job.NAMESPACE, worker, TRAINER, millicores)
+        return f"CPU quota of {worker} cut to {millicores}m, where its peers use {used:.0f}m"
 
 
 @dataclass
@@ -147,13 +146,13 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    halved, crawling, link = StragglerFault(0.7), StragglerFault(0.2), LinkFault(step_times=1.5)
+    slowed, crawling, link = StragglerFault(0.7), StragglerFault(0.2), LinkFault(step_times=1.5)
     gpu, node = GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault("straggler", "CPU quota cut to 70 %", ("straggler",), ("Rebalance",), halved.inject),
+        Fault("straggler", "CPU quota cut to 70 %", ("straggler",), ("Rebalance",), slowed.inject),
         Fault(
             "straggler beyond shares",
             "CPU quota cut to 20 %",

@@ -467,6 +467,13 @@ def incident_name(job: Job, round_: int, cause: Cause, occurrence: int = 1) -> s
     return f"{job.name}-r{round_}-{cause}{again}-{job.uid[:5]}"
 
 
+def occurrence_in(name: str, job: Job, round_: int, cause: Cause) -> int:
+    """The `occurrence` of which `incident_name` makes this name; 0: it is that of another cause or round."""
+    before, after = re.escape(f"{job.name}-r{round_}-{cause}"), re.escape(job.uid[:5])
+    found = re.fullmatch(rf"{before}(?:-(\d+))?-{after}", name)
+    return int(found[1] or 1) if found else 0
+
+
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 

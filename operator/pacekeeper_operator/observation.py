@@ -262,6 +262,10 @@ class Observation:
         chosen = [f for f in self.faults if f.kind in kinds and f.membership in (0, self.plan.membership)]
         return tuple(sorted(chosen, key=lambda fault: fault.noticed_at))
 
+    def budget_is_spent(self, policy: Policy) -> bool:
+        """No further restart counts within the window."""
+        return self.state.restarts_in_window(self.now, policy.restart_window) >= policy.max_restarts
+
     @property
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, a guess."""

@@ -17,12 +17,12 @@ def apply(action: ReplaceWorker, decision: Decision, observation: Observation) -
         return Applied(draft)
     gone = replace(worker, leaving=action.reason, dead=action.dead, force=action.force)
     draft = replace(draft, state=draft.state.with_worker(gone))
-    state = draft.state
     if action.never_ready:
-        return Applied(draft.with_state(**workforce.not_before(observation.job.uid, state, observation.now)))
+        return Applied(workforce.put_off(draft, observation))
     seated = any(member.worker == action.worker for member in draft.plan.members)
     if not seated or action.disruption:
         return Applied(draft)
+    state = draft.state
     return Applied(
         draft.with_state(restarts=(*state.restarts, decision.first_sign), restarts_total=state.restarts_total + 1)
     )

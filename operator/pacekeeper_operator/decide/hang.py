@@ -17,7 +17,7 @@ from .pricing import choose_at_standstill, replace_option, restart_option, writt
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    stalls = [fault for fault in observation.faults_of(FaultKind.STALLED) if fault.round >= observation.round]
+    stalls = observation.faults_of(FaultKind.STALLED)
     if any(view.record.leaving for view in observation.members):
         return None  # the next membership ends the stall, whoever holds it
     verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
@@ -34,7 +34,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     actions: tuple[Action, ...] = ()
-    if observation.state.restarts_in_window(observation.now, policy.restart_window) >= policy.max_restarts:
+    if observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {_say(verdict)}"),)
         chosen = None
     elif chosen is not None and chosen.option is move and worker is not None:

@@ -8,7 +8,6 @@ dearer remedies, and one is taken.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +18,7 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.price import Choice
 
-from ..api import Cause, Class, Remedy, incident_name
+from ..api import Cause, Class, Remedy, occurrence_in
 from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
@@ -32,9 +31,8 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_AGAIN_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
-"""Between two requests for evidence: a tenth of the time since the first sign, within these. Windows move on, and the
-loss that a dear remedy waits for grows."""
+ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+"""Between two requests for evidence at least, and at most."""
 MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
@@ -104,8 +102,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
             suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
         elif _in_vain(observation, suspicion):
             return _give_up(observation, suspicion.step_seconds)
-    pause = min(max(ASK_AGAIN_SECONDS, 0.1 * (now - suspicion.since)), LONGEST_ASK_SECONDS)
-    if now - suspicion.asked_at <= pause:
+    if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
         return draft
     if not slow and not waits:
         return _drop(draft)
@@ -122,8 +119,9 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
     draft, vain = observation.draft, observation.state.vain
     if vain is not None and vain.forbidden and policy.acts:
         return draft.with_state(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
-    alike = observation.metrics.pace is not None and not _slow(observation) and steady(observation)
-    return draft.with_state(tolerated_pace=0.0, tolerated_behind=0.0) if alike and draft.state.tolerated_pace else draft
+    if draft.state.tolerated_pace and _alike(observation) and steady(observation):
+        return draft.with_state(tolerated_pace=0.0, tolerated_behind=0.0)
+    return draft
 
 
 def _suspect_broken(observation: Observation) -> Draft:
@@ -134,6 +132,11 @@ def _suspect_broken(observation: Observation) -> Draft:
     if suspicion is not None:
         return draft
     return draft.with_state(suspicion=Suspicion(since=observation.now, step_seconds=observation.step_seconds))
+
+
+def pause_between_questions(elapsed: float) -> float:
+    """A tenth of the time that it has gone on for, within limits: windows move on, and so does what they show."""
+    return min(max(ASK_SECONDS, 0.1 * elapsed), LONGEST_ASK_SECONDS)
 
 
 def steady(observation: Observation) -> bool:
@@ -154,6 +157,11 @@ def _slow(observation: Observation) -> bool:
     return pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
 
 
+def _alike(observation: Observation) -> bool:
+    """No rank's does, as far as is known."""
+    return observation.metrics.pace is not None and not _slow(observation)
+
+
 def _waits(observation: Observation) -> bool:
     """Even the rank that waits least waits for a good part of each step: for a link, or for slow ranks that change."""
     waiting = observation.metrics.waiting
@@ -162,9 +170,8 @@ def _waits(observation: Observation) -> bool:
 
 def _shares_outlived(observation: Observation) -> bool:
     """The ranks are alike, but their shares are not: the straggler for whom they were made has recovered."""
-    shares, pace = observation.plan.shares, observation.metrics.pace
-    alike = pace is not None and pace < observation.job.spec.detection.straggler_slowdown
-    return alike and shares is not None and max(shares) - min(shares) > 1
+    shares = observation.plan.shares
+    return _alike(observation) and shares is not None and max(shares) - min(shares) > 1
 
 
 def _tolerated(observation: Observation) -> bool:
@@ -303,7 +310,7 @@ def _weigh(
 def _why_not_move(observation: Observation, policy: Policy, rank: int) -> str:
     """Why this rank gets no other worker (any more); "": it may."""
     since, here = observation.now - policy.restart_window, observation.worker_of_rank(rank)
-    if observation.state.restarts_in_window(observation.now, policy.restart_window) >= policy.max_restarts:
+    if observation.budget_is_spent(policy):
         return "no restart is left in this window"
     slow_on = {
         past.worker
@@ -371,8 +378,6 @@ def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> 
 
 def _earlier(observation: Observation, cause: Cause) -> int:
     """The highest number of an incident of this kind in this round: shares first, a spare later."""
-    prefix, suffix = incident_name(observation.job, observation.round, cause).rsplit("-", 1)
     state = observation.state
-    names = {*state.closed, *state.recommended, *(incident.name for incident in state.incidents)}
-    found = (re.fullmatch(rf"{re.escape(prefix)}(?:-(\d+))?-{re.escape(suffix)}", name) for name in names)
-    return max((int(match[1] or 1) for match in found if match), default=0)
+    names = (*state.closed, *state.recommended, *(incident.name for incident in state.incidents))
+    return max((occurrence_in(name, observation.job, observation.round, cause) for name in names), default=0)

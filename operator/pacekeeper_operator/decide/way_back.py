@@ -12,10 +12,8 @@ from .. import modes
 from ..api import Remedy
 from ..observation import Observation, Policy
 from ..state import Adaptation, Draft
-from .straggler import WILD, steady
+from .straggler import WILD, pause_between_questions, steady
 
-ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
-"""Between two questions: a tenth of the time that the mode has been in force, within these."""
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
 
@@ -65,8 +63,7 @@ def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> 
 
 def _ask(observation: Observation, adaptation: Adaptation) -> Draft:
     now = observation.now
-    pause = min(max(ASK_SECONDS, 0.1 * (now - adaptation.since)), LONGEST_ASK_SECONDS)
-    if now - max(adaptation.asked_at, adaptation.since) < pause:
+    if now - max(adaptation.asked_at, adaptation.since) < pause_between_questions(now - adaptation.since):
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"
     return observation.draft.with_plan(evidence_request=request).with_state(

@@ -47,8 +47,7 @@ def _replace(
     choice = choose_at_standstill((option,))
     allowed = not policy.refusal(Remedy.REPLACE_WORKER)
     actions: tuple[Action, ...] = ()
-    spent = observation.state.restarts_in_window(observation.now, policy.restart_window) >= policy.max_restarts
-    if not disruption and spent:
+    if not disruption and observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and of worker {view.name} {words}"),)
     elif allowed:
         actions = (ReplaceWorker(view.name, words, dead=not trains, disruption=disruption),)

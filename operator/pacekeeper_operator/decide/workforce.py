@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
@@ -108,18 +107,20 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
         pod = view.pod
         if pod is None or view.name in seated or view.record.leaving:
             continue
-        died = pod.ended and pod.exit_code != 0
-        if pod.deleting or pod.disrupted or died:
+        taken_away = pod.deleting or bool(pod.disrupted)
+        died = not taken_away and pod.ended and pod.exit_code != 0
+        if taken_away or died:
             gone = replace(view.record, leaving="its pod has ended", dead=True)
             draft = replace(draft, state=draft.state.with_worker(gone))
-        if died and not pod.deleting and not pod.disrupted:
-            draft = draft.with_state(**not_before(observation.job.uid, draft.state, observation.now))
+        if died:
+            draft = put_off(draft, observation)
     return draft
 
 
-def not_before(uid: str, state: State, now: float) -> dict[str, Any]:
-    """What to remember of a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
-    return {"failed_starts": state.failed_starts + 1, "retry_at": now + backoff(uid, state.failed_starts)}
+def put_off(draft: Draft, observation: Observation) -> Draft:
+    """After a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
+    failed = draft.state.failed_starts
+    return draft.with_state(failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed))
 
 
 def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:

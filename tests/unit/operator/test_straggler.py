@@ -45,10 +45,21 @@ def next_pass(thought: Thought, world: Observation, seconds: float = 1.0, **chan
 
 
 def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True) -> Thought:
-    world = change_members(suspicious(pace=slow), steered=steered)
-    asked = think(world, policy())
+    return answered(change_members(suspicious(pace=slow), steered=steered), slow, shares, steered)
+
+
+def answered(
+    world: Observation,
+    slow: float,
+    shares: tuple[int, ...] = (8, 8, 8, 8),
+    steered: bool = True,
+    watching: bool = False,
+) -> Thought:
+    """After the pass that asks for evidence, and the one that has it. watching: in mode Recommend."""
+    rules = policy(mode=Mode.RECOMMEND) if watching else policy()
+    asked = think(world, rules)
     evidence = windows(asked.draft.plan.evidence_request, slow, shares, steered)
-    return think(next_pass(asked, world, evidence=evidence), policy())
+    return think(next_pass(asked, world, evidence=evidence), rules)
 
 
 def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
@@ -93,10 +104,7 @@ def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_f
 
 
 def test_a_broken_rank_gets_shares_where_there_is_no_spare() -> None:
-    world = suspicious(pace=4.0, spares=0)
-    asked = think(world, policy())
-    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
-    thought = think(next_pass(asked, world, evidence=evidence), policy())
+    thought = answered(suspicious(pace=4.0, spares=0), 4.0)
     (incident,) = thought.draft.state.incidents
     assert incident.remedy is Remedy.REBALANCE
     assert thought.draft.plan.shares is not None
@@ -191,13 +199,10 @@ def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
 
 def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> None:
     world = suspicious()
-    watching = policy(mode=Mode.RECOMMEND)
-    asked = think(world, watching)
-    evidence = windows(asked.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
-    recommended = think(next_pass(asked, world, evidence=evidence), watching)
+    recommended = answered(world, 2.0, watching=True)
     assert recommended.draft.plan.shares is None
     later = next_pass(recommended, world, 30.0)
-    assert not think(later, watching).draft.plan.evidence_request
+    assert not think(later, policy(mode=Mode.RECOMMEND)).draft.plan.evidence_request
     assert think(later, policy()).draft.plan.evidence_request
 
 
@@ -215,10 +220,7 @@ def slow_before(*workers: str) -> Observation:
     ],
 )
 def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
-    world = slow_before(*workers)
-    asked = think(world, policy())
-    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
-    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    (incident,) = answered(slow_before(*workers), 4.0).draft.state.incidents
     assert incident.remedy is remedy
     if remedy is Remedy.REBALANCE:
         reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
@@ -229,18 +231,15 @@ def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() 
     assert len(judged(4.0).draft.state.restarts) == 1
     world = suspicious(pace=4.0)
     world = world.with_draft(world.draft.with_state(restarts=(NOW - 10,) * 10))
-    asked = think(world, policy())
-    evidence = windows(asked.draft.plan.evidence_request, 4.0, (8, 8, 8, 8))
-    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    (incident,) = answered(world, 4.0).draft.state.incidents
     assert incident.remedy is Remedy.REBALANCE
     assert any("no restart is left" in price.reason for price in incident.remedies)
 
 
 def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgotten() -> None:
     world = suspicious()
-    asked = think(world.with_draft(world.draft.with_state(closed=("j-r1-straggler-150-u1d2c",))), policy())
-    evidence = windows(asked.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
-    (incident,) = think(next_pass(asked, world, evidence=evidence), policy()).draft.state.incidents
+    world = world.with_draft(world.draft.with_state(closed=("j-r1-straggler-150-u1d2c",)))
+    (incident,) = answered(world, 2.0).draft.state.incidents
     assert incident.name == "j-r1-straggler-151-u1d2c"
 
 
