@@ -146,13 +146,13 @@ class NodeFault:
 
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    slowed, crawling, link = StragglerFault(0.7), StragglerFault(0.2), LinkFault(step_times=1.5)
+    slowed, crawling, link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
     gpu, node = GpuFault(), NodeFault()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault("straggler", "CPU quota cut to 70 %", ("straggler",), ("Rebalance",), slowed.inject),
+        Fault("straggler", "CPU quota cut to 65 %", ("straggler",), ("Rebalance",), slowed.inject),
         Fault(
             "straggler beyond shares",
             "CPU quota cut to 20 %",
