@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pacekeeper_operator.cluster import Cluster, Conflict, Kind, NotFound, Object
+from pacekeeper_operator.cluster import Cluster, Conflict, Kind, NotFound, Object, Objects
 
 
 class FakeCluster(Cluster):
@@ -13,6 +13,7 @@ class FakeCluster(Cluster):
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
+        self.failures: dict[str, list[Exception]] = {}  # plural → what its next lists raise, one each
         self._version = 0
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
@@ -20,6 +21,19 @@ class FakeCluster(Cluster):
         if found is None:
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(found)
+
+    async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", **_: Any) -> Objects:
+        """Labels are compared for equality; fields select nothing here."""
+        if waiting := self.failures.get(kind.plural):
+            raise waiting.pop(0)
+        wanted = dict(pair.split("=", 1) for pair in labels.split(",") if pair)
+        return [
+            copy.deepcopy(body)
+            for (plural, place, _), body in self.objects.items()
+            if plural == kind.plural
+            and namespace in ("", place)
+            and wanted.items() <= body["metadata"].get("labels", {}).items()
+        ]
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         key = self._key(kind, body)

@@ -170,9 +170,15 @@ async def _read_plan(operator: Operator, desk: Desk) -> None:
 
 
 async def _read_pods(operator: Operator, desk: Desk) -> None:
-    told, before, desk.pods_at = desk.memory.pods_changed, desk.pods, time.time()
+    """A list that fails is no news: what was known before stays, and the next pass asks anew."""
+    told, before, asked_at = desk.memory.pods_changed, desk.pods, time.time()
     desk.memory.pods_changed = False  # before the list: what changes meanwhile is read again
-    desk.pods = await gather.pods(operator.cluster, desk.job)
+    try:
+        desk.pods = await gather.pods(operator.cluster, desk.job)
+    except BaseException:
+        desk.memory.pods_changed = True
+        raise
+    desk.pods_at = asked_at
     if not told and before and desk.pods != before:
         operator.missed_events += 1  # the watch's next word takes it back
 
