@@ -1,0 +1,70 @@
+"""What the operator takes from its surroundings besides the network: time, chance, names and tasks.
+
+The one seam of its kind: nothing else in this package reads a clock, sleeps, rolls dice, makes an identifier or starts
+a task, so that the whole operator runs under a simulated one as it does under this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """Of the real world; a simulation overrides what it simulates.
+
+    A task that is started here may end only by being cancelled or by coming to its end: one that dies of an error ends
+    the process (`failed` is set), because an operator that has lost one of its loops only looks alive.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.failed = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._random = random.Random(seed)
+
+    def now(self) -> float:
+        """Seconds since the epoch: for what others are to read. It may jump."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds since some moment: for durations and deadlines. It never jumps."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def random(self) -> float:
+        """Evenly from 0 to below 1."""
+        return self._random.random()
+
+    def identifier(self) -> str:
+        """32 hexadecimal digits that nobody else has."""
+        return uuid.uuid4().hex
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run `work` beside everything else; should it die of an error, the process ends."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def within(self, seconds: float, work: Awaitable[Result]) -> Result:
+        """Raises TimeoutError where `work` is not done in time."""
+        async with asyncio.timeout(seconds):
+            return await work
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            log.critical("%s has died, so the operator ends: %r", task.get_name(), error, exc_info=error)
+            self.failure = self.failure or error
+            self.failed.set()
