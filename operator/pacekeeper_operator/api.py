@@ -150,6 +150,7 @@ class Cause(StrEnum):
 
     CRASH = "crash"  # a rank ended
     HANG = "hang"
+    ROUND_FAILED = "round-failed"  # the launchers could not start one
     OUT_OF_MEMORY = "out-of-memory"
     WORKER_LOST = "worker-lost"
     NODE_LOST = "node-lost"
@@ -455,23 +456,6 @@ class QuarantineStatus:
 
     def to_patch(self) -> dict[str, Any]:
         return to_patch(self, _TIMES_OUT)
-
-
-def incident_name(job: Job, round_: int, cause: Cause, occurrence: int = 1) -> str:
-    """Deterministic, so that writing an incident twice is "already exists".
-
-    It ends with the job's UID: incidents outlive their job, and the next job of that name must not find its own
-    written already. `occurrence` counts incidents of one cause in one round: live remedies start no new one.
-    """
-    again = f"-{occurrence}" if occurrence > 1 else ""
-    return f"{job.name}-r{round_}-{cause}{again}-{job.uid[:5]}"
-
-
-def occurrence_in(name: str, job: Job, round_: int, cause: Cause) -> int:
-    """The `occurrence` of which `incident_name` makes this name; 0: it is that of another cause or round."""
-    before, after = re.escape(f"{job.name}-r{round_}-{cause}"), re.escape(job.uid[:5])
-    found = re.fullmatch(rf"{before}(?:-(\d+))?-{after}", name)
-    return int(found[1] or 1) if found else 0
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

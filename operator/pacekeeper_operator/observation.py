@@ -182,9 +182,9 @@ class Observation:
             draft=draft,
             workers=tuple(
                 replace(views[record.name], record=record) if record.name in views else WorkerView(record)
-                for record in draft.state.workers
+                for record in draft.state.placement.workers
             ),
-            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.settled),
+            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
         )
 
@@ -264,12 +264,12 @@ class Observation:
 
     def budget_is_spent(self, policy: Policy) -> bool:
         """No further restart counts within the window."""
-        return self.state.restarts_in_window(self.now, policy.restart_window) >= policy.max_restarts
+        return self.state.budget.within(self.now, policy.restart_window) >= policy.max_restarts
 
     @property
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, a guess."""
-        return self.state.restart_seconds or 5.0
+        return self.state.budget.restart_seconds or 5.0
 
     @property
     def step_seconds(self) -> float:

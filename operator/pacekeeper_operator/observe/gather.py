@@ -42,7 +42,7 @@ def observe(
     """Put together what is known; no I/O."""
     by_name = {pod.name: pod for pod in found}
     workers = []
-    for record in draft.state.workers:
+    for record in draft.state.placement.workers:
         contact = memory.contacts.get(record.name)
         last_sign = max(contact.at if contact else 0.0, operator_started_at)
         workers.append(
@@ -60,7 +60,7 @@ def observe(
         job=job,
         draft=draft,
         workers=tuple(workers),
-        faults=tuple(fault for name, fault in memory.faults.items() if name not in draft.state.settled),
+        faults=tuple(fault for name, fault in memory.faults.items() if name not in draft.state.incidents.settled),
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
         metrics=metrics,
         surroundings=surroundings,
@@ -96,10 +96,10 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
     for (namespace, name), other in memory:
         if other.draft is None or other.job is None:
             continue
-        for incident in other.draft.state.incidents:
+        for incident in other.draft.state.incidents.current:
             if _blames_the_node(incident) and now - incident.detected < SUSPECT_SECONDS:
                 suspects.add(incident.node or "")
-        for past in other.draft.state.past:
+        for past in other.draft.state.incidents.past:
             if _blames_the_node(past) and now - past.at < SUSPECT_SECONDS:
                 suspects.add(past.node or "")
             durations[past.cause] = (*durations.get(past.cause, ()), past.seconds)
@@ -125,7 +125,7 @@ def _goes_first(other: JobMemory, job: Job, draft: Draft) -> bool:
     """An older job that could not be placed as often as this one has its turn before."""
     if other.job is None or other.draft is None or other.job.uid == job.uid or draft.plan.members:
         return False
-    if draft.state.attempts == 0 or other.phase is not Phase.PENDING or other.job.spec.suspend:
+    if draft.state.placement.attempts == 0 or other.phase is not Phase.PENDING or other.job.spec.suspend:
         return False
     older = (other.job.created_at, other.job.uid) < (job.created_at, job.uid)
-    return older and not other.draft.plan.members and 0 < other.draft.state.attempts <= draft.state.attempts
+    return older and not other.draft.plan.members and 0 < other.draft.state.placement.attempts <= draft.state.placement.attempts

@@ -52,10 +52,10 @@ class JobMemory:
 
     async def publish(self, draft: Draft, resource_version: str) -> None:
         """What is written now: held polls and faults are answered by it."""
-        known = {worker.name for worker in draft.state.workers}
+        known = {worker.name for worker in draft.state.placement.workers}
         async with self.written:
             self.draft, self.resource_version = draft, resource_version
-            self.faults = {n: f for n, f in self.faults.items() if n not in draft.state.settled and f.worker in known}
+            self.faults = {n: f for n, f in self.faults.items() if n not in draft.state.incidents.settled and f.worker in known}
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
             self.written.notify_all()

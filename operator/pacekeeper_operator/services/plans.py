@@ -46,7 +46,7 @@ def _read(data: Mapping[str, str], last: Draft | None, now: float) -> tuple[Draf
     except InputError as error:
         mended = last or Draft.without_steering(data)
         words = f"the plan in the ConfigMap cannot be followed ({error.__cause__ or error}), the last good one goes on"
-        return mended.with_plan().with_state(plan_refused=words, plan_refused_at=now), False
+        return mended.with_plan(), False
     if last is not None and written.plan != last.plan and written.plan.version <= last.plan.version:
         newest = replace(last, plan=written.plan).with_plan(version=last.plan.version + 1)
         return replace(newest, state=written.state), False
@@ -76,4 +76,4 @@ def first(job: Job, pods: tuple[PodView, ...], now: float) -> Draft:
     for worker in workers:
         key = str(worker.ordinal)
         incarnations[key] = max(worker.incarnation, incarnations.get(key, -1))
-    return Draft(Plan(version=int(now)), State(workers=tuple(workers), incarnations=incarnations))
+    return Draft(Plan(version=int(now)), State(placement=Placement(workers=tuple(workers), incarnations=incarnations)))

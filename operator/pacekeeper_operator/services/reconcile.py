@@ -91,7 +91,7 @@ async def clean_up(operator: Operator, desk: Desk) -> None:
     nodes = await operator.known_nodes(fresh=True)
     for pod in await gather.pods(operator.cluster, desk.job):
         node = nodes.get(pod.node)
-        record = desk.memory.draft.state.worker(pod.name) if desk.memory.draft is not None else None
+        record = desk.memory.draft.state.placement.worker(pod.name) if desk.memory.draft is not None else None
         lost = bool(pod.node) and (node is None or not node.ready)
         overdue = pod.deleting and time.time() > pod.delete_by + OVERDUE_SECONDS
         force = lost or overdue or (record is not None and record.force)
@@ -103,7 +103,7 @@ async def clean_up(operator: Operator, desk: Desk) -> None:
 async def close_incidents(operator: Operator, desk: Desk) -> None:
     """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
     draft = desk.memory.draft or await plans.load(operator.cluster, desk.job, desk.memory, time.time())
-    for incident in draft.state.open_incidents if draft is not None else ():
+    for incident in draft.state.incidents.open if draft is not None else ():
         ended = replace(incident, outcome=Outcome.SUPERSEDED)
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
 
@@ -188,11 +188,11 @@ async def _template_is_good(operator: Operator, desk: Desk) -> bool:
     job, memory = desk.job, desk.memory
     assert memory.draft is not None
     state = memory.draft.state
-    if state.template_accepted == job.generation or memory.draft.plan.members:
+    if state.placement.template_accepted == job.generation or memory.draft.plan.members:
         return True
-    if state.template_refused == job.generation:
+    if state.placement.template_rejected == job.generation:
         return False
-    probe = worker_pod(job, 0, state.incarnations.get("0", -1) + 1, operator.installation)
+    probe = worker_pod(job, 0, state.placement.incarnations.get("0", -1) + 1, operator.installation)
     refused = ""
     try:
         await operator.cluster.create(PODS, probe, dry_run=True)
@@ -248,9 +248,9 @@ async def _create(operator: Operator, desk: Desk, worker: Worker, thought: Thoug
 async def _ask_for_quarantines(operator: Operator, desk: Desk) -> None:
     draft = desk.memory.draft
     assert draft is not None
-    if not draft.state.quarantines:
+    if not draft.state.incidents.quarantines:
         return
-    for wanted in draft.state.quarantines:
+    for wanted in draft.state.incidents.quarantines:
         words = await quarantine.quarantine(
             operator.cluster,
             wanted.node,
@@ -260,11 +260,11 @@ async def _ask_for_quarantines(operator: Operator, desk: Desk) -> None:
             operator.settings,
             approved=operator.settings.quarantine_mode is Mode.ACT,
         )
-        incident = draft.state.incident(wanted.incident)
+        incident = draft.state.incidents.find(wanted.incident)
         if incident is not None:
-            draft = replace(draft, state=draft.state.with_incident(replace(incident, quarantine=words)))
+            draft = draft.with_incident(replace(incident, quarantine=words))
         await events.tell(operator.cluster, desk.job, "QuarantineNode", f"{wanted.node}: {words}", "QuarantineNode")
-    await plans.write(operator.cluster, desk.job, desk.memory, draft.with_state(quarantines=()))
+    await plans.write(operator.cluster, desk.job, desk.memory, draft.with_incidents(quarantines=()))
 
 
 async def _tell_incidents(operator: Operator, desk: Desk) -> None:
@@ -272,7 +272,7 @@ async def _tell_incidents(operator: Operator, desk: Desk) -> None:
     assert desk.memory.draft is not None
     if desk.told is None:
         desk.told = {}
-    for incident in desk.memory.draft.state.incidents:
+    for incident in desk.memory.draft.state.incidents.current:
         before = desk.told.get(incident.name)
         if before == incident:
             continue
@@ -304,7 +304,7 @@ async def _announce(operator: Operator, job: Job, before: Incident | None, incid
 async def _announce_mode(operator: Operator, job: Job, before: Draft | None, after: Draft) -> None:
     if before is None or before.plan.sync_mode is after.plan.sync_mode:
         return
-    note = f"{before.plan.sync_mode} → {after.plan.sync_mode}: {after.state.mode_reason}"
+    note = f"{before.plan.sync_mode} → {after.plan.sync_mode}: {after.state.adaptation.mode_reason}"
     await events.tell(operator.cluster, job, "SyncModeChanged", note, "ChangeSyncMode")
 
 
@@ -314,7 +314,7 @@ def _sweep(desk: Desk, draft: Draft) -> Draft:
     state = draft.state.sweep(written)
     if state is draft.state:
         return draft
-    kept = {incident.name for incident in state.incidents}
+    kept = {incident.name for incident in state.incidents.current}
     desk.told = {name: incident for name, incident in (desk.told or {}).items() if name in kept or name not in written}
     return replace(draft, state=state)
 
@@ -356,9 +356,9 @@ def _urgent(status: JobStatus) -> object:
 async def _expire(operator: Operator, desk: Desk, observation: Observation) -> float:
     """Delete a job whose time after its end is over; otherwise when to look again."""
     state, spec = observation.state, desk.job.spec
-    if state.finished_for_good:
+    if state.life.over:
         ttl = spec.run_policy.ttl_seconds_after_finished
-        left = PODS_SECONDS if ttl is None else state.stopped_at + ttl - observation.now
+        left = PODS_SECONDS if ttl is None else state.life.stopped_at + ttl - observation.now
         if ttl is not None and left <= 0:
             await operator.cluster.delete(JOBS, desk.job.name, desk.job.namespace, uid=desk.job.uid)
             return PODS_SECONDS

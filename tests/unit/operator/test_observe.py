@@ -101,13 +101,13 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     memory = Memory()
     older = memory.of("ns", "older")
     older.job = job()
-    waiting = Draft(Plan(), State(attempts=2))
+    waiting = Draft(Plan(), State(placement=Placement(attempts=2)))
     older.draft = waiting
     older.phase = Phase.PENDING
     younger = replace(job(), uid="other", created_at=NOW)
 
     def waits(attempts: int) -> bool:
-        draft = replace(waiting, state=State(attempts=attempts))
+        draft = replace(waiting, state=State(placement=Placement(attempts=attempts)))
         return bool(surroundings(memory, younger, draft, {}, NOW).older_job_waits)
 
     assert not waits(0)  # its first attempt is free

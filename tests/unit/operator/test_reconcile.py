@@ -25,7 +25,7 @@ async def written(cluster: FakeCluster, world: Observation) -> None:
     plan = plan_config_map(world.job, world.plan)
     plan["data"] = world.draft.to_data()
     await cluster.create(CONFIG_MAPS, plan)
-    for record in world.state.workers:
+    for record in world.state.placement.workers:
         pod = worker_pod(world.job, record.ordinal, record.incarnation, INSTALLATION)
         pod["metadata"] |= {"uid": record.uid, "creationTimestamp": "2026-01-01T00:00:00Z"}
         pod["spec"]["nodeName"] = record.node
@@ -45,5 +45,5 @@ async def test_a_list_of_pods_that_fails_is_no_news() -> None:
     await reconcile(operator, desk)
     assert desk.memory.draft is not None
     state = desk.memory.draft.state
-    assert [worker.name for worker in state.workers if not worker.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
-    assert not state.incidents
+    assert [worker.name for worker in state.placement.workers if not worker.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
+    assert not state.incidents.current

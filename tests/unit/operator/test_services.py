@@ -69,8 +69,8 @@ class TestPlan:
         pods = tuple(view.pod for view in world.workers if view.pod is not None)
         draft = plans.first(world.job, pods, NOW)
         assert draft.plan.version >= NOW
-        assert draft.state.incarnations == {str(n): 0 for n in range(5)}
-        assert all(worker.leaving for worker in draft.state.workers)
+        assert draft.state.placement.incarnations == {str(n): 0 for n in range(5)}
+        assert all(worker.leaving for worker in draft.state.placement.workers)
 
     def test_five_thousand_workers_fit_a_config_map(self) -> None:
         draft = training(replicas=5000, spares=50).draft
@@ -113,7 +113,7 @@ class TestIncident:
     async def test_twice_is_once(self, cluster: FakeCluster) -> None:
         world = training()
         draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
-        (incident,) = draft.state.incidents
+        (incident,) = draft.state.incidents.current
         await incidents.write(cluster, world.job, incident, 3600)
         await incidents.write(cluster, world.job, replace(incident, outcome=Outcome.RECOVERED), 3600)
         (body,) = (body for (plural, _, _), body in cluster.objects.items() if plural == INCIDENTS.plural)

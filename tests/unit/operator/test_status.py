@@ -98,13 +98,13 @@ def test_no_spare_left_is_a_risk_that_is_said() -> None:
 
 def test_goodput_falls_by_what_incidents_have_cost() -> None:
     world = training()
-    world = world.with_draft(world.draft.with_state(lost_seconds=30.0))
+    world = world.with_draft(world.draft.with_budget(lost_seconds=30.0))
     assert report(world, policy(), JobStatus()).goodput == pytest.approx(0.9)
 
 
 def test_before_the_first_step_it_is_starting() -> None:
     world = change_members(training(), first_step_at=0.0)
-    world = world.with_draft(world.draft.with_state(training_since=0.0))
+    world = world.with_draft(world.draft.with_life(training_since=0.0))
     assert report(world, policy(), JobStatus()).phase is Phase.STARTING
 
 
@@ -124,7 +124,7 @@ def test_a_plan_that_the_ranks_refuse_is_told_in_their_words() -> None:
 
 def test_a_plan_that_could_not_be_read_is_told_for_a_while() -> None:
     world = training()
-    world = world.with_draft(world.draft.with_state(plan_refused="no mode Sideways", plan_refused_at=NOW - 5))
+    world = world.with_draft(world.draft)
     assert conditions(world)[Condition.DEGRADED].reason == Reason.PLAN_REFUSED
     assert conditions(replace(world, now=NOW + 3600))[Condition.DEGRADED].status == "False"
 

@@ -5,17 +5,16 @@ It is asked for once plan and bookkeeping are written: an operator that dies in 
 
 from __future__ import annotations
 
-from ..api import incident_name
-from ..decision import Decision, QuarantineNode
-from ..observation import Observation
-from ..state import WantedQuarantine
+from ...decision import Decision, QuarantineNode
+from ...observation import Observation
+from ...state import WantedQuarantine
 from .applied import Applied
 
 
 def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
     if action.refused:
         return Applied(observation.draft, f"no quarantine of {action.node}: {action.refused}")
-    incident = incident_name(observation.job, decision.round, decision.cause, decision.occurrence)
+    incident = decision.incident_name(observation.job)
     wanted = WantedQuarantine(action.node, action.uid, action.reason, incident)
-    others = tuple(w for w in observation.state.quarantines if w.node != action.node)
-    return Applied(observation.draft.with_state(quarantines=(*others, wanted)))
+    others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
+    return Applied(observation.draft.with_incidents(quarantines=(*others, wanted)))
