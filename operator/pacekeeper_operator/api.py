@@ -20,6 +20,9 @@ from pacekeeper_analysis.plan import SyncMode
 
 from .codec import Converters, from_json, to_json, to_patch
 
+Object = dict[str, Any]
+"""One as on the wire."""
+
 GROUP = "pacekeeper.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -111,6 +114,7 @@ class Condition(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
 
@@ -149,6 +153,10 @@ class Reason(StrEnum):
     SCRIPT_FAILED = "ScriptFailed"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # Hindered
+    POD_DENIED = "PodDenied"
+    NOT_DONE = "NotDone"
+    ALL_DONE = "AllDone"
     # InvalidTemplate
     REFUSED = "PodRefused"
     ACCEPTED = "PodAccepted"
@@ -272,10 +280,6 @@ class Job:
     deleted: bool = False  # deletion was asked for
 
     @property
-    def plan_name(self) -> str:
-        return f"{self.name}-plan"
-
-    @property
     def selector(self) -> str:
         """Label selector of its pods; also `status.selector`, for the scale subresource."""
         return f"{LABEL_JOB}={self.name}"
@@ -283,13 +287,21 @@ class Job:
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """`body`: the whole object. Raises InputError that names the field."""
-        metadata = body["metadata"]
+        return cls._of(body["metadata"], JobSpec.parse(body["spec"]))
+
+    @classmethod
+    def named(cls, body: Mapping[str, Any]) -> Self:
+        """The same without what its user wants: who it is can always be read."""
+        return cls._of(body["metadata"], JobSpec(template={}))
+
+    @classmethod
+    def _of(cls, metadata: Mapping[str, Any], spec: JobSpec) -> Self:
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
-            spec=JobSpec.parse(body["spec"]),
+            spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
         )

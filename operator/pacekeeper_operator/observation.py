@@ -21,6 +21,8 @@ class PodView:
     name: str
     uid: str
     phase: str  # Pending, Running, Succeeded, Failed
+    job: str = ""  # by its label
+    owner: str = ""  # UID of its job
     node: str = ""
     address: str = ""
     created_at: float = 0.0
@@ -132,6 +134,23 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class TemplateVerdict:
+    """The API server's word on the pods of a generation of the job."""
+
+    generation: int
+    rejection: str = ""  # in its words; "": it accepts them
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that is wanted and could not be done so far."""
+
+    what: str
+    why: str  # in the API server's words, mostly
+    pods: bool = False  # it is a pod that cannot be created
+
+
+@dataclass(frozen=True)
 class Policy:
     """What may be done: the job's own wishes under the platform's caps."""
 
@@ -165,6 +184,11 @@ class Observation:
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
+    template: TemplateVerdict | None = None  # None: the API server has not been asked lately
+    quarantine_words: Mapping[str, str] = field(default_factory=dict)  # node → what became of handing it on
+    strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
+    troubles: tuple[Trouble, ...] = ()
+    dice: str = ""  # of this pass: what nobody can guess
 
     @property
     def plan(self) -> Plan:

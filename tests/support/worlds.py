@@ -10,7 +10,7 @@ from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
-from pacekeeper_operator.state import Draft, State, Worker
+from pacekeeper_operator.state import Draft, GpuHealth, Life, Placement, State, Worker
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}

@@ -19,7 +19,7 @@ SHRINK_SECONDS = 10.0
 """A seat that cannot be filled for so long is given up where spec.minReplicas allows."""
 
 
-def step(observation: Observation) -> Draft:
+def step(observation: Observation, _policy: Policy) -> Draft:
     """The plan with the members that are possible now: unchanged where they are what they should be, or must wait.
 
     Nobody loses a seat here but those who have been given up (`Worker.leaving`), which is a remedy's doing.
@@ -122,9 +122,12 @@ def _numbered(job: Job, seats: Sequence[Member]) -> tuple[Member, ...]:
     )
 
 
-def allow_restarts(draft: Draft, policy: Policy, now: float) -> Draft:
+def allow_restarts(observation: Observation, policy: Policy) -> Draft:
     """What the launchers may do by themselves: those they have used in this membership, and what the budget leaves."""
-    left = policy.max_restarts - draft.state.budget.within(now, policy.restart_window)
+    draft, budget = observation.draft, observation.state.budget
+    if draft.plan.stop is not Stop.NO or draft.state.life.over:
+        return draft
+    left = policy.max_restarts - budget.within(observation.now, policy.restart_window)
     may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
-    restarts = draft.state.budget.in_membership + max(0, left) if may else 0
+    restarts = budget.in_membership + max(0, left) if may else 0
     return draft if restarts == draft.plan.restarts else draft.with_plan(restarts=restarts)

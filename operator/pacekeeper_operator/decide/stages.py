@@ -6,7 +6,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Reason
-from ..observation import Observation, WorkerView
+from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
 
 PULL_REASONS = frozenset(
@@ -25,7 +25,7 @@ PULL_REASONS = frozenset(
 """Why a container waits that no patience of ours will start."""
 
 
-def step(observation: Observation) -> Draft:
+def step(observation: Observation, _policy: Policy) -> Draft:
     """What the passing of time and the user's wishes make of the job."""
     draft = observation.draft
     if draft.state.life.over:

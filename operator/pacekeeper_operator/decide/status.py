@@ -15,9 +15,8 @@ from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
-
-PLAN_REFUSED_SECONDS = 600.0
-"""So long the condition tells of a plan that somebody had edited into something unreadable; the event stays longer."""
+MAX_MESSAGE = 4000
+"""Characters of a condition's message."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
         for view in observation.members
     )
-    conditions = tuple(_dated(observation, found, before) for found in _conditions(observation, policy, phase))
+    conditions = tuple(_dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase))
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
     slowdown = observation.metrics.slowdown if phase is Phase.RUNNING else None
@@ -65,6 +64,14 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         restarts=state.budget.total,
         bottleneck=_bottleneck(observation) if phase is Phase.RUNNING else None,
     )
+
+
+def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStatus:
+    """The status of a job whose bookkeeping cannot be read: as it was, and why nothing goes on."""
+    found = _Found(Condition.HINDERED, True, Reason.NOT_DONE, words)
+    others = tuple(condition for condition in before.conditions if condition.type != found.type)
+    phase = before.phase or Phase.PENDING
+    return replace(before, phase=phase, conditions=(*others, _dated(found, before, generation, now)))
 
 
 _MAIN = {
@@ -131,7 +138,17 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
         Reason.REFUSED if refused else Reason.ACCEPTED,
         state.placement.rejection if refused else "",
     )
+    yield _hindered(observation)
     yield _metrics(observation)
+
+
+def _hindered(observation: Observation) -> _Found:
+    """Something that is wanted could not be done so far: it is tried again, and people may have to help."""
+    troubles = observation.troubles
+    words = "; ".join(f"{trouble.what}: {trouble.why}" for trouble in troubles[:3])
+    more = f"; and {len(troubles) - 3} more" if len(troubles) > 3 else ""
+    reason = Reason.POD_DENIED if any(t.pods for t in troubles) else Reason.NOT_DONE if troubles else Reason.ALL_DONE
+    return _Found(Condition.HINDERED, bool(troubles), reason, f"{words}{more}"[:MAX_MESSAGE])
 
 
 def _running(observation: Observation, phase: Phase) -> _Found:
@@ -159,6 +176,9 @@ def _waiting(observation: Observation) -> _Found:
     if stuck is not None and stuck.pod is not None:
         words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
         return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
+    denied = next((trouble for trouble in observation.troubles if trouble.pods or trouble.what.startswith("template")), None)
+    if denied is not None:
+        return _Found(Condition.RUNNING, False, Reason.POD_DENIED, denied.why)
     if state.placement.attempts and not state.placement.placing_since:
         turn = f"after {around.older_job_waits}, which is older" if around.older_job_waits else "shortly"
         words = (
@@ -229,8 +249,6 @@ def _bad_input(observation: Observation) -> _Found | None:
     if refused is not None:
         words = f"the ranks on {refused.worker} do not follow the newest plan but the one before: {refused.refused}"
         return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, words)
-    if observation.state.plan_refused and observation.now - observation.state.plan_refused_at < PLAN_REFUSED_SECONDS:
-        return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, observation.state.plan_refused)
     return None
 
 
@@ -245,11 +263,11 @@ def _metrics(observation: Observation) -> _Found:
     return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: {unseen}")
 
 
-def _dated(observation: Observation, found: _Found, before: JobStatus) -> ConditionStatus:
+def _dated(found: _Found, before: JobStatus, generation: int, now: float) -> ConditionStatus:
     status = "Unknown" if found.holds is None else "True" if found.holds else "False"
     old = next((condition for condition in before.conditions if condition.type == found.type), None)
-    since = old.last_transition_time if old is not None and old.status == status else observation.now
-    return ConditionStatus(found.type, status, found.reason, found.message, since, observation.job.generation)
+    since = old.last_transition_time if old is not None and old.status == status else now
+    return ConditionStatus(found.type, status, found.reason, found.message, since, generation)
 
 
 def _sync_mode(observation: Observation) -> SyncMode:

@@ -18,7 +18,7 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.price import Choice
 
-from ..api import Cause, Class, Remedy
+from ..api import Cause, Class, Remedy, WantedMode
 from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
@@ -85,6 +85,8 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
 
 def suspect(observation: Observation, policy: Policy) -> Draft:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
+    if observation.state.life.over:
+        return observation.draft
     observation = observation.with_draft(_forget(observation, policy))
     draft, suspicion, now = observation.draft, observation.state.adaptation.suspicion, observation.now
     if observation.plan.stop is not Stop.NO:
@@ -331,6 +333,8 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
     assert observation.state.adaptation.suspicion is not None
     if refusal := policy.refusal(Remedy(way.remedy)):
         return refusal
+    if way.mode is not SYNC and observation.job.spec.sync_mode is not WantedMode.AUTO:
+        return f"spec.syncMode is {observation.job.spec.sync_mode}"
     if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
         return "the script does not use the library, so it cannot be steered"
     if way.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import Stop
 
 from .. import modes
 from ..api import Remedy
@@ -27,8 +27,6 @@ def step(observation: Observation, policy: Policy) -> Draft:
     draft, adaptation = observation.draft, observation.state.adaptation.local_sgd
     if adaptation is None or observation.plan.stop is not Stop.NO:
         return draft
-    if observation.plan.sync_mode is SyncMode.SYNC:  # somebody has written so by hand
-        return draft.with_adaptation(local_sgd=None)
     if observation.refused:
         return modes.refused(draft, observation.refused, observation.now)
     if not steady(observation):

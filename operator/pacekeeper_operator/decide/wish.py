@@ -12,13 +12,16 @@ from ..state import Draft
 def step(observation: Observation, _policy: Policy) -> Draft:
     """The draft in the wanted mode. Pauses and caps are about remedies; this is the user's own choice."""
     draft, wanted = observation.draft, observation.job.spec.sync_mode
-    if wanted is WantedMode.AUTO or observation.plan.stop is not Stop.NO or observation.state.life.over:
+    own = draft.state.adaptation.local_sgd
+    if observation.plan.stop is not Stop.NO or observation.state.life.over:
         return draft
-    mode = SyncMode(wanted)
+    if wanted is WantedMode.AUTO and own is not None:
+        return draft
+    mode = SyncMode.SYNC if wanted is WantedMode.AUTO else SyncMode(wanted)
     if draft.plan.sync_mode is not mode:
         draft = draft.with_plan(sync_mode=mode, evidence_request="").with_adaptation(
             mode_changes=draft.state.adaptation.mode_changes.changed(observation.now),
             mode_reason=f"spec.syncMode is {wanted}",
             suspicion=None,
         )
-    return draft if draft.state.adaptation.local_sgd is None else draft.with_adaptation(local_sgd=None)
+    return draft if own is None else draft.with_adaptation(local_sgd=None)

@@ -4,49 +4,65 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
-from ..observation import Observation, WorkerView
+from ..observation import Observation, Policy, WorkerView
 from ..state import Draft, Placement, Worker
 
 FIRST_BACKOFF_SECONDS = 10.0
 LONGEST_BACKOFF_SECONDS = 300.0
+TURN_SECONDS = 300.0
+"""So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
 LEAVE_SECONDS = 120.0
 """So long workers may take to leave by themselves (checkpoint, exit) before their pods are deleted."""
 
 
-@dataclass(frozen=True)
-class Staffing:
-    """The draft with all names reserved, and what is to be done once it is written."""
-
-    draft: Draft
-    create: tuple[Worker, ...] = ()
-    delete: tuple[WorkerView, ...] = ()
-
-
-def staff(observation: Observation) -> Staffing:
-    """Level-triggered: from what there is to what there shall be."""
-    draft = _forget(observation)
-    observation = observation.with_draft(draft)
-    if draft.state.life.over:
-        return Staffing(draft, delete=_clean_up(observation))
-    if observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
-        return Staffing(draft, delete=_let_go(observation))
+def step(observation: Observation, _policy: Policy) -> Draft:
+    """Level-triggered: from what there is to what there shall be, with all names reserved."""
+    observation = observation.with_draft(_forget(observation))
+    draft = observation.draft
+    if draft.state.life.over or observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
+        return draft
+    if not _may_be_staffed(observation):
+        return draft
     draft = _give_up_ended(observation, _place_in_time(observation))
-    draft = _reserve(observation, _give_up_surplus(observation, draft))
-    observation = observation.with_draft(draft)
-    seated = {member.worker for member in draft.plan.members}
-    create = tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
-    leaving = tuple(
+    return _reserve(observation, _give_up_surplus(observation, draft))
+
+
+def _may_be_staffed(observation: Observation) -> bool:
+    """The API server accepts its template, or has done so once: a job that trains goes on with what it has."""
+    placement = observation.state.placement
+    return placement.template_accepted == observation.job.generation or bool(observation.plan.members)
+
+
+def missing(observation: Observation) -> tuple[Worker, ...]:
+    """Workers that are promised, and whose pods are to be created now."""
+    if _ends(observation) or not _may_be_staffed(observation):
+        return ()
+    return tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
+
+
+def surplus(observation: Observation) -> tuple[WorkerView, ...]:
+    """Workers whose pods are to be deleted now."""
+    if observation.state.life.over:
+        return _clean_up(observation)
+    if _ends(observation):
+        return _let_go(observation)
+    seated = {member.worker for member in observation.plan.members}
+    return tuple(
         view
         for view in observation.workers
         if view.record.leaving and view.name not in seated and view.pod is not None and not _going(view)
     )
-    return Staffing(draft, create, leaving)
+
+
+def _ends(observation: Observation) -> bool:
+    over = observation.state.life.over or observation.job.spec.suspend
+    return over or observation.plan.stop is not Stop.NO
 
 
 def _known(view: WorkerView) -> bool:
@@ -79,7 +95,8 @@ def _place_in_time(observation: Observation) -> Draft:
     if draft.plan.members:
         return draft
     if not state.placement.placing_since:
-        if observation.now < state.placement.retry_at or observation.surroundings.older_job_waits:
+        turn = state.placement.retry_at + (TURN_SECONDS if observation.surroundings.older_job_waits else 0.0)
+        if observation.now < turn:
             return draft
         return draft.with_placement(placing_since=observation.now)
     placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
