@@ -40,8 +40,7 @@ class Refused(kopf.PermanentError):
 
 
 class Denied(kopf.TemporaryError):
-    """The API server does not allow it now (quota, a policy, a missing right, a webhook); the message is the server's.
-    """
+    """The API server does not allow it now (quota, a policy, a missing right); the message is the server's."""
 
 
 @dataclass(frozen=True)

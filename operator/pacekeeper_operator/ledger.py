@@ -279,8 +279,7 @@ def _beyond(raw: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
         if key not in known:
             found[key] = value
         elif isinstance(value, Mapping) and isinstance(known[key], Mapping):
-            if inner := _beyond(value, known[key]):
-                found[key] = inner
+            found |= {key: inner} if (inner := _beyond(value, known[key])) else {}
     for gone in ("apiVersion", "kind", "metadata"):
         found.pop(gone, None)
     return found

@@ -95,10 +95,14 @@ def worker_pod(
             "namespace": job.namespace,
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
             "annotations": metadata.get("annotations", {}),
-            "ownerReferences": [_owned_by(job)],
+            "ownerReferences": [owned_by(job)],
         },
         "spec": spec,
     }
+
+
+def refused_template(job: Job) -> str:
+    return ""
 
 
 def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
@@ -113,7 +117,7 @@ def state_object(job: Job, content: Object, resource_version: str = "") -> Objec
         "name": job.name,
         "namespace": job.namespace,
         "labels": {LABEL_JOB: job.name},
-        "ownerReferences": [_owned_by(job)],
+        "ownerReferences": [owned_by(job)],
     }
     if resource_version:
         metadata["resourceVersion"] = resource_version
@@ -282,7 +286,7 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
         spec["affinity"] = affinity
 
 
-def _owned_by(job: Job) -> Object:
+def owned_by(job: Job) -> Object:
     return _reference({"name": job.name, "uid": job.uid}, "TrainingJob")
 
 

@@ -12,13 +12,24 @@ from .state import Draft, LocalSgd
 
 def entered(draft: Draft, trouble: Trouble, reason: str, incident: str, now: float) -> Draft:
     """After the plan of `draft` has got a Local-SGD mode: since when and why."""
-    return draft.with_adaptation(local_sgd=LocalSgd(now, trouble, reason, incident), mode_changes=draft.state.adaptation.mode_changes.changed(now), mode_reason=reason)
+    return draft.with_adaptation(
+        local_sgd=LocalSgd(now, trouble, reason, incident),
+        mode_changes=draft.state.adaptation.mode_changes.changed(now),
+        mode_reason=reason,
+    )
 
 
 def left(draft: Draft, reason: str, now: float) -> Draft:
     """The plan in mode Sync again, and why."""
     plan = replace(draft.plan, version=draft.plan.version + 1, sync_mode=SyncMode.SYNC, evidence_request="")
-    return replace(draft, plan=plan).with_adaptation(local_sgd=None, mode_changes=draft.state.adaptation.mode_changes.changed(now), mode_reason=reason, vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
+    return replace(draft, plan=plan).with_adaptation(
+        local_sgd=None,
+        mode_changes=draft.state.adaptation.mode_changes.changed(now),
+        mode_reason=reason,
+        vain=None,
+        tolerated_pace=0.0,
+        tolerated_behind=0.0,
+    )
 
 
 def refused(draft: Draft, words: str, now: float) -> Draft:

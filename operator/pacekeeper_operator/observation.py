@@ -21,8 +21,6 @@ class PodView:
     name: str
     uid: str
     phase: str  # Pending, Running, Succeeded, Failed
-    job: str = ""  # by its label
-    owner: str = ""  # UID of its job
     node: str = ""
     address: str = ""
     created_at: float = 0.0
@@ -35,6 +33,8 @@ class PodView:
     exit_message: str = ""
     waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
     waiting_message: str = ""
+    job: str = ""  # by its label
+    owner: str = ""  # UID of its job
 
     @property
     def ended(self) -> bool:
@@ -161,6 +161,7 @@ class Policy:
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     breaker_nodes: int = 3
     grace_after_start: float = 10.0
+    guards_network: bool = True  # each job gets a NetworkPolicy
 
     @property
     def acts(self) -> bool:

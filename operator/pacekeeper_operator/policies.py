@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
 
-from .api import LABEL_JOB, METRICS_PORT, Job
-from .manifests import Object, _owned_by
+from .api import LABEL_JOB, METRICS_PORT, Job, Object
+from .manifests import owned_by
 
 LABEL_NAMESPACE = "kubernetes.io/metadata.name"
 """The API server puts it on each namespace, with the namespace's name; nobody else can."""
@@ -50,7 +50,7 @@ def network_policy(job: Job, operator_namespace: str, scrapers: Sequence[Peer]) 
             "name": policy_name(job),
             "namespace": job.namespace,
             "labels": {LABEL_JOB: job.name},
-            "ownerReferences": [_owned_by(job)],
+            "ownerReferences": [owned_by(job)],
         },
         "spec": {
             "podSelector": workers,

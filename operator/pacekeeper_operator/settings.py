@@ -44,6 +44,9 @@ class Settings:
     sample_seconds: float = 2.0
     """How often Prometheus is asked while a job runs."""
 
+    watch_namespaces: tuple[str, ...] = ()
+    """Whose jobs this operator looks after, comma separated; none: those of all namespaces."""
+
     mode: Mode = Mode.ACT
     """The most that any job may allow."""
     quarantine_mode: Mode = Mode.RECOMMEND

@@ -6,7 +6,6 @@ is the plug-in that is tested.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pacekeeper_operator.cluster import Cluster, Conflict, Kind, NotFound, Object, Objects
+from pacekeeper_operator.cluster import Cluster, Conflict, Kind, Listing, NotFound, Object
 
 
 class FakeCluster(Cluster):
@@ -22,18 +22,19 @@ class FakeCluster(Cluster):
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(found)
 
-    async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", **_: Any) -> Objects:
+    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", **_: Any) -> Listing:
         """Labels are compared for equality; fields select nothing here."""
         if waiting := self.failures.get(kind.plural):
             raise waiting.pop(0)
-        wanted = dict(pair.split("=", 1) for pair in labels.split(",") if pair)
-        return [
+        wanted = dict(pair.split("=", 1) for pair in labels.split(",") if "=" in pair)
+        items = [
             copy.deepcopy(body)
             for (plural, place, _), body in self.objects.items()
             if plural == kind.plural
             and namespace in ("", place)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
         ]
+        return Listing(items, self._version)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         key = self._key(kind, body)
@@ -52,6 +53,19 @@ class FakeCluster(Cluster):
     async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **_: Any) -> Object:
         key = (kind.plural, namespace, name)
         return self._store(key, {**self.objects[key], **body})
+
+    async def delete(
+        self,
+        kind: Kind,
+        name: str,
+        namespace: str = "",
+        *,
+        uid: str = "",
+        grace: int | None = None,  # noqa: ARG002  # nothing here has a kubelet
+    ) -> None:
+        key = (kind.plural, namespace, name)
+        if key in self.objects and uid in ("", self.objects[key]["metadata"].get("uid")):
+            del self.objects[key]
 
     def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
         return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]

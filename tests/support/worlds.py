@@ -9,8 +9,9 @@ from typing import Any
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
+from pacekeeper_operator.decide.think import Thought
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
-from pacekeeper_operator.state import Draft, GpuHealth, Life, Placement, State, Worker
+from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State, Worker
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
@@ -42,7 +43,13 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
     records = [Worker(f"j-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(replicas + spares)]
     members = tuple(Member(records[n].name, f"10.0.0.{n}", (n,)) for n in range(replicas))
     plan = Plan(version=100, membership=1, round=1, members=members, restarts=10)
-    state = State(placement=Placement(workers=tuple(records), incarnations={str(n): 0 for n in range(replicas + spares)}, template_accepted=1), life=Life(training_since=NOW - 300, start_time=NOW - 400), gpus=GpuHealth(nodes=tuple(f"node-{n}" for n in range(replicas + spares))))
+    state = State(
+        placement=Placement(
+            workers=tuple(records), incarnations={str(n): 0 for n in range(replicas + spares)}, template_accepted=1
+        ),
+        life=Life(training_since=NOW - 300, start_time=NOW - 400),
+        gpus=GpuHealth(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
+    )
     beat = Heartbeat(
         state=LauncherState.RUNNING,
         membership=1,
@@ -98,6 +105,11 @@ def with_pods(world: Observation, *, state: LauncherState | None = None, placed:
         beat = None if state is None else Heartbeat(worker=record.name, state=state)
         views.append(WorkerView(record, pod, beat))
     return replace(world, workers=tuple(views))
+
+
+def decisions(thought: Thought) -> tuple[Incident, ...]:
+    """What this pass has decided, in order."""
+    return tuple(i for i in thought.draft.state.incidents.current if i.decided == thought.observation.now)
 
 
 def change_worker(

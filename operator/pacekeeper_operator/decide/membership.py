@@ -101,7 +101,9 @@ def _await_checkpoint(observation: Observation) -> Draft | None:
     """The draft to wait with; None: the checkpoint is there, or is not to be had."""
     draft = observation.draft
     if draft.state.placement.checkpoint_asked_at == 0.0:
-        return draft.with_plan(checkpoint_request=draft.plan.checkpoint_request + 1).with_placement(checkpoint_asked_at=observation.now)
+        return draft.with_plan(checkpoint_request=draft.plan.checkpoint_request + 1).with_placement(
+            checkpoint_asked_at=observation.now
+        )
     answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= draft.plan.checkpoint_request
     late = observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS

@@ -21,9 +21,7 @@ def _template(observation: Observation) -> Draft:
         return observation.draft.with_placement(template_rejected=verdict.generation, rejection=verdict.rejection)
     if placement.template_accepted == verdict.generation:
         return observation.draft
-    return observation.draft.with_placement(
-        template_accepted=verdict.generation, template_rejected=-1, rejection=""
-    )
+    return observation.draft.with_placement(template_accepted=verdict.generation, template_rejected=-1, rejection="")
 
 
 def _quarantines(observation: Observation) -> Draft:

@@ -54,7 +54,13 @@ def _resume(observation: Observation) -> Draft:
     leaving = any(view.pod is not None for view in observation.workers)
     if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
         return draft
-    return draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None).with_life(start_time=observation.now, finished=()).with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=()).with_incidents(settled=()).with_adaptation(mode_refusal="", shares_refusal="")
+    return (
+        draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None)
+        .with_life(start_time=observation.now, finished=())
+        .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
+        .with_incidents(settled=())
+        .with_adaptation(mode_refusal="", shares_refusal="")
+    )
 
 
 def _begin(observation: Observation) -> Draft:
@@ -88,7 +94,9 @@ def _finish(observation: Observation) -> Draft:
         draft = draft.with_life(finished=(*draft.state.life.finished, *fresh))
     if any(member.worker not in draft.state.life.finished for member in draft.plan.members):
         return draft
-    return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(completed_at=observation.now, stopped_at=observation.now)
+    return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
+        completed_at=observation.now, stopped_at=observation.now
+    )
 
 
 def _ended_well(view: WorkerView) -> bool:
@@ -128,4 +136,6 @@ def stuck_worker(observation: Observation) -> WorkerView | None:
 
 
 def _fail(observation: Observation, reason: Reason, message: str) -> Draft:
-    return observation.draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(failed_reason=str(reason), failed_message=message, stopped_at=observation.now)
+    return observation.draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
+        failed_reason=str(reason), failed_message=message, stopped_at=observation.now
+    )

@@ -38,7 +38,9 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
         for view in observation.members
     )
-    conditions = tuple(_dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase))
+    conditions = tuple(
+        _dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase)
+    )
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
     slowdown = observation.metrics.slowdown if phase is Phase.RUNNING else None
@@ -127,7 +129,9 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
         f"{left} workers are leaving" if suspended and left else "",
     )
     yield _Found(
-        Condition.COMPLETE, bool(state.life.completed_at), Reason.TRAINED if state.life.completed_at else Reason.TRAINING
+        Condition.COMPLETE,
+        bool(state.life.completed_at),
+        Reason.TRAINED if state.life.completed_at else Reason.TRAINING,
     )
     failed = Reason(state.life.failed_reason) if state.life.failed_reason else Reason.TRAINING
     yield _Found(Condition.FAILED, bool(state.life.failed_reason), failed, state.life.failed_message)
@@ -176,14 +180,17 @@ def _waiting(observation: Observation) -> _Found:
     if stuck is not None and stuck.pod is not None:
         words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
         return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
-    denied = next((trouble for trouble in observation.troubles if trouble.pods or trouble.what.startswith("template")), None)
+    denied = next(
+        (trouble for trouble in observation.troubles if trouble.pods or trouble.what.startswith("template")), None
+    )
     if denied is not None:
         return _Found(Condition.RUNNING, False, Reason.POD_DENIED, denied.why)
     if state.placement.attempts and not state.placement.placing_since:
         turn = f"after {around.older_job_waits}, which is older" if around.older_job_waits else "shortly"
         words = (
             f"not all {observation.job.spec.replicas} workers could be placed within "
-            f"{observation.job.spec.scheduling_timeout:.0f} s (attempt {state.placement.attempts}); the next attempt comes {turn}"
+            f"{observation.job.spec.scheduling_timeout:.0f} s (attempt {state.placement.attempts}); "
+            f"the next attempt comes {turn}"
         )
         return _Found(Condition.RUNNING, False, Reason.SCHEDULING_TIMEOUT, words)
     unplaced = next((view.pod.unschedulable for view in observation.workers if view.pod and view.pod.unschedulable), "")

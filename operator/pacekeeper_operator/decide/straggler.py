@@ -224,7 +224,9 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    return draft.with_plan(evidence_request=request).with_adaptation(suspicion=replace(suspicion, request=request, asked_at=now))
+    return draft.with_plan(evidence_request=request).with_adaptation(
+        suspicion=replace(suspicion, request=request, asked_at=now)
+    )
 
 
 def _drop(draft: Draft) -> Draft:

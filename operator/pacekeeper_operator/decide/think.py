@@ -47,7 +47,7 @@ def think(observation: Observation, policy: Policy) -> Thought:
     return Thought(observation, tuple(failures))
 
 
-def effects(observation: Observation, written: Mapping[str, Incident]) -> tuple[Effect, ...]:
+def effects(observation: Observation, policy: Policy, written: Mapping[str, Incident]) -> tuple[Effect, ...]:
     """What the draft, once it is written, asks for. `written`: incidents as they are in the cluster, by name."""
     return (
         *_template(observation),
@@ -58,7 +58,7 @@ def effects(observation: Observation, written: Mapping[str, Incident]) -> tuple[
             for incident in observation.state.incidents.current
             if written.get(incident.name) != incident
         ),
-        GuardNetwork(observation.job.generation),
+        *([GuardNetwork(observation.job.generation)] if policy.guards_network else []),
         *_end(observation),
     )
 

@@ -132,10 +132,16 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
         class_=incident.class_,
     )
     recent = tuple(item for item in state.incidents.past if item.at > now - policy.restart_window)
-    return replace(
-        draft,
-        state=replace(state, incidents=replace(state.incidents.current, closed=(*state.incidents.closed, incident.name)[-MAX_PAST:] if acted else state.incidents.closed, recommended=state.incidents.recommended if acted else (*state.incidents.recommended, incident.name)[-MAX_PAST:], past=(*recent, past)[-MAX_PAST:]), budget=replace(state.budget, lost_seconds=state.budget.lost_seconds + (seconds if standstill else 0.0), restart_seconds=_restart_seconds(incident) if standstill else state.budget.restart_seconds)),
-    )
+    incidents = state.incidents
+    if acted:
+        draft = draft.with_incidents(closed=(*incidents.closed, incident.name)[-MAX_PAST:])
+    else:
+        draft = draft.with_incidents(recommended=(*incidents.recommended, incident.name)[-MAX_PAST:])
+    draft = draft.with_incidents(past=(*recent, past)[-MAX_PAST:])
+    if not standstill:
+        return draft
+    lost = state.budget.lost_seconds + seconds
+    return draft.with_budget(lost_seconds=lost, restart_seconds=_restart_seconds(incident))
 
 
 def _restart_seconds(incident: Incident) -> float:

@@ -64,4 +64,6 @@ def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
     if now - max(adaptation.asked_at, adaptation.since) < pause_between_questions(now - adaptation.since):
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"
-    return observation.draft.with_plan(evidence_request=request).with_adaptation(local_sgd=replace(adaptation, asked_at=now))
+    return observation.draft.with_plan(evidence_request=request).with_adaptation(
+        local_sgd=replace(adaptation, asked_at=now)
+    )

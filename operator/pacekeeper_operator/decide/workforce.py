@@ -102,7 +102,12 @@ def _place_in_time(observation: Observation) -> Draft:
     placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
     if placed >= job.spec.replicas or observation.now - state.placement.placing_since < job.spec.scheduling_timeout:
         return draft
-    return draft.with_placement(workers=tuple(replace(w, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for w in state.placement.workers), placing_since=0.0, attempts=state.placement.attempts + 1, retry_at=observation.now + backoff(job.uid, state.placement.attempts))
+    return draft.with_placement(
+        workers=tuple(replace(w, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for w in state.placement.workers),
+        placing_since=0.0,
+        attempts=state.placement.attempts + 1,
+        retry_at=observation.now + backoff(job.uid, state.placement.attempts),
+    )
 
 
 def backoff(uid: str, attempts: int) -> float:
@@ -132,7 +137,9 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
 def put_off(draft: Draft, observation: Observation) -> Draft:
     """After a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
     failed = draft.state.placement.failed_starts
-    return draft.with_placement(failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed))
+    return draft.with_placement(
+        failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed)
+    )
 
 
 def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:

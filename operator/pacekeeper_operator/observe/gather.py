@@ -65,9 +65,7 @@ def observe(
     )
 
 
-def _view(
-    record: Worker, pod: PodView | None, memory: JobMemory, operator_started_at: float, now: float
-) -> WorkerView:
+def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_started_at: float, now: float) -> WorkerView:
     contact = memory.contacts.get(record.name)
     last_sign = max(contact.at if contact else 0.0, operator_started_at)
     return WorkerView(
@@ -99,9 +97,7 @@ async def _unknown() -> None:
     return None
 
 
-def surroundings(
-    memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float
-) -> Surroundings:
+def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float) -> Surroundings:
     """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, and not
     waited for: that ranks of its have hung on a node is asked about, no more."""
     suspects: set[str] = set()

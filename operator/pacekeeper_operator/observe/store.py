@@ -1,7 +1,7 @@
-"""What there is in the API server, as watches tell it and lists prove it: pods, nodes, quarantines.
+"""What there is in the API server, as watches tell it and lists prove it: pods and nodes.
 
-A watch may be late, end, or lose a deletion; a list may fail, or be older than what a watch has told since. Whichever is
-newer counts, by resourceVersion. Until a kind has been listed once, nothing is known of it, and nobody decides.
+A watch may be late, end, or lose a deletion; a list may fail, or be older than what a watch has told since. Whichever
+is newer counts, by resourceVersion. Until a kind has been listed once, nothing is known of it, and nobody decides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Shelf(Generic[View]):
         then knows no less than before."""
         places = namespaces if self.kind.namespaced and namespaces else [""]
         answers = [await cluster.listing(self.kind, place, labels=self.labels) for place in places]
-        untold = sum(self._take(answer.items, answer.version, place) for place, answer in zip(places, answers, strict=True))
+        untold = sum(
+            self._take(answer.items, answer.version, place) for place, answer in zip(places, answers, strict=True)
+        )
         if self.listed.is_set():
             self.unheard += untold
         self._gone.clear()

@@ -104,7 +104,7 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
 
 
 async def _guard_network(operator: Operator, desk: Desk) -> float:
-    wanted = policies.network_policy(desk.job, operator.settings.namespace)
+    wanted = policies.network_policy(desk.job, operator.settings.namespace, operator.settings.scrapers)
     found = await operator.cluster.find(POLICIES, wanted["metadata"]["name"], desk.job.namespace)
     if found is None:
         with contextlib.suppress(Conflict):

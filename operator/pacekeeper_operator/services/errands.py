@@ -48,7 +48,9 @@ class Errands:
     def send(self, effects: Sequence[Effect]) -> None:
         """Whatever of it is neither under way nor put off is begun now; what is wanted no longer is forgotten."""
         wanted = {effect.key: effect for effect in effects}
-        self._attempts = {key: tries for key, tries in self._attempts.items() if key in wanted or key in self._under_way}
+        self._attempts = {
+            key: tries for key, tries in self._attempts.items() if key in wanted or key in self._under_way
+        }
         now = self.runtime.monotonic()
         for key, effect in wanted.items():
             tries = self._attempts.setdefault(key, _Attempts())
@@ -59,7 +61,9 @@ class Errands:
     def troubles(self) -> tuple[Trouble, ...]:
         """What could not be done so far."""
         failed = ((key, tries) for key, tries in self._attempts.items() if tries.trouble)
-        return tuple(Trouble(key, tries.trouble, pods=key.startswith(CreatePod.PREFIX)) for key, tries in sorted(failed))
+        return tuple(
+            Trouble(key, tries.trouble, pods=key.startswith(CreatePod.PREFIX)) for key, tries in sorted(failed)
+        )
 
     @property
     def busy(self) -> bool:
@@ -103,5 +107,3 @@ class Errands:
         tries.failures, tries.trouble = tries.failures + 1, words
         tries.not_before = self.runtime.monotonic() + pause * (0.75 + 0.5 * self.runtime.random())
         log.warning("%s: %s: %s; tried again in about %.0f s", self.name, effect.key, words, pause)
-
-

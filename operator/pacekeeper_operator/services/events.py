@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+
 import kopf
 
 from ..api import API_VERSION, Job, format_time
-from ..cluster import EVENTS, Object
+from ..cluster import EVENTS, Cluster, Object
+from ..runtime import Runtime
 from .operator import Operator
 
 MAX_NOTE = 1024
@@ -22,21 +24,21 @@ async def tell(operator: Operator, job: Job, reason: str, note: str, action: str
         "namespace": job.namespace,
         "uid": job.uid,
     }
-    await tell_about(operator, regarding, reason, note, action, warning=warning)
+    await tell_about(operator.cluster, operator.runtime, regarding, reason, note, action, warning=warning)
 
 
 async def tell_about(
-    operator: Operator, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
+    cluster: Cluster, runtime: Runtime, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
 ) -> None:
     """An Event about any object, given by an ObjectReference. Without a namespace of its own it is in `default`."""
     body = {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{regarding['name']}.{operator.runtime.identifier()[:16]}",
+            "name": f"{regarding['name']}.{runtime.identifier()[:16]}",
             "namespace": regarding.get("namespace", "default"),
         },
-        "eventTime": format_time(operator.runtime.now()),
+        "eventTime": format_time(runtime.now()),
         "type": "Warning" if warning else "Normal",
         "reason": reason,
         "action": action,
@@ -46,6 +48,6 @@ async def tell_about(
         "regarding": regarding,
     }
     try:
-        await operator.cluster.create(EVENTS, body)
+        await cluster.create(EVENTS, body)
     except (kopf.TemporaryError, kopf.PermanentError) as error:
         log.warning("an event is lost: %s", error)

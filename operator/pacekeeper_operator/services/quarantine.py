@@ -47,6 +47,7 @@ from ..decide.node_quarantine import (
     allowed_nodes,
     decide,
 )
+from ..runtime import Runtime
 from ..settings import Settings
 from . import events
 from .operator import PAUSE
@@ -329,4 +330,4 @@ async def _tell(
                 "name": regarding["metadata"]["name"],
                 "uid": regarding["metadata"]["uid"],
             }
-            await events.tell_about(cluster, reference, reason, note, reason, warning=warning)
+            await events.tell_about(cluster, Runtime(), reference, reason, note, reason, warning=warning)

@@ -49,17 +49,20 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
             await _report_blind(operator, desk, str(error))
             raise
     observation = await _observe(operator, desk)
-    thought = think(observation, policy(operator, desk.job))
-    troubles, error = _failures(thought), None
+    rules = policy(operator, desk.job)
+    thought = think(observation, rules)
+    troubles = _failures(thought)
+    failure: Exception | None = None
     try:
         await _write(operator, desk, thought.draft)
-        desk.errands.send(effects(thought.observation, desk.told))
+        desk.errands.send(effects(thought.observation, rules, desk.told))
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as caught:
-        troubles, error = (*troubles, Trouble("bookkeeping", str(caught))), caught
-    said = desk.memory.draft or thought.draft  # what is not written is not so
-    await _report(operator, desk, replace(thought.observation.with_draft(said), troubles=troubles + desk.errands.troubles))
-    if error is not None:
-        raise error
+        troubles, failure = (*troubles, Trouble("bookkeeping", str(caught))), caught
+    written = desk.memory.draft or thought.draft  # what is not written is not so
+    said = replace(thought.observation.with_draft(written), troubles=troubles + desk.errands.troubles)
+    await _report(operator, desk, said)
+    if failure is not None:
+        raise failure
     return _pause(operator, desk, thought.observation)
 
 
@@ -74,6 +77,7 @@ def policy(operator: Operator, job: Job) -> Policy:
         paused=operator.paused,
         breaker_nodes=settings.breaker_nodes,
         grace_after_start=settings.grace_after_start,
+        guards_network=settings.network_policies,
     )
 
 

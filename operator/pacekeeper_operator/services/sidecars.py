@@ -115,7 +115,9 @@ class Sidecars:
         job.wake.set()
         try:
             async with asyncio.timeout(TAKE_SECONDS), job.written:
-                await job.written.wait_for(lambda: job.draft is not None and fault.name in job.draft.state.incidents.settled)
+                await job.written.wait_for(
+                    lambda: job.draft is not None and fault.name in job.draft.state.incidents.settled
+                )
         except TimeoutError:
             raise NotYet(f"fault {fault.name} is being looked into") from None
 
@@ -129,7 +131,10 @@ class Sidecars:
                 job.wake.set()
 
     def _job(self, caller: Caller) -> JobMemory:
-        return self._memory.of(caller.namespace, caller.job)
+        job = self._memory.find(caller.namespace, caller.job)
+        if job is None:
+            raise NotYet(f"no job {caller.namespace}/{caller.job} is known (any more)")
+        return job
 
     def _hear(self, job: JobMemory, caller: Caller, heartbeat: Heartbeat) -> Contact:
         contact = job.contacts.get(caller.worker)

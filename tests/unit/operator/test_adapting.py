@@ -12,12 +12,13 @@ import pytest
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, RankWindow
-from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy, WantedMode
 from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Metrics, Observation, Policy
-from pacekeeper_operator.services.think import Thought, think
-from pacekeeper_operator.state import HOLD_SECONDS, Adaptation, Draft
-from tests.support.worlds import NOW, change_members, evidence_of, policy, training
+from pacekeeper_operator.state import HOLD_SECONDS, LocalSgd
+from tests.support.worlds import change_members, decisions, evidence_of, job, policy, training
 
 STEPS = 32
 OWN, FIRST = 0.07, 0.1
@@ -90,7 +91,7 @@ def looked_into(world: Observation, of_policy: Policy | None = None, **of_window
     of_policy = of_policy or policy()
     world = answered(think(world, of_policy), world, **of_windows)
     thought = think(world, of_policy)
-    if not thought.decisions:
+    if not decisions(thought):
         world = later(thought, world, 6.0)
         world = answered(think(world, of_policy), world, **of_windows)
         thought = think(world, of_policy)
@@ -128,14 +129,14 @@ class TestIntoLocalSgd:
         world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync")
         once = think(answered(think(world, policy()), world, exposed=0.25), policy())
         assert once.draft.plan.sync_mode is SyncMode.SYNC
-        assert not once.decisions
+        assert not decisions(once)
 
     def test_what_it_was_for_is_remembered_over_a_restart_of_the_operator(self) -> None:
         thought, world = in_local_mode()
         adaptation = thought.draft.state.adaptation.local_sgd
         assert adaptation is not None
         assert (adaptation.trouble, adaptation.since) == (Trouble.COMMUNICATION, world.now)
-        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
 
     @pytest.mark.parametrize(
         ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.17, SyncMode.SYNC), (0, SyncMode.SYNC)]
@@ -144,7 +145,9 @@ class TestIntoLocalSgd:
         draws = 1.0 + np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]  # one of them, twice as slow
         thought, _ = decided(drawn=draws, first=first)
         assert thought.draft.plan.sync_mode is mode
-        assert [i.cause for i in thought.draft.state.incidents.current] == [Cause.VOLATILE] * (mode is not SyncMode.SYNC)
+        assert [i.cause for i in thought.draft.state.incidents.current] == [Cause.VOLATILE] * (
+            mode is not SyncMode.SYNC
+        )
 
     def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:
         thought, _ = decided(exposed=0.02, garbage={rank: range(2 * rank, STEPS, 8) for rank in range(4)})
@@ -216,7 +219,7 @@ class TestLengths:
         (incident,) = thought.draft.state.incidents.current
         assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
         assert incident.live
-        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
 
     def test_and_left_alone_where_single_ones_outweigh_the_others(self) -> None:
         """The windows stay as uneven; what is fitted to each of them differs by noise."""
@@ -265,7 +268,7 @@ class TestLookingInVain:
         world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
         world = answered(think(world, policy()), world)
         thought = think(world, policy())
-        assert not thought.decisions
+        assert not decisions(thought)
         world = later(thought, world, 30.0)
         return think(world, policy()), world
 
@@ -347,13 +350,13 @@ class TestBroken:
             asked = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
             world = later(thought, world, 2.0, evidence=asked)
             thought = think(world, policy())
-            if thought.decisions:
+            if decisions(thought):
                 break
         return thought
 
     def test_goes_once_the_loss_is_worth_it(self) -> None:
         thought = self.looks(5.0, seconds=600)
-        (decision,) = thought.decisions
+        (decision,) = decisions(thought)
         assert (decision.cause, decision.remedy, decision.rank) == (Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
         assert decision.slowdown_before is not None
         assert decision.slowdown_before > 1.2
@@ -363,7 +366,7 @@ class TestBroken:
         assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "the link is as slow as before"
 
     def test_a_rank_that_is_only_slow_stays(self) -> None:
-        assert not self.looks(2.5, seconds=600).decisions
+        assert not decisions(self.looks(2.5, seconds=600))
 
 
 class TestBack:
@@ -439,7 +442,7 @@ class TestBack:
         world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
         held, world = looked_into(world, exposed=0.25)
         assert held.draft.plan.sync_mode is SyncMode.SYNC
-        assert not held.decisions, "nothing to write down while the mode is only held"
+        assert not decisions(held), "nothing to write down while the mode is only held"
         assert held.draft.state.adaptation.mode_changes.hold_seconds == 2 * hold
 
     def test_questions_get_rarer_with_the_time(self) -> None:
@@ -451,19 +454,34 @@ class TestBack:
         assert not think(replace(world, now=world.now + 30), policy()).draft.plan.evidence_request
         assert think(replace(world, now=world.now + 70), policy()).draft.plan.evidence_request
 
-    def test_a_mode_that_somebody_has_written_by_hand_stays(self) -> None:
+    @pytest.mark.parametrize("wanted", [WantedMode.EDIT, WantedMode.ASYNC_EDIT])
+    def test_a_mode_that_the_spec_wants_is_put_in_force_and_stays(self, wanted: WantedMode) -> None:
+        world = replace(training(job=job(sync_mode=wanted)), metrics=WELL)
+        thought = think(world, policy())
+        assert thought.draft.plan.sync_mode is SyncMode(wanted)
+        later_on = change_members(later(thought, world, 600.0), sync_mode=str(wanted))
+        assert think(later_on, policy()).draft.plan == thought.draft.plan
+
+    def test_and_auto_takes_it_back(self) -> None:
         world = change_members(replace(training(), metrics=WELL), sync_mode="EDiT")
         world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
-        assert think(replace(world, now=NOW + 600), policy()).draft.plan == world.draft.plan
+        assert think(world, policy()).draft.plan.sync_mode is SyncMode.SYNC
 
-    def test_and_one_that_was_ended_by_hand_is_forgotten(self) -> None:
+    def test_one_that_the_operator_chose_gives_way_to_the_spec(self) -> None:
         thought, world = in_local_mode()
-        by_hand = world.with_draft(thought.draft.with_plan(sync_mode=SyncMode.SYNC))
-        assert think(by_hand, policy()).draft.state.adaptation.local_sgd is None
+        wanted = replace(world.with_draft(thought.draft), job=job(sync_mode=WantedMode.SYNC))
+        after = think(wanted, policy()).draft
+        assert after.plan.sync_mode is SyncMode.SYNC
+        assert after.state.adaptation.local_sgd is None
+
+    def test_no_other_mode_is_chosen_against_the_spec(self) -> None:
+        world = replace(training(job=job(sync_mode=WantedMode.SYNC)), metrics=SLOW_LINK)
+        thought, _ = looked_into(change_members(world, sync_mode="Sync"), exposed=0.25)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
 
     def test_it_outlasts_a_round(self) -> None:
         thought, world = in_local_mode()
-        assert isinstance(thought.draft.state.adaptation.local_sgd, Adaptation)
+        assert isinstance(thought.draft.state.adaptation.local_sgd, LocalSgd)
         world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, steps_in_round=3)
         after = think(world, policy()).draft
         assert after.plan.sync_mode is SyncMode.ASYNC_EDIT

@@ -27,6 +27,7 @@ from pacekeeper_operator.api import (
     RemedyPrice,
     WorkerCounts,
 )
+from pacekeeper_operator.subject import Subject
 from tests.support.schema import faults, schema, with_defaults
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer"}]}}
@@ -249,17 +250,20 @@ def test_each_mode_can_be_wanted_and_auto_is_none_of_them() -> None:
 
 @pytest.mark.parametrize("cause", Cause)
 def test_incident_names_are_deterministic_and_of_one_job(cause: Cause) -> None:
-    name = api.incident_name(job(), 3, cause)
-    assert name == api.incident_name(job(), 3, cause)
+    name = Subject(cause, 3).incident_name(job())
+    assert name == Subject(cause, 3).incident_name(job())
     assert re.fullmatch(rf"gpt-r3-{cause}-0a1b2", name)
     others = {
-        api.incident_name(job(uid="9-of-a-later-job"), 3, cause),
-        api.incident_name(job(), 4, cause),
-        api.incident_name(job(), 3, cause, occurrence=2),
+        Subject(cause, 3).incident_name(job(uid="9-of-a-later-job")),
+        Subject(cause, 4).incident_name(job()),
+        Subject(cause, 3, number=2).incident_name(job()),
+        Subject(cause, 3, worker="j-w1-0").incident_name(job()),
+        Subject(cause, 3, rank=1).incident_name(job()),
+        Subject(cause, 3, gpu="node/0/XID=79").incident_name(job()),
     }
     assert name not in others
-    assert len(others) == 3
-    longest = api.incident_name(job("j" * api.MAX_JOB_NAME), 10**9, cause, 10**6)
+    assert len(others) == 6
+    longest = Subject(cause, 10**9, rank=10**6, number=10**6).incident_name(job("j" * api.MAX_JOB_NAME))
     assert len(longest) <= 253
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
+from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.services.think import Thought, think
 from pacekeeper_operator.state import Past
-from tests.support.worlds import NOW, change_members, evidence_of, policy, training
+from tests.support.worlds import NOW, change_members, decisions, evidence_of, policy, training
 
 STEPS = tuple(range(468, 500))
 
@@ -65,7 +65,7 @@ def answered(
 def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
     thought = think(suspicious(), policy())
     assert thought.draft.plan.evidence_request
-    assert not thought.decisions
+    assert not decisions(thought)
 
 
 def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
         (window,) = item.windows
         burst = tuple(0.3 if window.rank == 2 and n % 4 == 0 else 0.08 for n in range(32))
         evidence.append(replace(item, windows=(replace(window, compute_seconds=burst),)))
-    assert not think(next_pass(asked, world, evidence=tuple(evidence)), policy()).decisions
+    assert not decisions(think(next_pass(asked, world, evidence=tuple(evidence)), policy()))
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() 
 
 def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgotten() -> None:
     world = suspicious()
-    world = world.with_draft(world.draft.with_incidents(closed=("j-r1-straggler-150-u1d2c",)))
+    world = world.with_draft(world.draft.with_incidents(closed=("j-r1-straggler-rank2-150-u1d2c",)))
     (incident,) = answered(world, 2.0).draft.state.incidents.current
-    assert incident.name == "j-r1-straggler-151-u1d2c"
+    assert incident.name == "j-r1-straggler-rank2-151-u1d2c"
 
 
 def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""Whole passes over a job, from one state of the world to the next: what is decided, written and done."""
+"""Whole passes over a job, from one state of the world to the next: what is decisions, written and done."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import pytest
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from pacekeeper_operator.api import Cause, Class, Mode, Outcome, Remedy, RunPolicySpec
+from pacekeeper_operator.decide.think import Thought, think
+from pacekeeper_operator.decide.workforce import TURN_SECONDS, missing, surplus
 from pacekeeper_operator.observation import GpuValue, Metrics, Observation, Policy
-from pacekeeper_operator.services.think import Thought, think
 from pacekeeper_operator.state import Draft, Past
 from tests.support.worlds import (
     NOW,
     change_members,
     change_worker,
     crash,
+    decisions,
     fresh,
     job,
     policy,
@@ -40,14 +42,14 @@ class TestBeginning:
     def test_names_are_reserved_before_pods_are_made(self) -> None:
         thought = think(fresh(replicas=2, spares=1), policy())
         assert [worker.name for worker in thought.draft.state.placement.workers] == ["j-w0-0", "j-w1-0", "j-w2-0"]
-        assert thought.staffing.create == thought.draft.state.placement.workers
+        assert missing(thought.observation) == thought.draft.state.placement.workers
 
     def test_a_pass_that_is_repeated_after_the_write_reserves_nothing_more(self) -> None:
         world = fresh()
         thought = think(world, policy())
         repeated = think(again(thought, world), policy())
         assert repeated.draft == thought.draft
-        assert repeated.staffing.create == thought.staffing.create  # the pods are still not there
+        assert missing(repeated.observation) == missing(thought.observation)  # the pods are still not there
 
     def test_no_membership_until_all_seats_are_warm(self) -> None:
         world = with_pods(again(think(fresh(), policy()), fresh()), state=LauncherState.WARM)
@@ -64,21 +66,25 @@ class TestBeginning:
         world = fresh(job=job(2, 0, scheduling_timeout=60.0))
         world = with_pods(again(think(world, policy()), world), placed=False)
         early = think(replace(world, now=NOW + 59), policy())
-        assert not early.staffing.delete
+        assert not surplus(early.observation)
         late = think(replace(world, now=NOW + 61), policy())
-        assert {view.name for view in late.staffing.delete} == {"j-w0-0", "j-w1-0"}
+        assert {view.name for view in surplus(late.observation)} == {"j-w0-0", "j-w1-0"}
         assert late.draft.state.placement.attempts == 1
         gone = replace(again(late, world), workers=(), now=NOW + 62)
         gone = gone.with_draft(gone.draft)
         waiting = think(gone, policy())
-        assert not waiting.staffing.create
+        assert not missing(waiting.observation)
         back = think(replace(again(waiting, gone), now=waiting.draft.state.placement.retry_at + 1), policy())
-        assert [worker.name for worker in back.staffing.create] == ["j-w0-1", "j-w1-1"]
+        assert [worker.name for worker in missing(back.observation)] == ["j-w0-1", "j-w1-1"]
 
     def test_a_job_waits_for_an_older_one_after_its_first_failure(self) -> None:
         world = fresh()
-        behind = replace(world, surroundings=replace(world.surroundings, older_job_waits="ns/older"))
-        assert not think(behind, policy()).staffing.create
+        world = world.with_draft(world.draft.with_placement(retry_at=NOW))
+        behind = replace(world, surroundings=replace(world.surroundings, older_job_waits="older"))
+        assert missing(think(world, policy()).observation)
+        assert not missing(think(replace(behind, now=NOW + TURN_SECONDS - 1), policy()).observation)
+        late = think(replace(behind, now=NOW + TURN_SECONDS), policy()).observation
+        assert missing(late), "an older job that can never be placed holds nobody up for ever"
 
     def test_a_trainer_that_ends_before_it_is_ready_is_tried_once_more_and_then_fails_the_job(self) -> None:
         world = with_pods(again(think(fresh(1, 0), policy()), fresh(1, 0)))
@@ -101,7 +107,7 @@ class TestBeginning:
         )
         assert not think(replace(world, now=NOW + 30), policy()).draft.state.life.failed_reason
         late = think(replace(world, now=NOW + 61), policy()).draft.state
-        assert (late.failed_reason, "no such host" in late.failed_message) == ("ImagePullFailed", True)
+        assert (late.life.failed_reason, "no such host" in late.life.failed_message) == ("ImagePullFailed", True)
 
 
 class TestCrash:
@@ -218,7 +224,7 @@ class TestHang:
         ]
         thought = think(replace(world, faults=tuple(asleep)), policy())
         assert thought.draft.plan.membership == 1
-        assert not thought.decisions
+        assert not decisions(thought)
 
     def test_the_same_again_moves_the_rank(self) -> None:
         world = training()
@@ -255,12 +261,12 @@ class TestHang:
         world = training()
         waited = tuple(stall(member.worker, member.ranks[0]) for member in world.plan.members)
         first = think(replace(world, faults=waited), policy())
-        assert not first.decisions
+        assert not decisions(first)
         newer = stall("j-w0-0", 0, step=600)
         newer = replace(newer, name="j-w0-0-stall-1-2", ranks=(replace(newer.ranks[0], step=600, sequence=90),))
         later = change_members(again(first, world), step=600)
         second = think(replace(later, faults=(*waited, newer)), policy())
-        assert not second.decisions
+        assert not decisions(second)
         assert {fault.name for fault in waited} <= set(second.draft.state.incidents.settled)
         assert newer.name not in second.draft.state.incidents.settled
 
@@ -281,7 +287,7 @@ class TestWorkerLost:
         thought = think(change_worker(world, "j-w1-0", gone=True), policy())
         assert seats(thought.draft) == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
         assert (thought.draft.plan.membership, thought.draft.plan.round) == (2, 2)
-        assert [worker.name for worker in thought.staffing.create] == ["j-w1-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w1-1"]
         assert not thought.draft.state.budget.restarts  # a disruption burns no budget
 
     def test_one_that_is_told_to_end_first_gets_its_checkpoint(self) -> None:
@@ -301,7 +307,7 @@ class TestWorkerLost:
         world = change_worker(training(spares=0), "j-w1-0", gone=True)
         thought = think(world, policy())
         assert seats(thought.draft)[1] == "j-w1-0"
-        assert [worker.name for worker in thought.staffing.create] == ["j-w1-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w1-1"]
         later = with_pods(again(thought, world), state=LauncherState.RUNNING)
         later = change_worker(later, "j-w1-0", gone=True)
         later = change_worker(later, "j-w1-1", heartbeat={"state": LauncherState.WARM})
@@ -340,17 +346,17 @@ class TestWorkerLost:
         world = change_worker(training(), "j-w1-0", pod={"exit_code": 0})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ("j-w1-0",)
-        assert not thought.decisions
+        assert not decisions(thought)
 
     def test_a_lost_spare_is_made_anew_without_ado(self) -> None:
         thought = think(change_worker(training(), "j-w4-0", gone=True), policy())
-        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w4-1"]
         assert thought.draft.plan.membership == 1
 
     @pytest.mark.parametrize("pod", [{"disrupted": "Evicted", "exit_code": 137}, {"deleting": True}])
     def test_so_is_one_that_is_taken_away_while_its_pod_is_still_there(self, pod: dict[str, object]) -> None:
         thought = think(change_worker(training(), "j-w4-0", pod=pod), policy())
-        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w4-1"]
         assert not thought.draft.state.placement.failed_starts
 
     @pytest.mark.parametrize("state", [LauncherState.WARM, LauncherState.STARTING])
@@ -364,13 +370,13 @@ class TestWorkerLost:
             thought = think(world, policy())
             assert not thought.draft.state.life.failed_reason
             assert not thought.draft.state.incidents.open, "nothing is recovering"
-            assert not thought.staffing.create
+            assert not missing(thought.observation)
             assert thought.draft.state.placement.failed_starts == tries
             waits = thought.draft.state.placement.retry_at - world.now
             assert 0.75 * 10 * 2 ** (tries - 1) <= waits <= 1.25 * 10 * 2 ** (tries - 1)
             world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
             thought = think(world, policy())
-            assert [worker.name for worker in thought.staffing.create] == [f"j-w4-{tries}"]
+            assert [worker.name for worker in missing(thought.observation)] == [f"j-w4-{tries}"]
             members = {view.name: view for view in world.workers}
             world = with_pods(again(thought, world), state=LauncherState.STARTING)
             world = replace(world, workers=tuple(members.get(view.name, view) for view in world.workers))
@@ -396,7 +402,7 @@ class TestNodeLost:
         world = self.lost()
         thought = think(world, policy())
         assert seats(thought.draft)[1] == "j-w4-0"
-        (view,) = thought.staffing.delete
+        (view,) = surplus(thought.observation)
         assert (view.name, view.record.force) == ("j-w1-0", True)
         assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
         assert thought.draft.state.incidents.current[0].cause is Cause.NODE_LOST
@@ -411,12 +417,12 @@ class TestNodeLost:
         world = self.lost()
         for view in world.members:
             world = change_worker(world, view.name, reachable=False, node_reachable=False)
-        assert not think(world, policy()).decisions
+        assert not decisions(think(world, policy()))
 
     def test_silence_alone_means_nothing_to_a_young_operator(self) -> None:
         world = change_worker(replace(training(), operator_age=5.0), "j-w1-0", reachable=False, silent_seconds=60.0)
-        assert not think(world, policy()).decisions
-        assert think(replace(world, operator_age=60.0), policy()).decisions
+        assert not decisions(think(world, policy()))
+        assert decisions(think(replace(world, operator_age=60.0), policy()))
 
     def test_many_nodes_at_once_trip_the_breaker(self) -> None:
         world = self.lost(training(replicas=6, spares=3))
@@ -445,7 +451,7 @@ class TestGpuError:
         (incident,) = thought.draft.state.incidents.current
         assert (incident.remedy, incident.outcome) == (Remedy.REPLACE_WORKER, Outcome.RECOVERED)
         assert thought.draft.state.placement.failed_starts == 0
-        assert [worker.name for worker in thought.staffing.create] == ["j-w4-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w4-1"]
         assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-4"]
 
     def test_without_leave_to_replace_the_node_alone_is_dealt_with(self) -> None:
@@ -466,7 +472,7 @@ class TestGpuError:
     def test_a_counter_that_falls_is_no_error(self) -> None:
         world = self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0)
         seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
-        assert not think(world.with_draft(world.draft.with_gpus(values=seen)), policy()).decisions
+        assert not decisions(think(world.with_draft(world.draft.with_gpus(values=seen)), policy()))
 
     def test_a_job_that_stands_still_gets_no_checkpoint_and_waits_for_none(self) -> None:
         world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0)
@@ -478,20 +484,20 @@ class TestGpuError:
     def test_a_gauge_that_never_resets_fires_once(self) -> None:
         world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 45.0)
         thought = think(world, policy())
-        assert len(thought.decisions) == 1
-        assert not think(again(thought, world), policy()).decisions
+        assert len(decisions(thought)) == 1
+        assert not decisions(think(replace(again(thought, world), now=NOW + 1), policy()))
 
     def test_what_a_node_showed_before_the_job_came_is_no_news(self) -> None:
         world = training()
         world = world.with_draft(world.draft.with_gpus(nodes=()))
-        assert not think(self.with_value(world, "DCGM_FI_DEV_XID_ERRORS", 79.0), policy()).decisions
+        assert not decisions(think(self.with_value(world, "DCGM_FI_DEV_XID_ERRORS", 79.0), policy()))
 
     def test_an_uncorrectable_memory_error_is_fatal(self) -> None:
         thought = think(self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0), policy())
         assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
 
     def test_a_node_without_a_worker_of_the_job_is_not_its_business(self) -> None:
-        assert not think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, "node-9"), policy()).decisions
+        assert not decisions(think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, "node-9"), policy()))
 
     def test_the_launchers_own_word_is_enough(self) -> None:
         fault = Fault("g", FaultKind.GPU_ERROR, "j-w1-0", 1, NOW, membership=1, xid=79)
@@ -515,9 +521,9 @@ class TestRecommend:
     def test_a_lost_worker_is_recommended_upon_once(self, watching: Policy) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         thought = think(world, watching)
-        repeated = think(again(thought, world), watching)
-        assert len(thought.decisions) == 1
-        assert not repeated.decisions
+        repeated = think(replace(again(thought, world), now=NOW + 1), watching)
+        assert len(decisions(thought)) == 1
+        assert not decisions(repeated)
         assert seats(repeated.draft)[1] == "j-w1-0"
 
     def test_a_remedy_that_is_not_allowed_is_not_done_in_another_way(self) -> None:
@@ -562,11 +568,11 @@ class TestStages:
         world = training(2, 0, job=job(2, 0, suspend=True))
         thought = think(world, policy())
         assert thought.draft.plan.stop is Stop.SUSPEND
-        assert not thought.staffing.delete
+        assert not surplus(thought.observation)
         left = again(thought, world)
         for name in ("j-w0-0", "j-w1-0"):
             left = change_worker(left, name, pod={"exit_code": 0, "phase": "Succeeded"})
-        assert len(think(left, policy()).staffing.delete) == 2
+        assert len(surplus(think(left, policy()).observation)) == 2
         assert not think(left, policy()).draft.state.life.completed_at
 
     def test_resume_begins_with_new_workers_and_a_later_round(self) -> None:
@@ -580,7 +586,7 @@ class TestStages:
         thought = think(resumed, policy())
         assert thought.draft.plan.stop is Stop.NO
         assert thought.draft.plan.sequence_cost is None, "the script may be another one"
-        assert [worker.name for worker in thought.staffing.create] == ["j-w0-1", "j-w1-1"]
+        assert [worker.name for worker in missing(thought.observation)] == ["j-w0-1", "j-w1-1"]
         warm = with_pods(again(thought, resumed), state=LauncherState.WARM)
         plan = think(warm, policy()).draft.plan
         assert (plan.membership, plan.round) == (2, 2)
@@ -603,7 +609,7 @@ class TestStages:
         thought = think(world, policy())
         shrunk = think(change_members(again(thought, world), checkpoint_request=1), policy())
         assert seats(shrunk.draft) == ["j-w0-0", "j-w1-0"]
-        assert {view.name for view in shrunk.staffing.delete} == {"j-w2-0"}
+        assert {view.name for view in surplus(shrunk.observation)} == {"j-w2-0"}
 
     def test_a_failing_prometheus_changes_nothing(self) -> None:
         world = replace(training(), metrics=Metrics(unavailable="away"))

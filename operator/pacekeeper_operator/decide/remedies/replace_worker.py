@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .. import workforce
 from ...decision import Decision, ReplaceWorker
 from ...observation import Observation
+from .. import workforce
 from .applied import Applied
 
 
