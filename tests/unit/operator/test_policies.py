@@ -99,7 +99,7 @@ def stored(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_was_written_so_is_not_written_again() -> None:
-    everything = {"matchLabels": {}, "matchExpressions": []}
+    everything: dict[str, Any] = {"matchLabels": {}, "matchExpressions": []}
     untidy = {"namespaceSelector": everything, "podSelector": {"matchLabels": {"a": "b"}}}
     wanted = policy(untidy, {"ipBlock": {"cidr": "10.200.0.1/32", "except": []}})
     assert wanted["spec"]["ingress"][1]["from"][1:] == [
