@@ -10,6 +10,8 @@ from demo import kube
 
 NAMESPACE = "demo"
 NAME = "gpt"
+STOP_FILE = "/checkpoints/enough"
+"""The script's --stop-file in examples/gpt.yaml."""
 SELECTOR = f'{{namespace="{NAMESPACE}",trainingjob="{NAME}"}}'
 """The job's series in Prometheus."""
 
@@ -92,6 +94,13 @@ def step_seconds() -> float | None:
 def loss() -> float | None:
     """Mean over the ranks; None before the first step."""
     return _metric("avg", "pacekeeper_rank_loss")
+
+
+def stop() -> str:
+    """Have the script end by itself, and return what was done, in words."""
+    worker = worker_of_rank(0)
+    kube.kubectl("exec", worker, "-c", "trainer", "-n", NAMESPACE, "--", "touch", STOP_FILE)
+    return f"touch {STOP_FILE} in {worker}"
 
 
 def _metric(over_ranks: str, name: str) -> float | None:

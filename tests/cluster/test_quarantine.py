@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from kubernetes.aio import client, config
 
-from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, ObjectRef
+from pacekeeper_operator.api import FIELD_MANAGER_CORDON, LABEL_NO_QUARANTINE, TAINT_QUARANTINE, ObjectRef
 from pacekeeper_operator.cluster import QUARANTINES, Object
 from pacekeeper_operator.cluster import Cluster as Api
 from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.services.quarantine import quarantine, reconcile, release_all, watch_over
 from pacekeeper_operator.settings import Settings
 from testcluster.images import OPERATOR_IMAGE
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -64,6 +64,13 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
         yield MortalApi(connection)
 
 
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """For the probes of all tests."""
+    with scratch_namespace(cluster) as name:
+        yield name
+
+
 @pytest.fixture
 def settings(namespace: str) -> Settings:
     return Settings(namespace=namespace, image=OPERATOR_IMAGE)
@@ -74,13 +81,18 @@ def untouched_nodes(cluster: Cluster) -> Iterator[None]:
     """Whatever a test does to its nodes is undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
-        if cluster.get("nodequarantine", name) is not None:
-            cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-            cluster.kubectl("delete", "nq", name, "--ignore-not-found")
-    cluster.kubectl("delete", "node", STAND_IN, "--ignore-not-found")
+        if cluster.get("nodequarantine", name) is None:
+            continue
+        cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+        cluster.kubectl("delete", "nq", name, "--ignore-not-found")
+    if cluster.get("node", STAND_IN) is not None:
+        cluster.kubectl("delete", "node", STAND_IN)
     for name in (NODE, OTHER):
-        cluster.kubectl("patch", "node", name, "--type=merge", "-p", '{"spec":{"taints":null,"unschedulable":null}}')
-        cluster.kubectl("label", "node", name, "pacekeeper.dev/no-quarantine-")
+        if taints(cluster, name) or cordoned(cluster, name):
+            marks = '{"spec":{"taints":null,"unschedulable":null}}'
+            cluster.kubectl("patch", "node", name, "--type=merge", "-p", marks)
+        if LABEL_NO_QUARANTINE in cluster.get("node", name)["metadata"]["labels"]:
+            cluster.kubectl("label", "node", name, f"{LABEL_NO_QUARANTINE}-")
 
 
 def uid(cluster: Cluster, node: str = NODE) -> str:
@@ -101,15 +113,13 @@ def is_held(cluster: Cluster, node: str = NODE) -> bool:
 
 def is_free(cluster: Cluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
-    body = cluster.kubectl("get", "node", node, "--output=json", "--show-managed-fields")
-    managers = [entry["manager"] for entry in json.loads(body)["metadata"]["managedFields"]]
+    managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
     return FIELD_MANAGER_CORDON not in managers and not taints(cluster, node) and not cordoned(cluster, node)
 
 
 def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
     """Reason → kinds of the objects that it was told about."""
-    found = json.loads(cluster.kubectl("get", "events.events.k8s.io", "--namespace=default", "--output=json"))["items"]
-    about = [event for event in found if event["regarding"]["name"] == node]
+    about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
 
@@ -330,11 +340,14 @@ class TestLimits:
     ) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("create", "configmap", PAUSE, "--namespace", settings.namespace)
-        assert "paused" in await ask(api, cluster, settings, OTHER)
-        assert cluster.get("nodequarantine", OTHER) is None
-        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert is_free(cluster)
+        try:
+            assert "paused" in await ask(api, cluster, settings, OTHER)
+            assert cluster.get("nodequarantine", OTHER) is None
+            cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+            await settle(api, settings)
+            assert is_free(cluster)
+        finally:
+            cluster.kubectl("delete", "configmap", PAUSE, "--namespace", settings.namespace)
 
 
 class TestReleaseAll:
