@@ -6,6 +6,7 @@ Another mode for a slow link, and back, is in the demo (test_demo.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -49,6 +50,10 @@ def test_the_mode_that_the_spec_wants_is_in_force_and_auto_takes_it_back(job: Jo
     job.until_calm()
     for wanted, mode in (("EDiT", "EDiT"), ("Auto", "Sync")):
         job.patch(syncMode=wanted)
-        job.until(lambda mode=mode: job.status.get("syncMode") == mode, 60, f"the ranks train in mode {mode}")
+        job.until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
         job.until_trained_on(20)
     assert job.status["round"] == 1, "nobody was restarted"
+
+
+def trains_in(job: Job, mode: str) -> bool:
+    return bool(job.status.get("syncMode") == mode)

@@ -14,7 +14,8 @@ class FakeCluster(Cluster):
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.failures: dict[str, list[Exception]] = {}  # plural → what its next lists raise, one each
-        self._version = 0
+        self.refusals: dict[str, list[Exception]] = {}  # plural → what its next creations and replacements raise
+        self.version = 0
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         found = self.objects.get((kind.plural, namespace, name))
@@ -34,15 +35,17 @@ class FakeCluster(Cluster):
             and namespace in ("", place)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
         ]
-        return Listing(items, self._version)
+        return Listing(items, self.version)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key in self.objects:
             raise Conflict(f"{key} exists already")
         return body if dry_run else self._store(key, body)
 
     async def replace(self, kind: Kind, body: Object) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key not in self.objects:
             raise NotFound(str(key))
@@ -67,12 +70,16 @@ class FakeCluster(Cluster):
         if key in self.objects and uid in ("", self.objects[key]["metadata"].get("uid")):
             del self.objects[key]
 
+    def _refuse(self, kind: Kind) -> None:
+        if waiting := self.refusals.get(kind.plural):
+            raise waiting.pop(0)
+
     def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
         return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
 
     def _store(self, key: tuple[str, str, str], body: Object) -> Object:
-        self._version += 1
+        self.version += 1
         stored = copy.deepcopy(body)
-        stored["metadata"]["resourceVersion"] = str(self._version)
+        stored["metadata"]["resourceVersion"] = str(self.version)
         self.objects[key] = stored
         return copy.deepcopy(stored)
