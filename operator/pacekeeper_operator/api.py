@@ -72,6 +72,15 @@ class Mode(StrEnum):
     RECOMMEND = "Recommend"
 
 
+class WantedMode(StrEnum):
+    """How the ranks shall keep their parameters alike: a mode of `SyncMode`, or the operator's choice."""
+
+    AUTO = "Auto"
+    SYNC = SyncMode.SYNC
+    EDIT = SyncMode.EDIT
+    ASYNC_EDIT = SyncMode.ASYNC_EDIT
+
+
 class CleanPodPolicy(StrEnum):
     """Which pods go once the job is Complete or Failed."""
 
@@ -230,6 +239,7 @@ class JobSpec:
     spares: int = 0
     nproc_per_node: int = 1
     suspend: bool = False
+    sync_mode: WantedMode = WantedMode.AUTO
     scheduling_timeout: float = 300.0  # seconds
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     detection: DetectionSpec = field(default_factory=DetectionSpec)

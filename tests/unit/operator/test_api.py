@@ -52,6 +52,7 @@ def test_every_field_is_read() -> None:
             "spares": 1,
             "nprocPerNode": 8,
             "suspend": True,
+            "syncMode": "AsyncEDiT",
             "schedulingTimeout": "1m30s",
             "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
             "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
@@ -67,6 +68,7 @@ def test_every_field_is_read() -> None:
         spares=1,
         nproc_per_node=8,
         suspend=True,
+        sync_mode=api.WantedMode.ASYNC_EDIT,
         scheduling_timeout=90.0,
         checkpoint=api.CheckpointSpec("/c", 7, 2, "claim"),
         detection=api.DetectionSpec(2.0, 16, 9.0),
@@ -95,6 +97,7 @@ def test_every_field_is_read() -> None:
             r"spec.remediation.allow\[0\]: 'x' is not one of Restart",
         ),
         ({"template": TEMPLATE, "remediation": {"allow": "x"}}, "spec.remediation.allow: must be a list"),
+        ({"template": TEMPLATE, "syncMode": "sync"}, "spec.syncMode: 'sync' is not one of Auto, Sync, EDiT, AsyncEDiT"),
     ],
 )
 def test_mistakes_name_the_field(spec: dict[str, Any], message: str) -> None:
@@ -222,6 +225,7 @@ def test_evidence_is_cut_to_what_the_schema_takes() -> None:
     [
         (Remedy, "trainingjobs", "spec.remediation.allow.items"),
         (Mode, "trainingjobs", "spec.remediation.mode"),
+        (api.WantedMode, "trainingjobs", "spec.syncMode"),
         (api.CleanPodPolicy, "trainingjobs", "spec.runPolicy.cleanPodPolicy"),
         (api.Phase, "trainingjobs", "status.phase"),
         (api.Class, "incidents", "spec.class"),
@@ -236,6 +240,11 @@ def test_words_are_those_of_the_schema(words: Any, plural: str, path: str) -> No
     for name in path.split("."):
         found = found["items"] if name == "items" else found["properties"][name]
     assert found["enum"] == list(words)
+
+
+def test_each_mode_can_be_wanted_and_auto_is_none_of_them() -> None:
+    assert {*api.WantedMode} - {*SyncMode} == {api.WantedMode.AUTO}
+    assert {*SyncMode} <= {*api.WantedMode}
 
 
 @pytest.mark.parametrize("cause", Cause)
