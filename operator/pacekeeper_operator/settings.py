@@ -18,6 +18,8 @@ class Settings:
 
     namespace: str = "pacekeeper-system"
     """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Jobs are kept in these namespaces only, and nothing of others is seen; empty: in all."""
     identity: str = ""
     """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
     service_name: str = "pacekeeper"
@@ -105,6 +107,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return {"true": True, "false": False}[text.lower()]
             case "Mode":
                 return Mode(text)
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:
                 return text
     except (ValueError, KeyError) as error:
