@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Tenant:
         A question is verb, resource and perhaps a namespace: "patch incidents.pacekeeper.dev/status", "get pods in x".
         """
         reviews = [access_review(user, question, self.namespace) for question in questions]
-        body = json.dumps({"apiVersion": "v1", "kind": "List", "items": reviews})
+        body = json.dumps(several(reviews))
         lines = 'jsonpath={.status.allowed}{"\\n"}'
         answers = self.cluster.kubectl("create", "-f", "-", "-o", lines, stdin=body).split()
         return [question for question, answer in zip(questions, answers, strict=True) if answer == "true"]
@@ -71,6 +71,11 @@ def access_review(user: str, question: str, namespace: str) -> dict[str, Any]:
         "kind": "SubjectAccessReview",
         "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
     }
+
+
+def several(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """For one call of kubectl, which tries each and tells all refusals."""
+    return {"apiVersion": "v1", "kind": "List", "items": list(bodies)}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +126,15 @@ def owned_pod(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
     body = copy.deepcopy(STRAY_POD)
     body["metadata"] = {"name": name, "ownerReferences": list(owners)}
     return body
+
+
+def worker(**spec: Any) -> dict[str, Any]:
+    body = owned_pod("gpt-w0-0", owner("TrainingJob"))
+    return body | {"spec": body["spec"] | spec}
+
+
+def container(**security_context: Any) -> list[dict[str, Any]]:
+    return [{"name": "trainer", "image": "x", "securityContext": security_context}]
 
 
 def plan_of_old(name: str, uid: str) -> dict[str, Any]:
@@ -211,7 +225,8 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
 
 
 def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
-    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=owned_pod("gpt-w0-0", owner("TrainingJob")))
+    rdma = worker(hostNetwork=True, containers=container(capabilities={"add": ["IPC_LOCK"]}))
+    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
     probe = owned_pod("probe", owner("NodeQuarantine", "node-1"))
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
     state = STATE | {"metadata": {"name": "gpt", "ownerReferences": [owner("TrainingJob")]}}
@@ -232,14 +247,34 @@ STRANGERS = (
 
 
 def test_a_stolen_operator_makes_no_pod(tenant: Tenant) -> None:
-    for body in STRANGERS:
-        assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "create", "-f", "-", body=body)
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(STRANGERS))
+    assert words.count("only what a TrainingJob controls") == len(STRANGERS)
+
+
+def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
+    pods = (
+        worker(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
+        worker(hostPID=True),
+        worker(hostIPC=True),
+        worker(containers=container(privileged=True)),
+        worker(containers=container(capabilities={"add": ["SYS_ADMIN"]})),
+        worker(initContainers=[{"name": "first", "image": "x", "securityContext": {"privileged": True}}]),
+    )
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(pods))
+    assert words.count("admissionPolicy.hostAccess") == len(pods), words
+
+
+def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
+    probes = [owned_pod("probe", owner("NodeQuarantine")) for _ in range(2)]
+    probes[0]["spec"]["hostNetwork"] = True
+    probes[1]["spec"]["serviceAccountName"] = RELEASE
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(probes), namespace=SYSTEM)
+    assert words.count("a probe needs nothing of its node") == len(probes), words
 
 
 def test_a_stolen_operator_enters_no_namespace_of_the_system(tenant: Tenant) -> None:
     for namespace in ("kube-system", "kube-public", "kube-node-lease"):
-        worker = owned_pod("gpt-w0-0", owner("TrainingJob"))
-        words = tenant.refusal(OPERATOR, "create", "-f", "-", body=worker, namespace=namespace)
+        words = tenant.refusal(OPERATOR, "create", "-f", "-", body=worker(), namespace=namespace)
         assert "nothing to do in this namespace" in words
 
 

@@ -308,7 +308,7 @@ def policies(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def test_policies_bind_and_deny(objects: list[dict[str, Any]]) -> None:
     found = policies(objects)
-    assert set(found) >= {"owned", "nodes", "jobs", "secrets", "states"}
+    assert set(found) >= {"owned", "pods", "nodes", "jobs", "secrets", "states"}
     for name, spec in found.items():
         binding = one(objects, "ValidatingAdmissionPolicyBinding", f"{RELEASE}-{name}")["spec"]
         assert binding == {"policyName": f"{RELEASE}-{name}", "validationActions": ["Deny"]}, "in all namespaces"
@@ -346,6 +346,9 @@ def test_policies_follow_the_values() -> None:
     found = policies(helm_template("--set", changes))
     assert "['kube-system','vault']" in found["owned"]["validations"][0]["expression"]
     assert "group in ['restorers']" in found["states"]["matchConditions"][0]["expression"]
+    assert len(policies(helm_template())["pods"]["validations"]) == 2
+    hosts = policies(helm_template("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
+    assert [rule["message"] for rule in hosts] == ["a probe needs nothing of its node, and no service account"]
     assert "plans" in policies(helm_template())
     assert "plans" not in policies(helm_template("--set", "migration.enabled=false"))
     assert policies(helm_template("--set", "admissionPolicy.enabled=false")) == {}
