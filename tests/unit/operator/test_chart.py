@@ -257,6 +257,13 @@ def test_with_named_namespaces_it_has_no_rights_in_others() -> None:
     assert callers[0]["namespaceSelector"] == {"matchExpressions": [names]}
 
 
+def test_names_of_namespaces_are_read_as_people_write_them() -> None:
+    assert Settings.from_environment({"PACEKEEPER_WATCH_NAMESPACES": " team-a, team-b,"}).watch_namespaces == (
+        "team-a",
+        "team-b",
+    )
+
+
 READ = {"get", "list", "watch"}
 
 
