@@ -19,6 +19,8 @@ class Settings:
 
     namespace: str = "pacekeeper-system"
     """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Jobs are kept in these namespaces only, and nothing of others is seen; empty: in all."""
     identity: str = ""
     """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
     service_name: str = "pacekeeper"
@@ -43,9 +45,6 @@ class Settings:
     log_level: str = "INFO"
     sample_seconds: float = 2.0
     """How often Prometheus is asked while a job runs."""
-
-    watch_namespaces: tuple[str, ...] = ()
-    """Whose jobs this operator looks after, comma separated; none: those of all namespaces."""
 
     mode: Mode = Mode.ACT
     """The most that any job may allow."""
@@ -122,6 +121,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return Mode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:
                 return text
     except InputError as error:
