@@ -21,6 +21,7 @@ from .handlers import pods, quarantines, startup, trainingjobs  # noqa: F401  # 
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
+from .runtime import Runtime
 from .services import leadership
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -87,7 +88,7 @@ async def run(settings: Settings) -> None:
 
 async def _release_all() -> None:
     async with cluster.connect() as api:
-        await release_all(api, RELEASE_SECONDS)
+        await release_all(api, Runtime(), RELEASE_SECONDS)
 
 
 if __name__ == "__main__":
