@@ -71,9 +71,7 @@ class FakeCluster(Cluster):
             del self.objects[key]
         return copy.deepcopy(stored)
 
-    async def delete(
-        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None
-    ) -> None:
+    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", **_: Any) -> None:
         """What has finalizers stays, until they are taken away."""
         key = (kind.plural, namespace, name)
         body = self.objects.get(key)

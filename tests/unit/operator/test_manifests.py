@@ -14,6 +14,7 @@ from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
+    ProbeImage,
     plan_config_map,
     probe_pod,
     worker_name,
@@ -297,14 +298,14 @@ def test_the_plan_is_written_by_compare_and_swap() -> None:
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
-    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "image", ["check"])
+    body = probe_pod("probe", "pacekeeper-system", node, quarantine, ProbeImage("image"), ["check"])
     spec = body["spec"]
     assert spec["nodeName"] == "node-3", "the scheduler would not go there"
     assert {item["key"] for item in spec["tolerations"]} == {
         "pacekeeper.dev/quarantine",
         "node.kubernetes.io/unschedulable",
     }
-    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 60)
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 120)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"
