@@ -64,7 +64,7 @@ async def run(settings: Settings) -> None:
                 sidecar_image=settings.sidecar_image,
                 sidecar_pull_policy=settings.sidecar_pull_policy,
             ),
-            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_node_label),
+            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label),
         )
         context = authority.serving_context(settings.hosts, datetime.now(UTC))
         sidecars = Sidecars(api, operator.memory)

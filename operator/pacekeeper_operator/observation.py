@@ -95,6 +95,7 @@ class GpuValue:
     gpu: str
     metric: str
     value: float
+    vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
 
     @property
     def key(self) -> str:
@@ -117,6 +118,7 @@ class Metrics:
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
 
 
