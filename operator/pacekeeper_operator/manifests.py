@@ -28,7 +28,8 @@ from .api import (
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
-PROBE_SECONDS = 60
+PROBE_SECONDS = 120
+"""A probe pod ends itself, should there be no operator to end it."""
 
 _RUNTIME = "pacekeeper-runtime"
 _TOKEN = "pacekeeper-token"
@@ -52,6 +53,15 @@ class Installation:
     sidecar_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
     )
+
+
+@dataclass(frozen=True)
+class ProbeImage:
+    """What probe pods run."""
+
+    name: str
+    pull_policy: str = ""  # "": the API server's default
+    pull_secrets: tuple[str, ...] = ()  # names of Secrets in the operator's namespace
 
 
 def worker_pod(
@@ -129,17 +139,18 @@ def probe_pod(
     namespace: str,
     node: Object,
     quarantine: Object,
-    image: str,
+    image: ProbeImage,
     command: Sequence[str],
     resources: Mapping[str, Any] | None = None,
 ) -> Object:
-    """A short-lived pod on a quarantined `node`: it succeeds if the node can be used again.
+    """A short-lived pod on a `node` that is suspected or quarantined: it succeeds if the node can be used.
 
     It is bound to the node by name (a cordon keeps the scheduler away) and goes with its NodeQuarantine.
     """
-    container = {
+    container: Object = {
         "name": "probe",
-        "image": image,
+        "image": image.name,
+        **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}),
         "command": list(command),
         "resources": dict(resources or {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}),
         "securityContext": dict(_RESTRICTED),
@@ -160,6 +171,7 @@ def probe_pod(
             "activeDeadlineSeconds": PROBE_SECONDS,
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
+            "imagePullSecrets": [{"name": secret} for secret in image.pull_secrets],
             "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532},
             "tolerations": [
                 {"key": TAINT_QUARANTINE, "operator": "Exists"},

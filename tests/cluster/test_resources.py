@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pacekeeper_operator.api import Job
-from pacekeeper_operator.manifests import Installation, probe_pod, worker_pod
+from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
 from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster, scratch_namespace
 
@@ -462,7 +462,7 @@ def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, restric
     node = {"metadata": {"name": "node-1", "uid": "u"}}
     pods = [
         worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
-        probe_pod("probe", restricted_namespace, node, node, "pacekeeper.dev/operator:dev", ["true"]),
+        probe_pod("probe", restricted_namespace, node, node, ProbeImage("pacekeeper.dev/operator:dev"), ["true"]),
     ]
     for pod in pods:
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))

@@ -12,6 +12,7 @@ import pytest
 from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
+    ProbeImage,
     probe_pod,
     worker_name,
     worker_pod,
@@ -284,14 +285,14 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
-    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "image", ["check"])
+    body = probe_pod("probe", "pacekeeper-system", node, quarantine, ProbeImage("image"), ["check"])
     spec = body["spec"]
     assert spec["nodeName"] == "node-3", "the scheduler would not go there"
     assert {item["key"] for item in spec["tolerations"]} == {
         "pacekeeper.dev/quarantine",
         "node.kubernetes.io/unschedulable",
     }
-    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 60)
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 120)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"

@@ -43,7 +43,7 @@ async def written(cluster: FakeCluster, world: Observation) -> None:
 async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, Desk]:
     """An operator that has looked around, before its first pass."""
     await written(cluster, world)
-    operator = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", ""))
+    operator = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
     operator.paused = ""
     await operator.pods.read(cluster, ())
     return operator, desk_for(operator, world.job, {})
@@ -64,7 +64,7 @@ async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> Non
     world = training(replicas=2, spares=1)
     await written(cluster, world)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
-    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", ""))
+    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
     with pytest.raises(kopf.TemporaryError):
         await operator.pods.read(cluster, ())
     assert not operator.pods.listed.is_set()
