@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from pacekeeper_operator.api import (
     Verdict,
     Witness,
 )
-from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Object
+from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Object, Objects
 from pacekeeper_operator.decide.node_quarantine import Ruling, decide
 from pacekeeper_operator.decide.node_steps import (
     Approve,
@@ -44,7 +44,7 @@ from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE,
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services import quarantine as service
 from pacekeeper_operator.services.operator import PAUSE
-from pacekeeper_operator.services.quarantine import Blame, look, reconcile, suspect
+from pacekeeper_operator.services.quarantine import Blame, look, suspect
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.schema import faults, schema
@@ -311,6 +311,7 @@ class World(FakeCluster):
         super().__init__()
         self.kubelet: dict[str, Object] = {}
         self.broken: set[str] = set()  # kinds that cannot be read
+        self.lists: list[str] = []  # kinds, as they were listed
         for i in range(1, 7):
             self.node(f"node-{i}")
 
@@ -323,6 +324,10 @@ class World(FakeCluster):
         if kind.plural in self.broken:
             raise kopf.TemporaryError("the API server does not answer")
         return await super().find(kind, name, namespace)
+
+    async def list(self, kind: Kind, namespace: str = "", **named: Any) -> Objects:
+        self.lists.append(kind.plural)
+        return await super().list(kind, namespace, **named)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         if kind is PODS and "nodeName" in body["spec"]:
@@ -342,10 +347,10 @@ class World(FakeCluster):
         body = self.objects.get((QUARANTINES.plural, "", name))
         return None if body is None else Quarantine.parse(body)
 
-    def events(self) -> list[str]:
+    def events(self) -> Sequence[str]:
         return [body["reason"] for (plural, _, _), body in self.objects.items() if plural == EVENTS.plural]
 
-    def probes(self) -> list[Object]:
+    def probes(self) -> Objects:
         return [body for (plural, _, _), body in self.objects.items() if plural == PODS.plural]
 
 
@@ -380,9 +385,7 @@ async def run(world: World, clock: Clock, seconds: float, settings: Settings = S
     """The loop over all quarantines for so long; it looks again when one of them wants it."""
     end = clock.time + seconds
     while clock.time < end:
-        bodies = await world.list(QUARANTINES)
-        delays = [await reconcile(world, body["metadata"]["name"], settings, clock.now()) for body in bodies]
-        clock.time = min(end, clock.time + max(1.0, min(delays, default=math.inf)))
+        clock.time = min(end, clock.time + max(1.0, await service._look_at_all(world, clock, settings)))
 
 
 class TestService:
@@ -481,6 +484,35 @@ class TestService:
         found = await look(world, "node-1", "uid-node-1")
         assert found is not None
         assert found.verdict is Verdict.PAUSED
+
+    async def test_many_blamed_nodes_cost_one_look_at_the_cluster(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+        await run(world, clock, 15)
+        world.lists.clear()
+        await service._look_at_all(world, clock, SETTINGS)
+        assert world.lists == ["nodequarantines", "nodequarantines", "nodes"]
+
+    async def test_no_node_is_touched_upon_what_a_look_had_read_before(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        found, fleet = world.quarantine(), service.Fleet(world, SETTINGS)
+        assert found is not None
+        await fleet.around(found, DOWN)
+        for other in ("node-2", "node-3"):
+            await suspect(world, clock, SETTINGS, blame(other))
+        await service.reconcile(world, "node-1", SETTINGS, START + 10, fleet)
+        assert not world.held()
+        assert (await look(world, "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
+
+    async def test_probes_at_once_are_bounded_within_one_look(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}")
+            world.kubelet[f"node-{i}"] = {"phase": "Running"}
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+        await run(world, clock, 3)
+        assert len(world.probes()) == PROBES_AT_ONCE
 
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
         world.node("node-2", **{LABEL_NO_QUARANTINE: ""})
