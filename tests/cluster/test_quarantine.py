@@ -210,7 +210,7 @@ class TestLife:
 
     async def test_the_loop_follows_what_people_do(self, api: Api, cluster: Cluster, settings: Settings) -> None:
         changed = asyncio.Event()
-        loop = asyncio.create_task(watch_over(api, settings, changed))
+        loop = asyncio.create_task(watch_over(api, Runtime(), settings, changed))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
             changed.set()

@@ -90,8 +90,13 @@ class Sample:
         if slowest is not None and ranks is not None and slowest.rank not in ranks.get(slowest.pod, ()):
             slowest = None
         rank = None if slowest is None else slowest.rank
-        words = {"unavailable": self.unavailable, "gpu_unvouched": self.unvouched}
-        return Metrics(**figures, slowest_rank=rank, gpu=self.gpu, **words)
+        return Metrics(
+            **figures,
+            slowest_rank=rank,
+            gpu=self.gpu,
+            gpu_unvouched=self.unvouched,
+            unavailable=self.unavailable,
+        )
 
 
 class Prometheus:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -315,9 +315,9 @@ class World(FakeCluster):
         for i in range(1, 7):
             self.node(f"node-{i}")
 
-    def node(self, name: str, ready: str = "True", gpus: int = 0, **labels: str) -> None:
+    def node(self, name: str, ready: str = "True", gpus: int = 0, labels: Mapping[str, str] | None = None) -> None:
         status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"nvidia.com/gpu": str(gpus)}}
-        body = {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels}, "spec": {}, "status": status}
+        body = {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels or {}}, "spec": {}, "status": status}
         self._store(("nodes", "", name), body)
 
     async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
@@ -515,7 +515,7 @@ class TestService:
         assert len(world.probes()) == PROBES_AT_ONCE
 
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
-        world.node("node-2", **{LABEL_NO_QUARANTINE: ""})
+        world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
         assert (await suspect(world, clock, SETTINGS, blame("node-2"))).verdict is Verdict.OPTED_OUT
         assert (await suspect(world, clock, SETTINGS, blame(uid="another"))).verdict is Verdict.UNKNOWN_NODE
         assert (await suspect(world, clock, SETTINGS, blame("node-99"))).verdict is Verdict.UNKNOWN_NODE
