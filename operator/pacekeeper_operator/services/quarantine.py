@@ -89,8 +89,10 @@ async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame:
     if known is None:
         return await _refusal(cluster, settings, blame) or await _create(cluster, settings, blame, sign)
     found = Quarantine.parse(known)
+    if found.over:
+        return Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
     signs = with_sign(found.spec.signs, sign)
-    if found.suspicion and not found.over and signs != found.spec.signs:
+    if found.suspicion and signs != found.spec.signs:
         version = {"resourceVersion": known["metadata"]["resourceVersion"]}
         spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
         await cluster.patch(QUARANTINES, blame.node, {"metadata": version, "spec": spec})

@@ -18,7 +18,7 @@ from pacekeeper_operator.settings import Settings
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
     nobody = cast(Cluster, None)
-    operator = Operator(Settings(), nobody, Memory(), Installation("", "", "", ""), Prometheus("", ""))
+    operator = Operator(Settings(), nobody, Memory(), Installation("", "", "", ""), Prometheus("", "", ""))
     operator.node_changed("node-1", None)
     return operator
 

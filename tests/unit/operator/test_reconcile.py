@@ -38,7 +38,7 @@ async def test_a_list_of_pods_that_fails_is_no_news() -> None:
     cluster, world = FakeCluster(), training(replicas=2, spares=1)
     await written(cluster, world)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
-    operator = Operator(Settings(), cluster, Memory(), INSTALLATION, Prometheus("", ""))
+    operator = Operator(Settings(), cluster, Memory(), INSTALLATION, Prometheus("", "", ""))
     desk = Desk(world.job, {}, operator.memory.of("ns", "j"))
     with pytest.raises(kopf.TemporaryError):
         await reconcile(operator, desk)

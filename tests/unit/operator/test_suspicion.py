@@ -41,6 +41,7 @@ from pacekeeper_operator.decide.node_steps import (
     Wait,
 )
 from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
+from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services import quarantine as service
 from pacekeeper_operator.services.operator import PAUSE
@@ -362,6 +363,9 @@ class Clock(Runtime):
     def now(self) -> float:
         return self.time
 
+    async def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
 
 SETTINGS = Settings(quarantine_mode=Mode.ACT, quarantine_max_nodes=5, quarantine_max_share=0.5)
 
@@ -562,3 +566,35 @@ class TestService:
         finally:
             service.MAX_STEPS = step_by_step
         assert world.held() == {"node-1"}
+
+    async def test_all_are_released_and_all_suspicions_end(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 15)
+        assert world.held() == {"node-1"}
+        await suspect(world, clock, SETTINGS, blame("node-2", weak=True))
+        await service.release_all(world, clock, 30)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_while_one_ends_nothing_new_is_said_into_it(self, world: World, clock: Clock) -> None:
+        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await run(world, clock, 1)
+        ended = world.quarantine()
+        assert ended is not None
+        dropped = {"phase": "Released", "message": "the suspicion is dropped"}
+        await world.patch(QUARANTINES, "node-1", {"status": dropped})
+        ruling = await suspect(world, clock, SETTINGS, blame(namespace="team-b"))
+        assert ruling.verdict is Verdict.RELEASING
+
+
+@pytest.mark.parametrize(
+    ("ready", "tainted", "wakes"), [("True", False, False), ("Unknown", False, True), ("True", True, True)]
+)
+def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool, wakes: bool) -> None:
+    body: dict[str, Any] = {
+        "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+    found = kopf.Body(body)
+    assert _concerns_quarantines(spec=found.spec, status=found.status) is wakes
