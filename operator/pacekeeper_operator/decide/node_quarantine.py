@@ -66,6 +66,8 @@ def decide(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, arou
 def ruling(quarantine: Quarantine, node_uid: str) -> Ruling:
     """Of a node whose NodeQuarantine exists."""
     name, verdict = quarantine.name, quarantine.verdict
+    if quarantine.suspicion and verdict is Verdict.CLEARED:
+        return Ruling(verdict, f"{name} is untouched: {quarantine.status.message}")
     if quarantine.over or quarantine.node_uid not in (None, node_uid):
         return Ruling(Verdict.RELEASING, f"an earlier quarantine of {name} is just being released")
     if quarantine.spec.approved:

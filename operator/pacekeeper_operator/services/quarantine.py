@@ -90,8 +90,10 @@ async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame:
     if known is None:
         return await _refusal(cluster, settings, blame) or await _create(cluster, settings, blame, sign)
     found = Quarantine.parse(known)
+    if found.over:
+        return Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
     signs = with_sign(found.spec.signs, sign)
-    if found.suspicion and not found.over and signs != found.spec.signs:
+    if found.suspicion and signs != found.spec.signs:
         version = {"resourceVersion": known["metadata"]["resourceVersion"]}
         spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
         await cluster.patch(QUARANTINES, blame.node, {"metadata": version, "spec": spec})
@@ -104,18 +106,50 @@ async def look(cluster: Cluster, node: str, node_uid: str) -> Ruling | None:
     return None if body is None else ruling(Quarantine.parse(body), node_uid)
 
 
-async def reconcile(cluster: Cluster, name: str, settings: Settings, now: float) -> float:
+class Fleet:
+    """What one look at all NodeQuarantines has read of the cluster, once for all of them."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._known: dict[str, Quarantine] | None = None
+        self._nodes: int | None = None
+        self._paused: str | None = None
+
+    async def around(self, found: Quarantine, node: Node | None) -> Around:
+        """Read as far as a decision needs it: all nodes, and the pause, only where this node may be touched now."""
+        rules = _rules(self._settings)
+        if not found.suspicion:
+            return Around(rules)
+        if self._known is None:
+            self._known = {other.name: other for other in await _all(self._cluster)}
+        self._known[found.name] = found
+        others = tuple(other for other in self._known.values() if other.name != found.name)
+        if node is None or witness_of(found, node) is None:
+            return Around(rules, others)
+        if self._nodes is None or self._paused is None:
+            self._nodes, self._paused = (
+                len(await self._cluster.list(NODES)),
+                await _paused(self._cluster, self._settings),
+            )
+        return Around(rules, others, self._nodes, self._paused)
+
+
+async def reconcile(cluster: Cluster, name: str, settings: Settings, now: float, fleet: Fleet | None = None) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
     Level-triggered and idempotent. `now`: seconds since the epoch. math.inf: there is no such NodeQuarantine.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
+    fleet = fleet or Fleet(cluster, settings)
     for _ in range(MAX_STEPS):
         body = await cluster.find(QUARANTINES, name)
         if body is None:
             return math.inf
         node = await cluster.find(NODES, name)
-        step = await _next(cluster, body, node, settings, now)
+        step = await _next(cluster, body, node, settings, now, fleet)
+        if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
+            step = await _next(cluster, body, node, settings, now, Fleet(cluster, settings))
         if isinstance(step, Wait):
             return step.seconds
         try:
@@ -135,8 +169,7 @@ async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, cha
             if not swept:
                 await _sweep(cluster)
                 swept = True
-            names = [body["metadata"]["name"] for body in await cluster.list(QUARANTINES)]
-            delay = min([RESYNC_SECONDS, *[await _try_reconcile(cluster, runtime, settings, name) for name in names]])
+            delay = await _look_at_all(cluster, runtime, settings)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             log.warning("quarantines cannot be looked at, and are tried again: %s", error)
         except Exception:
@@ -145,6 +178,13 @@ async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, cha
             await runtime.within(delay, changed.wait())
         except TimeoutError:
             continue
+
+
+async def _look_at_all(cluster: Cluster, runtime: Runtime, settings: Settings) -> float:
+    """Seconds until one of them wants to be looked at again."""
+    fleet = Fleet(cluster, settings)
+    names = [body["metadata"]["name"] for body in await cluster.list(QUARANTINES)]
+    return min([RESYNC_SECONDS, *[await _try_reconcile(cluster, runtime, settings, name, fleet) for name in names]])
 
 
 async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:
@@ -178,7 +218,7 @@ async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
     for metadata in quarantines:
         await cluster.delete(QUARANTINES, metadata["name"], uid=metadata["uid"])
     for metadata in quarantines:
-        await _try_reconcile(cluster, runtime, Settings(), metadata["name"])
+        await _try_reconcile(cluster, runtime, Settings(), metadata["name"], Fleet(cluster, Settings()))
     if not quarantines:
         await _sweep(cluster)
     return [metadata["name"] for metadata in quarantines]
@@ -197,10 +237,10 @@ async def _exists(cluster: Cluster, name: str) -> bool:
     return await cluster.find(QUARANTINES, name) is not None
 
 
-async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings, name: str) -> float:
+async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet) -> float:
     """One that fails does not hold up the others."""
     try:
-        return await reconcile(cluster, name, settings, runtime.now())
+        return await reconcile(cluster, name, settings, runtime.now(), fleet)
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
@@ -221,7 +261,7 @@ async def _refusal(cluster: Cluster, settings: Settings, blame: Blame) -> Ruling
 
 async def _create(cluster: Cluster, settings: Settings, blame: Blame, sign: Sign) -> Ruling:
     expiry = settings.quarantine_expires_after
-    spec = QuarantineSpec(blame.reason, blame.uid, blame.incident, expiry, signs=(sign,))
+    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident, expiry, signs=(sign,))
     body: Object = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
@@ -249,30 +289,24 @@ async def _paused(cluster: Cluster, settings: Settings) -> str:
     return "" if found is None else f"remedies are paused by ConfigMap {settings.namespace}/{PAUSE}"
 
 
-async def _next(cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float) -> Step:
+async def _next(
+    cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float, fleet: Fleet
+) -> Step:
     found = Quarantine.parse(body)
     seen = None if node is None else Node.parse(node)
     probe = found.last_probe
     pod = None if probe is None else await cluster.find(PODS, probe.pod, settings.namespace)
-    around = await _around(cluster, settings, found, seen)
-    return decide(found, seen, None if pod is None else ProbePod.parse(pod), around, now)
+    return decide(found, seen, None if pod is None else ProbePod.parse(pod), await fleet.around(found, seen), now)
 
 
-async def _around(cluster: Cluster, settings: Settings, found: Quarantine, node: Node | None) -> Around:
-    """Read as far as a decision needs it: all nodes, and the pause, only where this node may be touched now."""
-    rules = Rules(
+def _rules(settings: Settings) -> Rules:
+    return Rules(
         acts=settings.quarantine_mode is Mode.ACT,
         max_nodes=settings.quarantine_max_nodes,
         max_share=settings.quarantine_max_share,
         breaker_nodes=settings.breaker_nodes,
         probe_timeout=settings.probe_timeout,
     )
-    if not found.suspicion:
-        return Around(rules)
-    others = tuple(other for other in await _all(cluster) if other.uid != found.uid)
-    if node is None or witness_of(found, node) is None:
-        return Around(rules, others)
-    return Around(rules, others, len(await cluster.list(NODES)), await _paused(cluster, settings))
 
 
 async def _all(cluster: Cluster) -> list[Quarantine]:

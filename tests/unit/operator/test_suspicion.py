@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from pacekeeper_operator.api import (
     Verdict,
     Witness,
 )
-from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Object
+from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Object, Objects
 from pacekeeper_operator.decide.node_quarantine import decide
 from pacekeeper_operator.decide.node_steps import (
     Approve,
@@ -42,11 +41,12 @@ from pacekeeper_operator.decide.node_steps import (
     Wait,
 )
 from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
+from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services import quarantine as service
 from pacekeeper_operator.services.operator import PAUSE
-from pacekeeper_operator.services.quarantine import Blame, look, reconcile, suspect
+from pacekeeper_operator.services.quarantine import Blame, look, suspect
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.schema import faults, schema
@@ -313,22 +313,23 @@ class World(FakeCluster):
         super().__init__()
         self.kubelet: dict[str, Object] = {}
         self.broken: set[str] = set()  # kinds that cannot be read
+        self.lists: list[str] = []  # kinds, as they were listed
         for i in range(1, 7):
             self.node(f"node-{i}")
 
     def node(self, name: str, ready: str = "True", gpus: int = 0, labels: Mapping[str, str] | None = None) -> None:
         status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"nvidia.com/gpu": str(gpus)}}
-        body = {
-            "metadata": {"name": name, "uid": f"uid-{name}", "labels": dict(labels or {})},
-            "spec": {},
-            "status": status,
-        }
+        body = {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels or {}}, "spec": {}, "status": status}
         self._store(("nodes", "", name), body)
 
     async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
         if kind.plural in self.broken:
             raise kopf.TemporaryError("the API server does not answer")
         return await super().find(kind, name, namespace)
+
+    async def list(self, kind: Kind, namespace: str = "", **named: Any) -> Objects:
+        self.lists.append(kind.plural)
+        return await super().list(kind, namespace, **named)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         if kind is PODS and "nodeName" in body["spec"]:
@@ -348,10 +349,10 @@ class World(FakeCluster):
         body = self.objects.get((QUARANTINES.plural, "", name))
         return None if body is None else Quarantine.parse(body)
 
-    def events(self) -> list[str]:
+    def events(self) -> Sequence[str]:
         return [body["reason"] for (plural, _, _), body in self.objects.items() if plural == EVENTS.plural]
 
-    def probes(self) -> list[Object]:
+    def probes(self) -> Objects:
         return [body for (plural, _, _), body in self.objects.items() if plural == PODS.plural]
 
 
@@ -362,6 +363,9 @@ class Clock(Runtime):
 
     def now(self) -> float:
         return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        self.time += seconds
 
 
 SETTINGS = Settings(quarantine_mode=Mode.ACT, quarantine_max_nodes=5, quarantine_max_share=0.5)
@@ -386,9 +390,7 @@ async def run(world: World, clock: Clock, seconds: float, settings: Settings = S
     """The loop over all quarantines for so long; it looks again when one of them wants it."""
     end = clock.time + seconds
     while clock.time < end:
-        bodies = await world.list(QUARANTINES)
-        delays = [await reconcile(world, body["metadata"]["name"], settings, clock.now()) for body in bodies]
-        clock.time = min(end, clock.time + max(1.0, min(delays, default=math.inf)))
+        clock.time = min(end, clock.time + max(1.0, await service._look_at_all(world, clock, settings)))
 
 
 class TestService:
@@ -488,6 +490,35 @@ class TestService:
         assert found is not None
         assert found.verdict is Verdict.PAUSED
 
+    async def test_many_blamed_nodes_cost_one_look_at_the_cluster(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+        await run(world, clock, 15)
+        world.lists.clear()
+        await service._look_at_all(world, clock, SETTINGS)
+        assert world.lists == ["nodequarantines", "nodequarantines", "nodes"]
+
+    async def test_no_node_is_touched_upon_what_a_look_had_read_before(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        found, fleet = world.quarantine(), service.Fleet(world, SETTINGS)
+        assert found is not None
+        await fleet.around(found, DOWN)
+        for other in ("node-2", "node-3"):
+            await suspect(world, clock, SETTINGS, blame(other))
+        await service.reconcile(world, "node-1", SETTINGS, START + 10, fleet)
+        assert not world.held()
+        assert (await look(world, "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
+
+    async def test_probes_at_once_are_bounded_within_one_look(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}")
+            world.kubelet[f"node-{i}"] = {"phase": "Running"}
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+        await run(world, clock, 3)
+        assert len(world.probes()) == PROBES_AT_ONCE
+
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
         world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
         assert (await suspect(world, clock, SETTINGS, blame("node-2"))).verdict is Verdict.OPTED_OUT
@@ -536,3 +567,35 @@ class TestService:
         finally:
             service.MAX_STEPS = step_by_step
         assert world.held() == {"node-1"}
+
+    async def test_all_are_released_and_all_suspicions_end(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 15)
+        assert world.held() == {"node-1"}
+        await suspect(world, clock, SETTINGS, blame("node-2", weak=True))
+        await service.release_all(world, clock, 30)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_while_one_ends_nothing_new_is_said_into_it(self, world: World, clock: Clock) -> None:
+        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await run(world, clock, 1)
+        ended = world.quarantine()
+        assert ended is not None
+        dropped = {"phase": "Released", "message": "the suspicion is dropped"}
+        await world.patch(QUARANTINES, "node-1", {"status": dropped})
+        ruling = await suspect(world, clock, SETTINGS, blame(namespace="team-b"))
+        assert ruling.verdict is Verdict.RELEASING
+
+
+@pytest.mark.parametrize(
+    ("ready", "tainted", "wakes"), [("True", False, False), ("Unknown", False, True), ("True", True, True)]
+)
+def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool, wakes: bool) -> None:
+    body: dict[str, Any] = {
+        "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+    found = kopf.Body(body)
+    assert _concerns_quarantines(spec=found.spec, status=found.status) is wakes
