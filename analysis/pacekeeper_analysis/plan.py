@@ -15,6 +15,9 @@ from typing import Any, Self
 from .errors import InputError
 from .lengths import SequenceCost
 
+SECRET_BYTES = 32
+"""Of a membership's secret; in the plan they are hexadecimal digits."""
+
 
 class SyncMode(StrEnum):
     """How the ranks keep their parameters alike."""
