@@ -225,7 +225,7 @@ def _refused_volumes(volumes: Sequence[Object]) -> Iterator[str]:
         for source in (volume.get("projected") or {}).get("sources") or ():
             if (source.get("serviceAccountToken") or {}).get("audience") == TOKEN_AUDIENCE:
                 yield (
-                    f"volumes[{i}].projected: with audience {TOKEN_AUDIENCE} only the sidecar may speak to the operator; "
+                    f"volumes[{i}].projected: audience {TOKEN_AUDIENCE} is for the sidecar alone; "
                     "remove the token, or use an audience of your own"
                 )
 

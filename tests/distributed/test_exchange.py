@@ -26,11 +26,11 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 def group() -> dist.ProcessGroup:
     """Of all ranks; from here on whoever unpickles something fails."""
     dist.init_process_group("gloo")
-    pickle.loads = pickle.load = refuse  # type: ignore[assignment]
-    pickle.Unpickler = refuse  # type: ignore[misc,assignment]
+    pickle.loads = pickle.load = refuse
+    pickle.Unpickler = dist.distributed_c10d._unpickler = refuse  # type: ignore[misc,assignment]
     its = dist.distributed_c10d._get_default_group()
     with pytest.raises(AssertionError, match="unpickles"):
-        dist.all_gather_object([None] * RANKS, "words", group=its)
+        dist.all_gather_object(["", "", ""], "words", group=its)
     return its
 
 

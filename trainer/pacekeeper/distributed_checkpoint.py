@@ -107,8 +107,8 @@ class _Saving:
         self._writer.set_up_storage_writer(is_coordinator=first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def parts(self, plans: Sequence[SavePlan | _Failure]) -> Sequence[SavePlan | _Failure]:
-        """What each rank is to write; where one could not plan, its failure for all of them."""
+    def parts(self, plans: Sequence[Any]) -> Sequence[SavePlan | _Failure]:
+        """What each rank is to write, from their plans; where one could not plan, its failure for all of them."""
 
         def combined() -> list[SavePlan]:
             together, self._metadata = self._planner.create_global_plan(list(plans))
@@ -123,15 +123,16 @@ class _Saving:
         writing.wait()
         return writing.value()
 
-    def finish(self, results: Sequence[list[WriteResult] | _Failure]) -> _Failure | None:
-        """Writes the index, torch's and ours."""
+    def finish(self, results: Sequence[Any]) -> _Failure | None:
+        """Writes the index, torch's and ours, from what each rank has written."""
 
         def written() -> None:
             assert self._metadata is not None
             self._writer.finish(self._metadata, list(results))
             self._index.write_bytes(pack(replace(self._metadata, storage_meta=None)))  # the reader has its own
 
-        return _failure(results) or self.tried(written)
+        failed: _Failure | None = _failure(results) or self.tried(written)
+        return failed
 
     def tried(self, attempt: Callable[[], Any]) -> Any:
         """What `attempt` gives, or its failure."""
@@ -142,8 +143,8 @@ class _Saving:
 
 
 def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
-    """All of the ranks' failures in one; None: there is none."""
-    failures = [its.why for its in of_ranks if isinstance(its, _Failure)]
+    """All of the ranks' failures in one, each once; None: there is none."""
+    failures = dict.fromkeys(its.why for its in of_ranks if isinstance(its, _Failure))
     return _Failure("; ".join(failures)) if failures else None
 
 

@@ -219,8 +219,8 @@ def _put_sharded(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh
     if mesh is None:
         raise ValueError("a sharded tensor without the mesh that it is sharded over")
     placements = [Replicate() if dimension is None else Shard(dimension) for dimension in dimensions]
-    local, outline = tensors[index].to(mesh.device_type), {"shape": torch.Size(shape), "stride": tuple(stride)}
-    return DTensor.from_local(local, mesh, placements, run_check=False, **outline)
+    local, full = tensors[index].to(mesh.device_type), torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full, stride=tuple(stride))
 
 
 def _bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -248,7 +248,8 @@ def _append_bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Ten
 
 
 def _put_bytes(index: Any, tensors: Sequence[torch.Tensor], _: object) -> bytes:
-    return tensors[index].numpy().tobytes()
+    content: bytes = tensors[index].numpy().tobytes()
+    return content
 
 
 def _numpy_number(value: np.generic) -> dict[str, Any]:
