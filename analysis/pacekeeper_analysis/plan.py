@@ -7,7 +7,7 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -215,6 +215,16 @@ class WorkerPlan:
             raise InputError(
                 f"not a worker's plan: {error!r}; is the sidecar of another version than the operator?"
             ) from error
+
+
+def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
+    """The `store_port` and `secret` of a new membership, from the `meeting_port`s of its members' heartbeats in rank
+    order. `secret`: a fresh one.
+
+    A member that announces none has an older launcher, or an older sidecar, which would not hand the secret on: then
+    nobody gets one, because those who had it would not let that member in.
+    """
+    return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
 
 
 def _terms(given: Any) -> tuple[float, float, float] | None:

@@ -32,7 +32,7 @@ from .environment import Environment
 from .exchange import broadcast, gather
 from .loader import Loader
 from .parallel import equalise_buffers, unwrap
-from .plain import allow, pack
+from .plain import allow, pack, take_apart
 from .plain import unpack as unpack_plain
 from .progress import Progress
 from .replication import Replication
@@ -72,7 +72,10 @@ class Keeper:
         folder: CheckpointFolder | None,
         replication: Replication,
     ) -> None:
-        """`objects`: by the names that they have in checkpoints."""
+        """`objects`: by the names that they have in checkpoints.
+
+        Raises InputError where one has a state that cannot be kept.
+        """
         self._environment = environment
         self._agreement = agreement
         self._rank, self._world_size = environment.rank, environment.world_size
@@ -92,6 +95,8 @@ class Keeper:
         self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
+        if self._snapshots is not None or folder is not None:
+            take_apart(self._state(), [])  # what cannot be kept is said now, not after the first hundred steps
 
     # Snapshots
 

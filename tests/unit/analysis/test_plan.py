@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan
+from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan, meeting_place
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 
 PLAN = Plan(
@@ -63,6 +63,22 @@ def test_each_membership_has_a_secret_of_its_own() -> None:
     assert replace(PLAN, membership=3).sealed(PLAN, "0a").secret == "0a"
     old = replace(PLAN, secret="")
     assert replace(old, version=8).sealed(old, "0a").secret == "", "the launchers are in the midst of it"
+
+
+@pytest.mark.parametrize(
+    ("ports", "place"),
+    [
+        ([4001, 4002], (4001, "0a")),
+        ([4001, 0], (4001, "")),  # an older launcher or sidecar: it would be left out by a secret that it never gets
+        ([0, 4002], (29400, "")),
+        ([0], (29400, "")),
+        ([], (29400, "")),
+    ],
+)
+def test_a_membership_meets_where_its_first_member_says_and_in_secret_where_all_can(
+    ports: list[int], place: tuple[int, str]
+) -> None:
+    assert meeting_place(ports, "0a") == place
 
 
 def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
