@@ -49,6 +49,7 @@ class Heartbeat:
     refused: str = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
     bad_loss_rank: int = -1  # a rank here whose loss is not finite; -1: none
     bad_loss_step: int = -1  # first step of this round in which that was so
+    meeting_port: int = 0  # at which this launcher can serve the meeting of a membership; 0: an older launcher
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,7 +11,7 @@ import logging
 import random
 from pathlib import Path
 
-from pacekeeper.runtime import read_json, write_json
+from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, Heartbeat
@@ -120,7 +120,7 @@ class Sidecar:
         plan = await self._client.plan(self._heartbeat(), after, wait)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
-            write_json(self._runtime.plan, plan.to_json())
+            write_plan(self._runtime.plan, plan)
             self._plan = plan
 
     def _reported(self) -> list[Path]:
