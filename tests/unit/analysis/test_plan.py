@@ -18,6 +18,7 @@ PLAN = Plan(
     sync_mode=SyncMode.SYNC,
     shares=(8, 8, 4, 4),
     sequence_cost=(1e-3, 0.0, 2.5e-9),
+    step_seconds=0.25,
 )
 
 

@@ -237,7 +237,8 @@ class Launcher:
             "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
         )
         self._watch.stop()
-        earlier = self._watch.step_seconds(self._ranks.states())
+        # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
+        earlier = self._watch.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
         self._watch = Watch(self._settings, self._ranks.records, self.notify, earlier)
 
