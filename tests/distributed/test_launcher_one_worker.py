@@ -13,7 +13,7 @@ from pacekeeper.launcher import command
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import Settings
 from pacekeeper.runtime import Runtime, read_json
-from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
 from tests.support.launchers import Team, eventually, fork, team
 
@@ -32,6 +32,27 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
         assert one.workers["a"].faults() == []
         beat = one.workers["a"].heartbeat()
         assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+
+
+def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
+    def sign() -> int:
+        return worker.runtime.alive.stat().st_mtime_ns if worker.runtime.alive.exists() else 0
+
+    with team(tmp_path, steps=3) as one:
+        worker = one.start("a")
+        first = one.wait_for(sign, "a sign of life, without a plan")
+        one.wait_for(lambda: sign() > first, "another one")
+        worker.kill(signal.SIGSTOP)
+        os.waitpid(worker.pid, os.WUNTRACED)
+        last = sign()
+        for _ in range(30):
+            worker.wait_a_moment()
+        assert sign() == last
+        worker.kill(signal.SIGCONT)
+        one.wait_for(lambda: sign() > last, "it goes on")
+        one.give(Plan(stop=Stop.FINISH))
+        assert worker.wait() == 0, one.logs()
+        assert not worker.runtime.alive.exists()
 
 
 @pytest.mark.parametrize(

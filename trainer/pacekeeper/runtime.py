@@ -37,6 +37,11 @@ class Runtime:
         return self.root / "heartbeat.json"
 
     @property
+    def alive(self) -> Path:
+        """Touched by the launcher while it follows the plan; it is not there before that, and after an orderly end."""
+        return self.root / "alive"
+
+    @property
     def contact(self) -> Path:
         """Touched by the sidecar at each answer of the operator: its age is the age of the last contact."""
         return self.root / "contact"

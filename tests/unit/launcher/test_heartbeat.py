@@ -62,3 +62,11 @@ def test_a_script_that_is_only_watched_has_no_mode_and_a_new_round_no_bad_loss_y
     beat = next_beat(before, gathering, None, [], 100.0, 9.0)
     assert (beat.bad_loss_rank, beat.bad_loss_step) == (-1, -1)
     assert next_beat(beat, gathering, None, [rank(3)], 100.0, 9.0).sync_mode == ""
+
+
+def test_ranks_that_cannot_be_killed_are_named_until_they_are_gone() -> None:
+    stuck = State(stage=LauncherState.FAILED, round=1, running=1, unkillable=(3,))
+    beat = next_beat(Heartbeat("w", round=1), stuck, None, [], 100.0, 9.0)
+    assert (beat.state, beat.unkillable_ranks) == (LauncherState.FAILED, (3,))
+    gone = State(stage=LauncherState.GATHERING, round=1)
+    assert next_beat(beat, gone, None, [], 101.0, 10.0).unkillable_ranks == ()

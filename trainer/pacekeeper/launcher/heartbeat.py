@@ -1,4 +1,4 @@
-"""The heartbeat file: the worker's present state, for the sidecar to send."""
+"""What the sidecar is told of the launcher: the worker's present state, and that the launcher is alive at all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,28 @@ from .rounds import State
 
 PERIOD = 0.5
 """Seconds between two writes while only the step has changed; all else is written at once."""
+
+SIGN_PERIOD = 0.5
+"""Seconds between two signs of life."""
+
+
+class SignOfLife:
+    """The file that is touched as long as the launcher follows the plan. It is gone before that, while torch is being
+    imported, and after an orderly end: nobody is to miss a sign then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._given_at = float("-inf")
+        self.end()
+
+    def give(self, now: float) -> None:
+        """`now`: seconds of the monotonic clock."""
+        if now - self._given_at >= SIGN_PERIOD:
+            self._path.touch()
+            self._given_at = now
+
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)
 
 
 class HeartbeatFile:
@@ -63,6 +85,7 @@ def next_beat(
         round=state.round,
         restarts=state.restarts,
         refused="",
+        unkillable_ranks=state.unkillable,
     )
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)

@@ -19,7 +19,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
-from .heartbeat import HeartbeatFile, next_beat
+from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .network import interface_of
 from .plans import PlanFile
 from .rank import RankStart
@@ -58,7 +58,13 @@ class Launcher:
     """One worker's launcher, from its start to its exit code."""
 
     def __init__(
-        self, script: Script, settings: Settings, runtime: Runtime, warm: Warm, heartbeat: HeartbeatFile
+        self,
+        script: Script,
+        settings: Settings,
+        runtime: Runtime,
+        warm: Warm,
+        heartbeat: HeartbeatFile,
+        sign: SignOfLife,
     ) -> None:
         self._script = script
         self._settings = settings
@@ -68,6 +74,7 @@ class Launcher:
         self._state = State()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
+        self._sign = sign
         self._wake = asyncio.Event()
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
@@ -99,6 +106,7 @@ class Launcher:
             loop.remove_reader(self._warm.connection)
             self._watch.stop()
             self._ranks.close()
+            self._sign.end()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
         return self._exit.code
@@ -114,6 +122,7 @@ class Launcher:
 
     async def _turn(self) -> None:
         """One look at the world and what follows from it; again at once while something does."""
+        self._sign.give(time.monotonic())
         processes.reap(except_for=self._warm.pid)
         self._ranks.take_news()
         plan = self._plan.read()
