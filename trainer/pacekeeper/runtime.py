@@ -52,6 +52,11 @@ class Runtime:
         return self.root / "refused"
 
     @property
+    def checkpoints(self) -> Path:
+        """Written by rank 0: what has come of the job's checkpoints."""
+        return self.root / "checkpoints.json"
+
+    @property
     def faults(self) -> Path:
         return self.root / "faults"
 

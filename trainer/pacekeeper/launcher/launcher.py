@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pacekeeper.checkpoint_news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
@@ -140,8 +141,10 @@ class Launcher:
     def _observe(self, plan: WorkerPlan | None, now: float) -> None:
         """What is to be told: the heartbeat, stalls, GPU errors."""
         states = self._ranks.states()
+        checkpoints = read_news(self._runtime.checkpoints)
+        last, ranks = self._heartbeat.last, states.values()
         self._heartbeat.write(
-            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now, self._refused()), now
+            next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints), now
         )
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
