@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.checkpoint_news import NewsFile
 from pacekeeper.launcher import command
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import Settings
@@ -32,6 +33,23 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
         assert one.workers["a"].faults() == []
         beat = one.workers["a"].heartbeat()
         assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+
+
+def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000) as one:
+        one_worker(one)
+        one.wait_for_step(2)
+        worker = one.workers["a"]
+        news = NewsFile(worker.runtime.checkpoints)
+        news.kept(1)
+        one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
+        news.failed(1, "/checkpoints: no room")
+        one.wait_for(lambda: worker.heartbeat().checkpoint_error, "the failure")
+        assert worker.heartbeat().checkpoint_failed_rank == 1
+        before = worker.heartbeat().checkpoint_age_seconds
+        one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds > before, "it grows older")
+        news.kept(5)
+        one.wait_for(lambda: not worker.heartbeat().checkpoint_error, "the next one is kept")
 
 
 def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:

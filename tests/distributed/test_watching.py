@@ -220,27 +220,34 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
         def __len__(self) -> int:
             return 100
 
+        def __init__(self, clock: FakeClock) -> None:
+            self.clock = clock
+
         def __getitem__(self, index: int) -> Tensor:
-            time.sleep(0.01)
+            self.clock.work(0.01)
             return torch.ones(4)
 
     def rank_main(rank: int) -> int:
         import gc
+
+        clock = install(tmp_path, rank, 1)
 
         import pacekeeper as pk
 
         job = pk.init()
         model = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in job.steps(job.dataloader(SlowData(), 2, max_microbatch=2), until=4):
+        for step in job.steps(job.dataloader(SlowData(clock), 2, max_microbatch=2), until=4):
             for x in step.microbatches():
                 (model(x).sum() / step.total_weight).backward()
             if step.number == 1:
+                gc.callbacks.append(lambda *_: clock.work(0.05))
                 gc.collect()
+                gc.callbacks.pop()
             optimizer.step()
             if step.due("eval", every=2):
                 with job.phase("eval"):
-                    time.sleep(0.2)
+                    clock.work(0.2)
         return int(RingReader(Runtime(tmp_path).ring(rank)).state()["phase"])
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [Phase.FINISHED]
@@ -250,10 +257,10 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     assert phases["phase"].tolist().count(Phase.EVALUATE) == 2
     steps = duration[(found["kind"] == Kind.STEP) & (found["step"] > 1)]
     assert len(steps) == 3
-    assert steps.max() < 0.2
+    assert steps.tolist() == pytest.approx([0.02] * 3)
     data = duration[found["kind"] == Kind.DATA]
-    assert (data >= 0.02).sum() == 4
-    assert (found["kind"] == Kind.GARBAGE).sum() >= 1
+    assert data.tolist().count(0.02) == 4
+    assert duration[found["kind"] == Kind.GARBAGE].tolist() == pytest.approx([0.05])
 
 
 def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.inputs import load
 from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, OPTIMIZER, REDUCE_SCATTER
 
+# The profiler's clock is the machine's: a core that a neighbour takes for a while is no bug.
+pytestmark = pytest.mark.flaky(reruns=1)
+
 RANKS = 4
 SLOW = 2
 STEPS = 8

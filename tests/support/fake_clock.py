@@ -75,8 +75,8 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
         clock.meet()  # C++ has waited for the gradients
         ended(watcher)
 
-    patches = [(RingWriter, "enter_collective", enter_collective), (Work, "wait", wait_and_meet)]
-    patches += [(_Watcher, "_backward_ended", backward_ended), (time, "monotonic_ns", clock.nanoseconds)]
-    for owner, name, function in patches:
-        setattr(owner, name, function)
+    RingWriter.enter_collective = enter_collective  # type: ignore[method-assign,assignment]
+    Work.wait = wait_and_meet  # type: ignore[method-assign,assignment]
+    _Watcher._backward_ended = backward_ended  # type: ignore[method-assign,assignment]
+    time.monotonic_ns = clock.nanoseconds
     return clock
