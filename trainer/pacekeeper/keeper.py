@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from pacekeeper_analysis.errors import InputError
 
 from .agreement import Agreement, new_cpu_group
-from .checkpoint_news import open_news
+from .checkpoint_news import culprit, open_news
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .environment import Environment
 from .loader import Loader
@@ -90,7 +90,7 @@ class Keeper:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._writing: threading.Thread | None = None
-        self._news = open_news(environment)
+        self.news = open_news(environment)
         self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
@@ -182,17 +182,17 @@ class Keeper:
             outcome, reason = Outcome.LOST, _reason(self._rank, error)
         if outcome is Outcome.KEPT:
             published(step)
-            self._news.kept(step)
+            self.news.kept(step)
         elif self._rank == 0 or outcome is Outcome.LOST:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
         if outcome is Outcome.FAILED:
-            self._news.failed(_culprit(reason), f"{folder.path}: step {step}: {reason}")
+            self.news.failed(f"{folder.path}: step {step}: {reason}", culprit(reason))
         self._outcome = outcome
 
     def _tell_of_slow_volume(self) -> None:
         assert self._folder is not None, "something is being written"
         waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
-        self._news.failed(-1, f"{self._folder.path}: {waits}")
+        self.news.failed(f"{self._folder.path}: {waits}")
 
     def _attempt(self, folder: CheckpointFolder, step: int, state: dict[str, Any]) -> tuple[Outcome, str]:
         """What came of it, and why: rank 0's word, the same on all ranks.
@@ -248,11 +248,6 @@ class Keeper:
         where there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
         is changed.
         """
-        restored = self._restore()
-        self._news.found(-1 if restored is None else restored[2])
-        return restored
-
-    def _restore(self) -> tuple[int, int, int] | None:
         group = self._agreement.group
         version, source = self._newest_snapshot()
         manifests: list[list[Manifest]] = [self._folder.published() if self._folder and self._rank == 0 else []]
@@ -427,8 +422,3 @@ def _reason(rank: int, error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         failures = {number: wrapped[0] for number, wrapped in error.failures.items()}
     return "; ".join(f"rank {number}: {type(its).__name__}: {its}" for number, its in failures.items())
-
-
-def _culprit(reason: str) -> int:
-    """The rank that a `_reason` names first."""
-    return int(reason.removeprefix("rank ").partition(":")[0])
