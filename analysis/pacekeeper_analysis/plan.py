@@ -77,6 +77,7 @@ class Plan:
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
 
@@ -116,6 +117,7 @@ class Plan:
             "checkpoint_request": self.checkpoint_request,
             "evidence_request": self.evidence_request,
             "profile_request": self.profile_request,
+            "step_seconds": self.step_seconds,
             "sync_every": self.sync_every,
             "sync_seconds": self.sync_seconds,
             "garbage_every": self.garbage_every,
@@ -186,6 +188,7 @@ class WorkerPlan:
     checkpoint_request: int = 0
     evidence_request: str = ""
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # that members prove themselves by to each other, hex; spares get none
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from pacekeeper_analysis.errors import InputError
 
 from .agreement import Agreement, new_cpu_group
+from .checkpoint_news import culprit, open_news
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
 from .environment import Environment
@@ -42,6 +43,8 @@ from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, 
 _RANK_STATE = "rank_state"
 _OUTER = "pacekeeper.outer"
 """Name of an outer optimizer and what goes with it: there once the job has been in a Local-SGD mode, and optional."""
+_SLOW_SECONDS = 10.0
+"""Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +95,7 @@ class Keeper:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._writing: threading.Thread | None = None
+        self.news = open_news(environment)
         self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
@@ -168,6 +172,9 @@ class Keeper:
     def wait_for_checkpoint(self) -> Outcome:
         """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""
         if self._writing is not None:
+            self._writing.join(_SLOW_SECONDS)
+            if self._writing.is_alive():
+                self._tell_of_slow_volume()
             self._writing.join()
             self._writing = None
         outcome, self._outcome = self._outcome, Outcome.KEPT
@@ -182,9 +189,17 @@ class Keeper:
             outcome, reason = Outcome.LOST, _reason(self._rank, error)
         if outcome is Outcome.KEPT:
             published(step)
+            self.news.kept(step)
         elif self._rank == 0 or outcome is Outcome.LOST:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
+        if outcome is Outcome.FAILED:
+            self.news.failed(f"{folder.path}: step {step}: {reason}", culprit(reason))
         self._outcome = outcome
+
+    def _tell_of_slow_volume(self) -> None:
+        assert self._folder is not None, "something is being written"
+        waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
+        self.news.failed(f"{self._folder.path}: {waits}")
 
     def _attempt(self, folder: CheckpointFolder, step: int, state: dict[str, Any]) -> tuple[Outcome, str]:
         """What came of it, and why: rank 0's word, the same on all ranks.
