@@ -22,3 +22,7 @@ RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job tha
 JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
+REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
+CERTIFICATE_ENDS = Gauge(
+    "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
+)
