@@ -49,6 +49,7 @@ class Heartbeat:
     refused: str = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
     bad_loss_rank: int = -1  # a rank here whose loss is not finite; -1: none
     bad_loss_step: int = -1  # first step of this round in which that was so
+    sent_at: float = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,6 +106,7 @@ class Fault:
     ranks: tuple[RankState, ...] = ()  # of a stall
     unreachable: tuple[str, ...] = ()  # neighbours that did not answer, of a stall
     xid: int = 0
+    sent_at: float = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, Phase
 from ..state import Draft
+from .faults import OpenFaults
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -25,10 +26,11 @@ Key = tuple[str, str]
 class Contact:
     """One worker's voice."""
 
-    heartbeat: Heartbeat
-    at: float  # of its last sign, seconds since the epoch
+    heartbeat: Heartbeat  # its times are of the operator's clock
+    at: float  # of its last sign, seconds since the epoch by the operator's clock
     polling: int = 0  # polls that are being held
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
+    said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock
 
 
 @dataclass
@@ -40,7 +42,7 @@ class JobMemory:
     resource_version: str = ""
     phase: Phase | None = None
     contacts: dict[str, Contact] = field(default_factory=dict)
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     pods_changed: bool = True
@@ -55,7 +57,8 @@ class JobMemory:
         known = {worker.name for worker in draft.state.workers}
         async with self.written:
             self.draft, self.resource_version = draft, resource_version
-            self.faults = {n: f for n, f in self.faults.items() if n not in draft.state.settled and f.worker in known}
+            settled = set(draft.state.settled)
+            self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
             self.written.notify_all()
