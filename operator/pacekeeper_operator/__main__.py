@@ -68,7 +68,8 @@ async def run(settings: Settings, runtime: Runtime) -> int:
 async def _serve(settings: Settings, runtime: Runtime) -> None:
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(cluster.connect())
-        await stack.enter_async_context(leadership.hold(api, settings, runtime))
+        lease = await stack.enter_async_context(leadership.hold(api, settings, runtime))
+        api.before_write = lease.require
         shown = certificates.Certificates(api, settings, runtime)
         await shown.begin()
         operator = Operator(

@@ -67,11 +67,11 @@ class Lease:
         self._acts_until = -math.inf
 
     def holds(self) -> bool:
-        """Whether this operator may act at this moment: to be asked before each write."""
+        """Whether this operator may act at this moment."""
         return self._runtime.monotonic() < self._acts_until
 
     def require(self) -> None:
-        """Raises NotLeading unless this operator may act."""
+        """Raises NotLeading unless this operator may act: `Cluster` asks before each write."""
         if not self.holds():
             raise NotLeading("this operator could not renew its Lease, and does nothing until it can", delay=1)
 

@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import LEASES, Cluster, Kind, Object, Refused
+from pacekeeper_operator.cluster import LEASES, PODS, TOKEN_REVIEWS, Cluster, Kind, Object, Refused
 from pacekeeper_operator.services import leadership
 from pacekeeper_operator.services.leadership import LEASE, Lease, LeaseLost, NotLeading
 from pacekeeper_operator.settings import Settings
@@ -355,6 +356,59 @@ async def _meddle(cluster: FakeCluster, dice: random.Random) -> None:
         await edit(cluster, holderIdentity="somebody")
     else:
         await edit(cluster, renewTime="2099-01-01T00:00:00.000000Z")
+
+
+class TestWriting:
+    """By the real client, whose connection notes what is sent."""
+
+    @pytest.fixture
+    def sent(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def client(self, sent: list[str]) -> Cluster:
+        async def request(method: str, url: str, **_: object) -> object:
+            sent.append(f"{method} {url}")
+            return SimpleNamespace(status=200, read=answer)
+
+        async def answer() -> bytes:
+            return b"{}"
+
+        async def no_token(*_: object) -> None:
+            return None
+
+        connection = SimpleNamespace(
+            configuration=SimpleNamespace(host=""),
+            rest_client=SimpleNamespace(request=request),
+            update_params_for_auth=no_token,
+        )
+        return Cluster(cast(Any, connection))
+
+    async def test_who_does_not_lead_sends_nothing_that_changes_the_cluster(
+        self, client: Cluster, timeline: Timeline, sent: list[str]
+    ) -> None:
+        client.before_write = Lease(client, SETTINGS, VirtualRuntime(timeline)).require
+        body = {"metadata": {"name": "x", "namespace": "ns"}}
+        writes = [
+            client.create(PODS, body),
+            client.replace(PODS, body),
+            client.patch(PODS, "x", {}, "ns"),
+            client.apply(PODS, body, manager="m"),
+            client.delete(PODS, "x", "ns"),
+        ]
+        for write in writes:
+            with pytest.raises(NotLeading):
+                await write
+        assert sent == []
+
+    async def test_it_reads_asks_whose_token_it_is_and_takes_the_lease(
+        self, client: Cluster, timeline: Timeline, sent: list[str]
+    ) -> None:
+        client.before_write = Lease(client, SETTINGS, VirtualRuntime(timeline)).require
+        await client.get(PODS, "x", "ns")
+        await client.create(TOKEN_REVIEWS, {"metadata": {}})
+        await client.replace(LEASES, {"metadata": {"name": LEASE, "namespace": "system"}})
+        assert len(sent) == 3
 
 
 async def test_an_unknown_error_ends_the_process(cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
