@@ -537,6 +537,8 @@ class TestClocks:
 
 async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> None:
     await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    anothers = Evidence("why", "j-w1-0", 1).to_json()
+    assert (await client.post("/v1/evidence/why", json=anothers, **W0)).status == 403
     own, others = (RankWindow(rank, (1,), (0.1,), (0.1,), (1,)) for rank in (0, 1))
     evidence = Evidence("why", "j-w0-0", 1, (own, others))
     assert (await client.post("/v1/evidence/why", json=evidence.to_json(), **W0)).status == 202
