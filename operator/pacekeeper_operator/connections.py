@@ -1,11 +1,14 @@
-"""How many connections the endpoint holds, in all and from one address: what is too much is closed at once."""
+"""How many connections the endpoint holds, in all and from one address: what is too much is closed as it comes.
+
+Counted from the moment when the kernel hands them over: before TLS, and before anybody has proved anything.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import socket
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_CONNECTIONS = 32_768
 MAX_OF_ADDRESS = 1_024
@@ -21,9 +24,12 @@ class Connections:
     total: int = 0
     of_address: Counter[str] = field(default_factory=Counter)
 
-    def guard(self, factory: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """For `create_server`: each connection speaks by a protocol of `factory`, if there is room for it."""
-        return lambda: _Guarded(self, factory)
+    def listen(self, address: str, port: int) -> socket.socket:
+        """A socket that accepts only what there is room for; `address` "": all of this machine."""
+        both = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        made = socket.create_server((address, port), family=family, dualstack_ipv6=both)
+        return _Listener(self, made)
 
     def admit(self, address: str) -> bool:
         if self.total >= self.most or self.of_address[address] >= self.most_of_address:
@@ -39,40 +45,31 @@ class Connections:
             del self.of_address[address]
 
 
-class _Guarded(asyncio.Protocol):
-    """Stands between a connection and its protocol, which never hears of one that is refused."""
+class _Listener(socket.socket):
+    """Takes the place of `made`."""
 
-    def __init__(self, connections: Connections, factory: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, connections: Connections, made: socket.socket) -> None:
+        super().__init__(fileno=made.detach())
         self._connections = connections
-        self._factory = factory
-        self._inner: asyncio.Protocol | None = None
-        self._address = ""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._address = (transport.get_extra_info("peername") or [""])[0]
-        if not self._connections.admit(self._address):
-            assert isinstance(transport, asyncio.WriteTransport)
-            transport.abort()
-            return
-        self._inner = self._factory()
-        self._inner.connection_made(transport)
+    def accept(self) -> tuple[socket.socket, Any]:
+        while True:  # until one is admitted, or there is none: that raises BlockingIOError
+            accepted, peer = super().accept()
+            if self._connections.admit(peer[0]):
+                return _Connection(self._connections, peer[0], accepted), peer
+            accepted.close()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._inner is not None:
+
+class _Connection(socket.socket):
+    """Takes the place of `accepted`, and says when it is closed."""
+
+    def __init__(self, connections: Connections, address: str, accepted: socket.socket) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._connections: Connections | None = connections
+        self._address = address
+
+    def close(self) -> None:
+        super().close()
+        if self._connections is not None:
             self._connections.leave(self._address)
-            self._inner.connection_lost(error)
-
-    def data_received(self, data: bytes) -> None:
-        if self._inner is not None:
-            self._inner.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return None if self._inner is None else self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.resume_writing()
+            self._connections = None

@@ -64,12 +64,12 @@ async def serve(
     port: int,
     context: ssl.SSLContext | None,
     *,
-    address: str | None = None,
+    address: str = "",
     connections: Connections | None = None,
 ) -> AsyncIterator[int]:
     """Serves until left, and tells its port (`port` 0: any free one). `context` None: without TLS, for tests.
 
-    `address` None: on all addresses.
+    `address` "": on all addresses.
     """
     runner = web.AppRunner(
         application(sidecars, runtime),
@@ -85,13 +85,11 @@ async def serve(
     await runner.setup()
     assert runner.server is not None
     server = await asyncio.get_running_loop().create_server(
-        (connections or Connections()).guard(runner.server),
-        address,
-        port,
+        runner.server,
+        sock=(connections or Connections()).listen(address, port),
         ssl=context,
         ssl_handshake_timeout=None if context is None else HANDSHAKE_SECONDS,
         backlog=1024,
-        reuse_address=True,
     )
     try:
         yield server.sockets[0].getsockname()[1]

@@ -6,10 +6,13 @@ import asyncio
 import base64
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, cast
 
+import aiohttp
 import kopf
 import pytest
 from aiohttp import web
@@ -17,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
-from pacekeeper_operator import server
+from pacekeeper_operator import certificates, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.connections import Connections
 from pacekeeper_operator.observe import faults
@@ -567,6 +570,26 @@ class TestConnections:
                 writer.close()
             await until(lambda: connections.total == 0)
             assert not connections.of_address
+
+    async def test_count_before_they_have_said_anything(self, served: Sidecars, clock: Clock) -> None:
+        context = certificates.create(datetime.now(UTC)).serving(("127.0.0.1",), datetime.now(UTC)).context()
+        connections = Connections(most=1)
+        async with serve(served, clock, 0, context, address="127.0.0.1", connections=connections) as port:
+            _, silent = await asyncio.open_connection("127.0.0.1", port)
+            await until(lambda: connections.total == 1)
+            refused, second = await asyncio.open_connection("127.0.0.1", port)
+            assert await closed(refused)
+            second.close()
+            silent.write(b"this is no TLS")
+            await until(lambda: connections.total == 0)
+            silent.close()
+
+    @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the machine has no IPv6")
+    async def test_come_by_both_protocols(self, served: Sidecars, clock: Clock) -> None:
+        async with serve(served, clock, 0, None) as port, aiohttp.ClientSession() as session:
+            for host in ("127.0.0.1", "[::1]"):
+                async with session.get(f"http://{host}:{port}/healthz") as answer:
+                    assert answer.status == 200
 
     async def test_what_is_not_http_is_answered_and_not_logged(
         self, served: Sidecars, clock: Clock, caplog: pytest.LogCaptureFixture
