@@ -153,7 +153,11 @@ class Sidecars:
                     del self._polls[caller]
 
     def _job(self, caller: Caller) -> JobMemory:
-        return self._memory.of(caller.namespace, caller.job)
+        """Raises NotYet where the job has gone since its worker was let in."""
+        job = self._memory.find(caller.namespace, caller.job)
+        if job is None:
+            raise NotYet(f"no job {caller.namespace}/{caller.job} is known any more")
+        return job
 
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
         now = self._runtime.now()

@@ -39,7 +39,8 @@ class OperatorClient:
     async def plan(self, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds."""
         query = {"after": str(after), "wait": f"{wait:g}"}
-        answer = await self._post("/v1/plan", replace(heartbeat, sent_at=time.time()).to_json(), query, wait + ANSWER_SECONDS)
+        beat = replace(heartbeat, sent_at=time.time())
+        answer = await self._post("/v1/plan", beat.to_json(), query, wait + ANSWER_SECONDS)
         return None if answer is None else WorkerPlan.from_json(answer)
 
     async def fault(self, fault: Fault) -> None:
