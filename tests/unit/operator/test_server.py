@@ -352,14 +352,17 @@ class TestTokens:
         assert {(await call).status for call in calls} == {200}
         assert reviews.asked == 1
 
-    async def test_who_hangs_up_takes_nobodys_review_away(self, client: Client, reviews: Reviews) -> None:
+    async def test_who_hangs_up_takes_nobodys_review_away(self, served: Sidecars, reviews: Reviews) -> None:
         reviews.gate.clear()
-        first = asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0))
+        good = token("j-w0-0", "uid-0")
+        first, second = (asyncio.create_task(served.authenticate(good, "10.0.0.1")) for _ in range(2))
         await until(lambda: reviews.asked > 0)
-        second = asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0))
         first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
         reviews.gate.set()
-        assert (await second).status == 200
+        assert (await second).worker == "j-w0-0"
+        assert reviews.asked == 1
 
     @pytest.mark.parametrize(
         "text",
