@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from testcluster import credentials
+from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, scratch_namespace
 from tests.support.jobs import Job, manifest, paced
 from tests.support.sidecar_calls import call, token
@@ -183,8 +184,6 @@ class TestLong:
         fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
         assert call(job, "/v1/faults", token(job, mine), fault)[0] == 403
         assert call(job, "/v1/plan", token(job, mine), {"worker": other})[0] == 403
-        evidence = {"request": "none", "worker": other, "round": 1}
-        assert call(job, "/v1/evidence/none", token(job, mine), evidence)[0] == 403
 
     def test_nor_with_an_expired_one(self, job: Job) -> None:
         """The signature alone would be good: the same token with other times is let in."""
@@ -192,6 +191,43 @@ class TestLong:
         good, me = token(job, worker), {"worker": worker}
         assert call(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
         assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
+
+    def test_with_senseless_words(self, job: Job) -> None:
+        worker = job.worker(0)
+        mine, beat = token(job, worker), {"worker": worker}
+        for query in ("wait=nan", "wait=1e309", "wait=-1", "after=x"):
+            assert call(job, f"/v1/plan?{query}", mine, beat)[0] == 400, query
+        assert call(job, "/v1/plan", mine, beat | {"refused": "x" * 70_000})[0] == 413
+        lie = {"name": f"{job.worker(1)}-lie", "kind": "Stalled", "worker": worker, "round": 1, "noticed_at": 0.0}
+        assert call(job, "/v1/faults", mine, lie)[0] == 400
+        assert call(job, "/v1/plan", mine, beat)[0] == 200
+
+    def test_by_the_same_authority_after_its_secret_was_deleted(self, job: Job) -> None:
+        worker, cluster = job.worker(0), job.cluster
+        before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
+        cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
+        job.until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it anew")
+        assert cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"] == before
+        assert call(job, "/v1/plan", token(job, worker), {"worker": worker})[0] == 200
+
+    def test_of_the_same_operator_after_its_lease_was_deleted(self, job: Job) -> None:
+        cluster = job.cluster
+        holder = cluster.get("lease", "pacekeeper-operator", SYSTEM)["spec"]["holderIdentity"]
+        cluster.kubectl("delete", "lease", "pacekeeper-operator", "-n", SYSTEM)
+        lease = job.until(lambda: cluster.get("lease", "pacekeeper-operator", SYSTEM), 10, "there is one again")
+        assert lease["spec"]["holderIdentity"] == holder
+        assert cluster.get("pod", holder, SYSTEM)["status"]["containerStatuses"][0]["restartCount"] == 0
+
+    def test_with_forged_tokens_without_end(self, job: Job) -> None:
+        """Of one address only so many are looked at; whoever is known is served meanwhile."""
+        worker = job.worker(0)
+        good, me = token(job, worker), {"worker": worker}
+        assert call(job, "/v1/plan", good, me)[0] == 200
+        unsigned = good.rsplit(".", 1)[0]
+        forged = [f"{unsigned}.{encoded(bytes([number] * 64))}" for number in range(100)]
+        statuses = {call(job, "/v1/plan", text, me)[0] for text in forged}
+        assert statuses == {401, 429}
+        assert call(job, "/v1/plan", good, me)[0] == 200
 
     def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
