@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 from testcluster import credentials
@@ -18,14 +20,36 @@ class Unavailable(ClusterError):
 
 def get(path: str, timeout: float = 5) -> Any:
     """The answer to GET `path` (`/api/v1/nodes`): parsed if it is JSON, else its text."""
-    request = urllib.request.Request(API_URL + path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
-    context = ssl.create_default_context(cafile=str(credentials.CA))
     try:
-        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
+        with _open(path, timeout) as answer:
             text = answer.read().decode()
             return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
     except OSError as error:  # URLError, a time-out, a broken connection
         raise Unavailable(f"GET {path}: {error}") from error
+
+
+def watch(path: str, version: str, seconds: int = 60) -> Iterator[Any]:
+    """Events on the list at `path` since `version`. Ends after `seconds`: then list again, which proves the watch.
+
+    Raises Unavailable, also where `version` is too old.
+    """
+    query = f"{path}?watch=1&resourceVersion={version}&timeoutSeconds={seconds}"
+    try:
+        with _open(query, seconds + 5) as answer:
+            for line in answer:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise Unavailable(f"GET {query}: {event['object'].get('message')}")
+                yield event
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a line that was cut off
+        raise Unavailable(f"GET {query}: {error}") from error
+
+
+def _open(path: str, timeout: float) -> http.client.HTTPResponse:
+    request = urllib.request.Request(API_URL + path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
+    context = ssl.create_default_context(cafile=str(credentials.CA))
+    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
+    return answer
 
 
 def is_ready() -> bool:

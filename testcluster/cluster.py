@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from testcluster import api, cgroups, control_plane, credentials, images, network, node, prometheus
+from testcluster import api, cgroups, control_plane, credentials, images, network, network_policies, node, prometheus
 from testcluster.programs import Programs
 from testcluster.settings import (
     API_URL,
@@ -59,6 +59,7 @@ def up(count: int | None = None) -> None:
                 node.ensure_kubelet(member, programs)
             control_plane.apply_objects(programs)
             prometheus.ensure(programs)
+            network_policies.ensure(len(wanted))
             wait_for(
                 lambda: _all_ready({member.name for member in wanted}),
                 120,

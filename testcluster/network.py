@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from testcluster.settings import BRIDGE, HOST_ADDRESS, SERVICE_SUBNET, STATE, Node
-from testcluster.shell import run, succeeds, write
+from testcluster.shell import ClusterError, run, succeeds, write
 
 # What six nodes need of the machine, and what kubelets set by themselves (they are put back by `down`).
 _WANTED_SYSCTLS = {
@@ -27,6 +28,7 @@ _SAVED_SYSCTLS = STATE / "sysctls.json"
 def ensure_host() -> None:
     """The machine's own end: bridge, forwarding."""
     _ensure_sysctls()
+    _ensure_bridge_filter()
     if not _link_exists(BRIDGE):
         run("ip", "link", "add", BRIDGE, "type", "bridge")
     run("ip", "address", "replace", f"{HOST_ADDRESS}/24", "dev", BRIDGE)
@@ -52,7 +54,9 @@ def ensure_node(node: Node, nodes: Iterable[Node]) -> None:
     inside += [f"route replace {SERVICE_SUBNET} via {HOST_ADDRESS}"]  # kube-proxy rewrites the destination on its way
     inside += [f"route replace {other.pod_subnet} via {other.address}" for other in nodes if other != node]
     run("ip", "-n", node.namespace, "-batch", "-", stdin="\n".join(inside) + "\n")
-    run("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    # Pods of one node talk over its bridge, past the IP tables of services and policies unless it asks them.
+    settings = ("net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1")
+    run("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "-qw", *settings)
     run("ip", "route", "replace", node.pod_subnet, "via", node.address)
     if node.index == 1:  # the machine itself reaches services through one node's kube-proxy
         run("ip", "route", "replace", SERVICE_SUBNET, "via", node.address)
@@ -110,6 +114,14 @@ def _ensure_sysctls() -> None:
     for name, wanted in _WANTED_SYSCTLS.items():
         if int(_sysctl_file(name).read_text()) < int(wanted):
             _sysctl_file(name).write_text(wanted)
+
+
+def _ensure_bridge_filter() -> None:
+    """The kernel may have it built in, or as a module that nobody has asked for yet."""
+    if Path("/proc/sys/net/bridge").exists():
+        return
+    if not shutil.which("modprobe") or not succeeds("modprobe", "br_netfilter"):
+        raise ClusterError("the kernel's module br_netfilter is not loaded: `modprobe br_netfilter`, as root, loads it")
 
 
 def _restore_sysctls() -> None:

@@ -57,7 +57,7 @@ async def run(settings: Settings) -> None:
         operator = Operator(
             settings=settings,
             cluster=api,
-            memory=Memory(),
+            memory=Memory(time.time()),
             installation=Installation(
                 operator_url=settings.endpoint,
                 authority=authority.certificate,
@@ -72,7 +72,8 @@ async def run(settings: Settings) -> None:
         start_http_server(settings.metrics_port)
         logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
         operator.memory.started_at = time.time()
-        watch = asyncio.create_task(operator.watch_over(), name="watch over")
+        tasks = [operator.runtime.start(operator.watch_over(), "watch over")]
+        tasks.append(operator.runtime.start(operator.resync(), "resync"))
         try:
             await kopf.operator(
                 clusterwide=True,
@@ -82,8 +83,9 @@ async def run(settings: Settings) -> None:
                 stop_flag=lost,
             )
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _release_all() -> None:

@@ -20,6 +20,9 @@ from pacekeeper_analysis.plan import SyncMode
 
 from .codec import Converters, from_json, to_json, to_patch
 
+Object = dict[str, Any]
+"""One as on the wire."""
+
 GROUP = "pacekeeper.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -72,6 +75,15 @@ class Mode(StrEnum):
     RECOMMEND = "Recommend"
 
 
+class WantedMode(StrEnum):
+    """How the ranks shall keep their parameters alike: a mode of `SyncMode`, or the operator's choice."""
+
+    AUTO = "Auto"
+    SYNC = SyncMode.SYNC
+    EDIT = SyncMode.EDIT
+    ASYNC_EDIT = SyncMode.ASYNC_EDIT
+
+
 class CleanPodPolicy(StrEnum):
     """Which pods go once the job is Complete or Failed."""
 
@@ -102,6 +114,7 @@ class Condition(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
 
@@ -140,6 +153,10 @@ class Reason(StrEnum):
     SCRIPT_FAILED = "ScriptFailed"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # Hindered
+    POD_DENIED = "PodDenied"
+    NOT_DONE = "NotDone"
+    ALL_DONE = "AllDone"
     # InvalidTemplate
     REFUSED = "PodRefused"
     ACCEPTED = "PodAccepted"
@@ -150,6 +167,7 @@ class Cause(StrEnum):
 
     CRASH = "crash"  # a rank ended
     HANG = "hang"
+    ROUND_FAILED = "round-failed"  # the launchers could not start one
     OUT_OF_MEMORY = "out-of-memory"
     WORKER_LOST = "worker-lost"
     NODE_LOST = "node-lost"
@@ -284,6 +302,7 @@ class JobSpec:
     spares: int = 0
     nproc_per_node: int = 1
     suspend: bool = False
+    sync_mode: WantedMode = WantedMode.AUTO
     scheduling_timeout: float = 300.0  # seconds
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     detection: DetectionSpec = field(default_factory=DetectionSpec)
@@ -315,10 +334,6 @@ class Job:
     deleted: bool = False  # deletion was asked for
 
     @property
-    def plan_name(self) -> str:
-        return f"{self.name}-plan"
-
-    @property
     def selector(self) -> str:
         """Label selector of its pods; also `status.selector`, for the scale subresource."""
         return f"{LABEL_JOB}={self.name}"
@@ -326,13 +341,21 @@ class Job:
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """`body`: the whole object. Raises InputError that names the field."""
-        metadata = body["metadata"]
+        return cls._of(body["metadata"], JobSpec.parse(body["spec"]))
+
+    @classmethod
+    def named(cls, body: Mapping[str, Any]) -> Self:
+        """The same without what its user wants: who it is can always be read."""
+        return cls._of(body["metadata"], JobSpec(template={}))
+
+    @classmethod
+    def _of(cls, metadata: Mapping[str, Any], spec: JobSpec) -> Self:
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
-            spec=JobSpec.parse(body["spec"]),
+            spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
         )
@@ -523,23 +546,6 @@ class QuarantineStatus:
 
     def to_patch(self) -> dict[str, Any]:
         return to_patch(self, _TIMES_OUT)
-
-
-def incident_name(job: Job, round_: int, cause: Cause, occurrence: int = 1) -> str:
-    """Deterministic, so that writing an incident twice is "already exists".
-
-    It ends with the job's UID: incidents outlive their job, and the next job of that name must not find its own
-    written already. `occurrence` counts incidents of one cause in one round: live remedies start no new one.
-    """
-    again = f"-{occurrence}" if occurrence > 1 else ""
-    return f"{job.name}-r{round_}-{cause}{again}-{job.uid[:5]}"
-
-
-def occurrence_in(name: str, job: Job, round_: int, cause: Cause) -> int:
-    """The `occurrence` of which `incident_name` makes this name; 0: it is that of another cause or round."""
-    before, after = re.escape(f"{job.name}-r{round_}-{cause}"), re.escape(job.uid[:5])
-    found = re.fullmatch(rf"{before}(?:-(\d+))?-{after}", name)
-    return int(found[1] or 1) if found else 0
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

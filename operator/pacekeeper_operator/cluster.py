@@ -20,7 +20,7 @@ from kubernetes.aio import client, config
 
 from . import api
 
-Object = dict[str, Any]
+Object = api.Object
 Objects = list[Object]
 
 REQUEST_SECONDS = 15
@@ -39,6 +39,10 @@ class Refused(kopf.PermanentError):
     """The API server does not accept the object; the message is the server's."""
 
 
+class Denied(kopf.TemporaryError):
+    """The API server does not allow it now (quota, a policy, a missing right); the message is the server's."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of objects and where the API server keeps them."""
@@ -48,6 +52,14 @@ class Kind:
     namespaced: bool = True
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Objects, and the resourceVersion at which they were so."""
+
+    items: Objects
+    version: int
+
+
 PODS = Kind("/api/v1", "pods")
 NODES = Kind("/api/v1", "nodes", namespaced=False)
 CONFIG_MAPS = Kind("/api/v1", "configmaps")
@@ -55,7 +67,9 @@ SECRETS = Kind("/api/v1", "secrets")
 EVENTS = Kind("/apis/events.k8s.io/v1", "events")
 LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
 TOKEN_REVIEWS = Kind("/apis/authentication.k8s.io/v1", "tokenreviews", namespaced=False)
+POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
 JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
+STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
@@ -82,15 +96,21 @@ class Cluster:
 
     async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
         """All objects, none staler than the call; of all namespaces where none is given."""
+        return (await self.listing(kind, namespace, labels=labels, fields=fields)).items
+
+    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
+        """The same, and as of when."""
         query = {"labelSelector": labels} if labels else {}
         query |= {"fieldSelector": fields} if fields else {}
         answer = await self._call("GET", _path(kind, namespace), query)
-        items: Objects = answer.get("items") or []
-        return items
+        if "items" not in answer:
+            raise kopf.TemporaryError(f"the API server has answered a list of {kind.plural} without a list", delay=2)
+        return Listing(answer["items"] or [], int(answer["metadata"]["resourceVersion"]))
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
-        """Raises Conflict where it exists already, Refused where the server does not accept it."""
-        query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
+        """Raises Conflict where it exists already, Refused where the server does not accept it, Denied where it does
+        not now. A dry run is strict: a field that the server does not know is refused rather than dropped."""
+        query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All", "fieldValidation": "Strict"} if dry_run else {})
         return await self._call("POST", _path(kind, body["metadata"].get("namespace", "")), query, body)
 
     async def replace(self, kind: Kind, body: Object) -> Object:
@@ -204,7 +224,9 @@ def _error(status: int, method: str, path: str, data: bytes) -> Exception:
             return Refused(text)
         case 403 if "violates PodSecurity" in text or "denied the request" in text:
             return Refused(text)
-        case 401 | 403:
-            return kopf.TemporaryError(f"the operator may not {method} {path}: {text}", delay=15)
+        case 403:
+            return Denied(text, delay=5)
+        case 401:
+            return kopf.TemporaryError(f"the API server does not know the operator: {method} {path}: {text}", delay=15)
         case _:
             return kopf.TemporaryError(f"{method} {path}: status {status}: {text}", delay=2)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.adapt import Trouble, Way
 
-from .api import Cause, Class, Reason, Remedy, RemedyPrice
+from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .observation import GpuValue
+from .subject import Subject
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class QuarantineNode:
     uid: str
     reason: str
     refused: str = ""
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's word
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,8 @@ Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | QuarantineNode | 
 class Decision:
     """One fault, and what is to be done about it."""
 
-    cause: Cause
+    subject: Subject
     class_: Class
-    round: int  # in which it happened
     message: str  # one sentence for people
     first_sign: float  # seconds since the epoch
     actions: tuple[Action, ...] = ()
@@ -80,7 +82,6 @@ class Decision:
     node: str | None = None
     settles: tuple[str, ...] = ()  # names of the faults that it deals with
     gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
-    occurrence: int = 1  # tells incidents of one round and cause apart
     continues: str = ""  # name of the open incident to which this is a further remedy
     live: bool = False  # changes no round
     last_step: int = -1
@@ -90,3 +91,15 @@ class Decision:
     predicted_gain: float | None = None  # seconds of training
     error: str = ""  # the script's own words, which tell a repetition
     barren: bool = False  # the round had no completed step
+
+    @property
+    def cause(self) -> Cause:
+        return self.subject.cause
+
+    @property
+    def round(self) -> int:
+        """In which it happened."""
+        return self.subject.round
+
+    def incident_name(self, job: Job) -> str:
+        return self.continues or self.subject.incident_name(job)

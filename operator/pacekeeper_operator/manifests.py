@@ -6,12 +6,9 @@ A worker is the user's pod template with what Pacekeeper adds to it; nothing tha
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from pacekeeper_analysis.plan import Plan
 
 from .api import (
     API_VERSION,
@@ -25,13 +22,11 @@ from .api import (
     TOKEN_AUDIENCE,
     TRAINER,
     Job,
+    Object,
 )
-
-Object = dict[str, Any]
 
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
-PLAN_KEY = "plan.json"
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
@@ -110,10 +105,14 @@ def worker_pod(
             "namespace": job.namespace,
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
             "annotations": metadata.get("annotations", {}),
-            "ownerReferences": [_owned_by(job)],
+            "ownerReferences": [owned_by(job)],
         },
         "spec": spec,
     }
+
+
+def refused_template(job: Job) -> str:
+    return ""
 
 
 def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
@@ -121,18 +120,18 @@ def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
     return f"{job.name}-w{ordinal}-{incarnation}"
 
 
-def plan_config_map(job: Job, plan: Plan, resource_version: str = "") -> Object:
-    """`resource_version`: of the plan that this one replaces, for compare-and-swap; "": there is none yet."""
+def state_object(job: Job, content: Object, resource_version: str = "") -> Object:
+    """The job's TrainingJobState. `resource_version`: of the one that it replaces, for compare-and-swap; "": there is
+    none yet."""
     metadata: Object = {
-        "name": job.plan_name,
+        "name": job.name,
         "namespace": job.namespace,
         "labels": {LABEL_JOB: job.name},
-        "ownerReferences": [_owned_by(job)],
+        "ownerReferences": [owned_by(job)],
     }
     if resource_version:
         metadata["resourceVersion"] = resource_version
-    content = json.dumps(plan.to_json(), separators=(",", ":"))
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {PLAN_KEY: content}}
+    return {"apiVersion": API_VERSION, "kind": "TrainingJobState", "metadata": metadata, **content}
 
 
 def probe_pod(
@@ -299,7 +298,7 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
         spec["affinity"] = affinity
 
 
-def _owned_by(job: Job) -> Object:
+def owned_by(job: Job) -> Object:
     return _reference({"name": job.name, "uid": job.uid}, "TrainingJob")
 
 

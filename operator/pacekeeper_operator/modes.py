@@ -7,14 +7,14 @@ from dataclasses import replace
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import SyncMode
 
-from .state import Adaptation, Draft
+from .state import Draft, LocalSgd
 
 
 def entered(draft: Draft, trouble: Trouble, reason: str, incident: str, now: float) -> Draft:
     """After the plan of `draft` has got a Local-SGD mode: since when and why."""
-    return draft.with_state(
-        adaptation=Adaptation(now, trouble, reason, incident),
-        mode_changes=draft.state.mode_changes.changed(now),
+    return draft.with_adaptation(
+        local_sgd=LocalSgd(now, trouble, reason, incident),
+        mode_changes=draft.state.adaptation.mode_changes.changed(now),
         mode_reason=reason,
     )
 
@@ -22,9 +22,9 @@ def entered(draft: Draft, trouble: Trouble, reason: str, incident: str, now: flo
 def left(draft: Draft, reason: str, now: float) -> Draft:
     """The plan in mode Sync again, and why."""
     plan = replace(draft.plan, version=draft.plan.version + 1, sync_mode=SyncMode.SYNC, evidence_request="")
-    return replace(draft, plan=plan).with_state(
-        adaptation=None,
-        mode_changes=draft.state.mode_changes.changed(now),
+    return replace(draft, plan=plan).with_adaptation(
+        local_sgd=None,
+        mode_changes=draft.state.adaptation.mode_changes.changed(now),
         mode_reason=reason,
         vain=None,
         tolerated_pace=0.0,
@@ -34,4 +34,4 @@ def left(draft: Draft, reason: str, now: float) -> Draft:
 
 def refused(draft: Draft, words: str, now: float) -> Draft:
     """In mode Sync again, because the ranks cannot follow the other: it is not tried again with this script."""
-    return left(draft, f"the ranks refuse {draft.plan.sync_mode}: {words}", now).with_state(mode_refused=words)
+    return left(draft, f"the ranks refuse {draft.plan.sync_mode}: {words}", now).with_adaptation(mode_refusal=words)

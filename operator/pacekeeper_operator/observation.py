@@ -10,7 +10,7 @@ from functools import cached_property
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
-from .api import Cause, Job, Mode, Remedy
+from .api import Cause, Job, Mode, Remedy, Verdict
 from .state import Draft, State, Worker
 
 
@@ -33,6 +33,8 @@ class PodView:
     exit_message: str = ""
     waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
     waiting_message: str = ""
+    job: str = ""  # by its label
+    owner: str = ""  # UID of its job
 
     @property
     def ended(self) -> bool:
@@ -134,6 +136,31 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class Ruling:
+    """What has become of a node that a job blames. The words name nobody else's job."""
+
+    verdict: Verdict
+    words: str
+
+
+@dataclass(frozen=True)
+class TemplateVerdict:
+    """The API server's word on the pods of a generation of the job."""
+
+    generation: int
+    rejection: str = ""  # in its words; "": it accepts them
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that is wanted and could not be done so far."""
+
+    what: str
+    why: str  # in the API server's words, mostly
+    pods: bool = False  # it is a pod that cannot be created
+
+
+@dataclass(frozen=True)
 class Policy:
     """What may be done: the job's own wishes under the platform's caps."""
 
@@ -144,6 +171,7 @@ class Policy:
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     breaker_nodes: int = 3
     grace_after_start: float = 10.0
+    guards_network: bool = True  # each job gets a NetworkPolicy
 
     @property
     def acts(self) -> bool:
@@ -167,6 +195,11 @@ class Observation:
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
+    template: TemplateVerdict | None = None  # None: the API server has not been asked lately
+    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
+    strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
+    troubles: tuple[Trouble, ...] = ()
+    dice: str = ""  # of this pass: what nobody can guess
 
     @property
     def plan(self) -> Plan:
@@ -184,9 +217,9 @@ class Observation:
             draft=draft,
             workers=tuple(
                 replace(views[record.name], record=record) if record.name in views else WorkerView(record)
-                for record in draft.state.workers
+                for record in draft.state.placement.workers
             ),
-            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.settled),
+            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
         )
 
@@ -266,12 +299,12 @@ class Observation:
 
     def budget_is_spent(self, policy: Policy) -> bool:
         """No further restart counts within the window."""
-        return self.state.restarts_in_window(self.now, policy.restart_window) >= policy.max_restarts
+        return self.state.budget.within(self.now, policy.restart_window) >= policy.max_restarts
 
     @property
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, a guess."""
-        return self.state.restart_seconds or 5.0
+        return self.state.budget.restart_seconds or 5.0
 
     @property
     def step_seconds(self) -> float:

@@ -13,21 +13,21 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
     draft, plan = observation.draft, observation.plan
     heartbeats = [view.heartbeat for view in observation.workers if view.heartbeat is not None]
     same = [member.worker for member in members] == [member.worker for member in plan.members]
-    return draft.with_plan(
-        membership=max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1,
-        round=max([draft.state.round_seen, *(beat.round for beat in heartbeats)]) + 1,
-        members=members,
-        shares=plan.shares if same else None,
-        evidence_request="",
-    ).with_state(
-        placing_since=0.0,
-        attempts=0,
-        vacant_since=0.0,
-        checkpoint_asked_at=0.0,
-        membership_restarts=0,
-        suspicion=None,
-        vain=None,
-        shares_refused=draft.state.shares_refused if same else "",
-        tolerated_pace=draft.state.tolerated_pace if same else 0.0,
-        tolerated_behind=draft.state.tolerated_behind if same else 0.0,
+    return (
+        draft.with_plan(
+            membership=max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1,
+            round=max([draft.state.placement.round_seen, *(beat.round for beat in heartbeats)]) + 1,
+            members=members,
+            shares=plan.shares if same else None,
+            evidence_request="",
+        )
+        .with_placement(placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_asked_at=0.0)
+        .with_budget(in_membership=0)
+        .with_adaptation(
+            suspicion=None,
+            vain=None,
+            shares_refusal=draft.state.adaptation.shares_refusal if same else "",
+            tolerated_pace=draft.state.adaptation.tolerated_pace if same else 0.0,
+            tolerated_behind=draft.state.adaptation.tolerated_behind if same else 0.0,
+        )
     )

@@ -10,6 +10,7 @@ from typing import Self
 from pacekeeper_analysis.errors import InputError
 
 from .api import Mode, parse_duration
+from .policies import Peer, parse_peers, peers_of_url
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Settings:
 
     namespace: str = "pacekeeper-system"
     """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Jobs are kept in these namespaces only, and nothing of others is seen; empty: in all."""
     identity: str = ""
     """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
     service_name: str = "pacekeeper"
@@ -67,11 +70,22 @@ class Settings:
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
     lease_seconds: float = 10.0
 
+    network_policies: bool = True
+    """Each job gets a NetworkPolicy: nobody but its own workers reaches them."""
+    metrics_from: tuple[Peer, ...] = ()
+    """Who reads workers' metrics besides the operator (JSON); empty: whom `prometheus_url` names."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.quarantine_max_share <= 1:
             raise InputError(
                 f"PACEKEEPER_QUARANTINE_MAX_SHARE: {self.quarantine_max_share} must lie between 0 and 1, like 0.1"
             )
+        if self.network_policies and not self.metrics_from:
+            peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
+
+    @property
+    def scrapers(self) -> tuple[Peer, ...]:
+        return self.metrics_from or peers_of_url(self.prometheus_url)
 
     @property
     def endpoint(self) -> str:
@@ -111,7 +125,13 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return {"true": True, "false": False}[text.lower()]
             case "Mode":
                 return Mode(text)
+            case "tuple[Peer, ...]":
+                return parse_peers(text)
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:
                 return text
+    except InputError as error:
+        raise InputError(f"{variable}: {error}") from error
     except (ValueError, KeyError) as error:
         raise InputError(f"{variable}: {text!r} is not a valid {annotation}") from error

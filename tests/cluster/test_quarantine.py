@@ -14,17 +14,25 @@ from typing import Any
 import pytest
 from kubernetes.aio import client, config
 
-from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Mode, ObjectRef, Verdict, Witness
+from pacekeeper_operator.api import (
+    FIELD_MANAGER_CORDON,
+    LABEL_NO_QUARANTINE,
+    TAINT_QUARANTINE,
+    Mode,
+    ObjectRef,
+    Verdict,
+    Witness,
+)
 from pacekeeper_operator.cluster import QUARANTINES, Object
 from pacekeeper_operator.cluster import Cluster as Api
-from pacekeeper_operator.decide.node_quarantine import Ruling
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
+from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.services.quarantine import Blame, look, reconcile, release_all, suspect, watch_over
 from pacekeeper_operator.settings import Settings
 from testcluster.images import OPERATOR_IMAGE
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -58,6 +66,17 @@ class MortalApi(Api):
         return answer
 
 
+class At(Runtime):
+    """A moment at which time stands still."""
+
+    def __init__(self, moment: float) -> None:
+        super().__init__()
+        self.moment = moment
+
+    def now(self) -> float:
+        return self.moment
+
+
 @pytest.fixture
 async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
     configuration = client.Configuration()
@@ -66,6 +85,13 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
     )
     async with client.ApiClient(configuration) as connection:
         yield MortalApi(connection)
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """For the probes of all tests."""
+    with scratch_namespace(cluster) as name:
+        yield name
 
 
 @pytest.fixture
@@ -78,13 +104,18 @@ def untouched_nodes(cluster: Cluster) -> Iterator[None]:
     """Whatever a test does to its nodes is undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
-        if cluster.get("nodequarantine", name) is not None:
-            cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-            cluster.kubectl("delete", "nq", name, "--ignore-not-found")
-    cluster.kubectl("delete", "node", STAND_IN, "--ignore-not-found")
+        if cluster.get("nodequarantine", name) is None:
+            continue
+        cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+        cluster.kubectl("delete", "nq", name, "--ignore-not-found")
+    if cluster.get("node", STAND_IN) is not None:
+        cluster.kubectl("delete", "node", STAND_IN)
     for name in (NODE, OTHER):
-        cluster.kubectl("patch", "node", name, "--type=merge", "-p", '{"spec":{"taints":null,"unschedulable":null}}')
-        cluster.kubectl("label", "node", name, "pacekeeper.dev/no-quarantine-")
+        if taints(cluster, name) or cordoned(cluster, name):
+            marks = '{"spec":{"taints":null,"unschedulable":null}}'
+            cluster.kubectl("patch", "node", name, "--type=merge", "-p", marks)
+        if LABEL_NO_QUARANTINE in cluster.get("node", name)["metadata"]["labels"]:
+            cluster.kubectl("label", "node", name, f"{LABEL_NO_QUARANTINE}-")
 
 
 def uid(cluster: Cluster, node: str = NODE) -> str:
@@ -105,21 +136,19 @@ def is_held(cluster: Cluster, node: str = NODE) -> bool:
 
 def is_free(cluster: Cluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
-    body = cluster.kubectl("get", "node", node, "--output=json", "--show-managed-fields")
-    managers = [entry["manager"] for entry in json.loads(body)["metadata"]["managedFields"]]
+    managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
     return FIELD_MANAGER_CORDON not in managers and not taints(cluster, node) and not cordoned(cluster, node)
 
 
 def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
     """Reason → kinds of the objects that it was told about."""
-    found = json.loads(cluster.kubectl("get", "events.events.k8s.io", "--namespace=default", "--output=json"))["items"]
-    about = [event for event in found if event["regarding"]["name"] == node]
+    about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
 
 async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, **changes: Any) -> Ruling:
     """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
-    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, Witness.GPU_SERIES)
+    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
     return await suspect(api, Runtime(), settings, replace(blame, **changes))
 
 
@@ -127,7 +156,7 @@ async def settle(api: Api, settings: Settings, node: str = NODE, now: float | No
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(api, node, settings, moment) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile(api, At(moment), settings, node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
@@ -162,7 +191,7 @@ class TestLife:
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
         assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
-        await settle(api, settings, now=time.time() + HOUR + 1)
+        await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
@@ -172,8 +201,8 @@ class TestLife:
     async def test_a_probe_without_an_image_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
         settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=Mode.ACT)
         await hold(api, cluster, settings)
-        expiry = time.time() + HOUR + 1
-        await reconcile(api, NODE, settings, expiry)
+        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        await reconcile(api, At(expiry), settings, NODE)
 
         def waits() -> bool:
             return any("ImagePull" in json.dumps(pod["status"]) for pod in cluster.list("pods", namespace))
@@ -368,11 +397,14 @@ class TestLimits:
     ) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("create", "configmap", PAUSE, "--namespace", settings.namespace)
-        assert (await ask(api, cluster, settings, OTHER)).verdict is Verdict.PAUSED
-        assert cluster.get("nodequarantine", OTHER) is None
-        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert is_free(cluster)
+        try:
+            assert (await ask(api, cluster, settings, OTHER)).verdict is Verdict.PAUSED
+            assert cluster.get("nodequarantine", OTHER) is None
+            cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+            await settle(api, settings)
+            assert is_free(cluster)
+        finally:
+            cluster.kubectl("delete", "configmap", PAUSE, "--namespace", settings.namespace)
 
 
 class TestReleaseAll:
@@ -407,7 +439,7 @@ async def release(api: Api, settings: Settings) -> None:
 
 
 async def expire(api: Api, settings: Settings) -> None:
-    await settle(api, settings, now=time.time() + HOUR + 1)
+    await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
 
 class TestKilled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pacekeeper_operator.cluster import Cluster, Conflict, Kind, NotFound, Object, Objects
+from pacekeeper_operator.cluster import Cluster, Conflict, Kind, Listing, NotFound, Object
 
 
 class FakeCluster(Cluster):
@@ -14,7 +14,8 @@ class FakeCluster(Cluster):
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.failures: dict[str, list[Exception]] = {}  # plural → what its next lists raise, one each
-        self._version = 0
+        self.refusals: dict[str, list[Exception]] = {}  # plural → what its next creations and replacements raise
+        self.version = 0
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         found = self.objects.get((kind.plural, namespace, name))
@@ -22,12 +23,12 @@ class FakeCluster(Cluster):
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(found)
 
-    async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
+    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
         """Labels and fields are compared for equality."""
         if waiting := self.failures.get(kind.plural):
             raise waiting.pop(0)
-        wanted = dict(pair.split("=", 1) for pair in labels.split(",") if pair)
-        return [
+        wanted = dict(pair.split("=", 1) for pair in labels.split(",") if "=" in pair)
+        items = [
             copy.deepcopy(body)
             for (plural, place, _), body in self.objects.items()
             if plural == kind.plural
@@ -35,15 +36,18 @@ class FakeCluster(Cluster):
             and wanted.items() <= body["metadata"].get("labels", {}).items()
             and all(_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair)
         ]
+        return Listing(items, self.version)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key in self.objects:
             raise Conflict(f"{key} exists already")
-        named = {**body, "metadata": {"uid": f"uid-{self._version + 1}", **body["metadata"]}}
+        named = {**body, "metadata": {"uid": f"uid-{self.version + 1}", **body["metadata"]}}
         return body if dry_run else self._store(key, named)
 
     async def replace(self, kind: Kind, body: Object) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key not in self.objects:
             raise NotFound(str(key))
@@ -59,13 +63,17 @@ class FakeCluster(Cluster):
             raise Conflict(f"{kind.plural} {name} has changed")
         return self._store((kind.plural, namespace, name), _merge(before, body))
 
+    def _refuse(self, kind: Kind) -> None:
+        if waiting := self.refusals.get(kind.plural):
+            raise waiting.pop(0)
+
     def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
         return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
 
     def _store(self, key: tuple[str, str, str], body: Object) -> Object:
-        self._version += 1
+        self.version += 1
         stored = copy.deepcopy(body)
-        stored["metadata"]["resourceVersion"] = str(self._version)
+        stored["metadata"]["resourceVersion"] = str(self.version)
         self.objects[key] = stored
         if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
             del self.objects[key]

@@ -9,8 +9,9 @@ from typing import Any
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
+from pacekeeper_operator.decide.think import Thought
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
-from pacekeeper_operator.state import Draft, State, Worker
+from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State, Worker
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
@@ -43,12 +44,11 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
     members = tuple(Member(records[n].name, f"10.0.0.{n}", (n,)) for n in range(replicas))
     plan = Plan(version=100, membership=1, round=1, members=members, restarts=10)
     state = State(
-        workers=tuple(records),
-        incarnations={str(n): 0 for n in range(replicas + spares)},
-        template_accepted=1,
-        training_since=NOW - 300,
-        start_time=NOW - 400,
-        gpu_nodes=tuple(f"node-{n}" for n in range(replicas + spares)),
+        placement=Placement(
+            workers=tuple(records), incarnations={str(n): 0 for n in range(replicas + spares)}, template_accepted=1
+        ),
+        life=Life(training_since=NOW - 300, start_time=NOW - 400),
+        gpus=GpuHealth(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
     )
     beat = Heartbeat(
         state=LauncherState.RUNNING,
@@ -90,7 +90,7 @@ def fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:
     """A job that has no plan yet but an empty one, and no pods."""
     the_job = changes.pop("job", None) or job(replicas, spares)
     nodes = {f"node-{n}": NodeView(f"node-{n}", f"node-uid-{n}") for n in range(10)}
-    draft = Draft(Plan(version=100), State(template_accepted=1))
+    draft = Draft(Plan(version=100), State(placement=Placement(template_accepted=1)))
     world = Observation(NOW, 1000.0, the_job, draft, surroundings=Surroundings(nodes=nodes))
     return replace(world, **changes)
 
@@ -98,13 +98,18 @@ def fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:
 def with_pods(world: Observation, *, state: LauncherState | None = None, placed: bool = True) -> Observation:
     """Every worker that is promised has its pod; `state`: what its launcher says, None: nothing yet."""
     views = []
-    for record in world.state.workers:
+    for record in world.state.placement.workers:
         node = f"node-{record.ordinal}" if placed else ""
         pod = PodView(record.name, f"uid-{record.name}", "Running" if placed else "Pending", node, created_at=world.now)
         pod = replace(pod, address=f"10.0.0.{record.ordinal}" if placed else "")
         beat = None if state is None else Heartbeat(worker=record.name, state=state)
         views.append(WorkerView(record, pod, beat))
     return replace(world, workers=tuple(views))
+
+
+def decisions(thought: Thought) -> tuple[Incident, ...]:
+    """What this pass has decided, in order."""
+    return tuple(i for i in thought.draft.state.incidents.current if i.decided == thought.observation.now)
 
 
 def change_worker(

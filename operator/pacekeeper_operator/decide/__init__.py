@@ -1,18 +1,39 @@
 """Decisions: pure functions of an Observation and a Policy. Nothing here does I/O; time is part of the observation.
 
-`CHECKS` is the ordered list. A check looks for one kind of fault and answers with a Decision, or None. To add a remedy:
-one check here, one module in `act`, one line in each list.
+Two ordered lists say what a pass does. `STEPS`: each gives the draft of plan and bookkeeping as it shall be, under what
+the steps before have left; one that fails costs its own work only. `CHECKS`: each looks for one kind of fault and
+answers with a Decision, or None. To add a remedy: one check here, one module in `remedies`, one line in each list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from ..decision import Decision
 from ..observation import Observation, Policy
-from . import crash, gpu_error, hang, node_lost, round_failed, start_failed, straggler, worker_lost
+from ..state import Draft
+from . import (
+    crash,
+    gpu_error,
+    hang,
+    membership,
+    news,
+    node_lost,
+    round_failed,
+    stages,
+    stale,
+    start_failed,
+    straggler,
+    treat,
+    verify,
+    way_back,
+    wish,
+    worker_lost,
+    workforce,
+)
+from .treat import Check
 
-Check = Callable[[Observation, Policy], Decision | None]
+Step = Callable[[Observation, Policy], Draft]
 
 CHECKS: tuple[Check, ...] = (
     start_failed.check,
@@ -25,3 +46,30 @@ CHECKS: tuple[Check, ...] = (
     straggler.check,
 )
 """In order of certainty: what has gone explains why others crash or stall, so it is asked first."""
+
+STEPS: tuple[tuple[str, Step], ...] = (
+    # What errands have brought back: the API server's word on the template, what became of a node.
+    ("news", news.step),
+    # Faults that say nothing new, before anybody decides upon them.
+    ("stale", stale.step),
+    # What GPUs show when the job looks at them for the first time is no fault of this job's time.
+    ("gpus", gpu_error.learn),
+    # Started, suspended, resumed, complete, out of time.
+    ("stages", stages.step),
+    # Incidents that are over: before new decisions, so that these find a clean table.
+    ("verify", verify.step),
+    # The checks above, and what their answers do.
+    ("treat", partial(treat.step, checks=CHECKS)),
+    # Whether there is a straggler to be looked into, and the way back from a Local-SGD mode.
+    ("suspect", straggler.suspect),
+    ("way back", way_back.step),
+    # What the user wants of the mode goes before what the operator has chosen.
+    ("wish", wish.step),
+    # Who holds the ranks, now that it is known who cannot; and what launchers may do by themselves until the next pass.
+    ("membership", membership.step),
+    ("restarts", membership.allow_restarts),
+    # Once more: a decision may have ended what it dealt with.
+    ("verify again", verify.step),
+    # Which pods there shall be: last, since all of the above gives workers up or seats them.
+    ("workforce", workforce.step),
+)

@@ -9,6 +9,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, CountRestart, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, Policy
+from ..subject import Subject
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
 SETTLE_SECONDS = 2.0
@@ -31,7 +32,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[
     memory = fault.out_of_memory
     follows_rank = memory and any(
         past.cause is Cause.OUT_OF_MEMORY and past.rank == fault.rank and past.worker != fault.worker
-        for past in observation.state.past
+        for past in observation.state.incidents.past
     )
     move = replace_option(
         observation,
@@ -55,9 +56,8 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[
         actions = (CountRestart(),)
     remedy = None if end is not None or chosen is None else Remedy(chosen.option.remedy)
     return Decision(
-        cause=Cause.OUT_OF_MEMORY if memory else Cause.CRASH,
+        subject=Subject(Cause.OUT_OF_MEMORY if memory else Cause.CRASH, fault.round),
         class_=Class.APPLICATION if fault.exit_code > 0 or follows_rank else Class.UNKNOWN,
-        round=fault.round,
         message=f"rank {fault.rank} on {fault.worker} {_ending(fault)} {_progress(fault)}",
         first_sign=fault.noticed_at,
         actions=actions,
@@ -77,12 +77,12 @@ def _hopeless(observation: Observation, policy: Policy, fault: Fault) -> FailJob
     """Two rounds in a row without a completed step and with the same error, or no restarts left."""
     state = observation.state
     line = error_line(fault.error)
-    if not fault.completed_step and 0 < state.barren_round < fault.round and state.barren_error == line:
+    if not fault.completed_step and 0 < state.budget.barren_round < fault.round and state.budget.barren_error == line:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)} in two rounds in a row before it had completed a step:\n{fault.error}",
         )
-    used = state.restarts_in_window(observation.now, policy.restart_window)
+    used = state.budget.within(observation.now, policy.restart_window)
     if used >= policy.max_restarts:
         return FailJob(
             Reason.RESTART_BUDGET_SPENT,

@@ -6,16 +6,16 @@ before the job looked at it for the first time is none.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Remedy
 from ..decision import Action, Decision, ReplaceWorker
 from ..observation import GpuValue, Observation, Policy
-from ..state import State
+from ..state import Draft
+from ..subject import Subject
 from . import quarantine
 from .pricing import choose_at_standstill, replace_option, written
 
@@ -73,17 +73,17 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     return None if found is None else _decide(observation, policy, found)
 
 
-def learn(observation: Observation) -> State:
+def learn(observation: Observation, _policy: Policy) -> Draft:
     """Remember what nodes show when the job looks at them for the first time; forget nodes that it has left."""
-    state = observation.state
+    draft, gpus = observation.draft, observation.state.gpus
     if observation.metrics.unavailable:
-        return state
+        return draft
     present = tuple(sorted({view.record.node for view in observation.workers if view.record.node}))
-    if present == state.gpu_nodes:
-        return state
-    kept = {key: value for key, value in state.gpu_values.items() if key.split("/", 1)[0] in present}
-    fresh = {v.key: v.value for v in observation.metrics.gpu if v.node in present and v.node not in state.gpu_nodes}
-    return replace(state, gpu_nodes=present, gpu_values={**kept, **fresh})
+    if present == gpus.nodes:
+        return draft
+    kept = {key: value for key, value in gpus.values.items() if key.split("/", 1)[0] in present}
+    fresh = {v.key: v.value for v in observation.metrics.gpu if v.node in present and v.node not in gpus.nodes}
+    return draft.with_gpus(nodes=present, values={**kept, **fresh})
 
 
 def _reported(observation: Observation) -> Iterator[GpuFault]:
@@ -97,9 +97,9 @@ def _reported(observation: Observation) -> Iterator[GpuFault]:
 def _measured(observation: Observation) -> Iterator[GpuFault]:
     state = observation.state
     for value in observation.metrics.gpu:
-        seen = state.gpu_values.get(value.key, 0.0)
+        seen = state.gpus.values.get(value.key, 0.0)
         news = value.value != seen if value.metric == XID else value.value > seen
-        if value.node not in state.gpu_nodes or not news:
+        if value.node not in state.gpus.nodes or not news:
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
         if workers:
@@ -118,9 +118,8 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     moved = tuple(action.worker for action in actions if isinstance(action, ReplaceWorker))
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
-        cause=Cause.GPU_ERROR,
+        subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.name),
         class_=Class.INFRASTRUCTURE if found.fatal else Class.APPLICATION,
-        round=observation.round,
         message=f"{where}: {found.words}" + ("" if found.fatal else "; may come of the application alone"),
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,
         actions=actions,
@@ -132,7 +131,6 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
         node=found.node or None,
         settles=() if found.fault is None else (found.fault.name,),
         gpu_seen=() if found.value is None else (found.value,),
-        occurrence=2 + zlib.crc32(found.name.encode()) % 10_000,
         live=not any(m.worker in moved for m in observation.plan.members),
         last_step=observation.step,
     )

@@ -12,6 +12,7 @@ from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
 from ..observation import Observation, Policy
 from ..state import Past
+from ..subject import Subject
 from . import quarantine
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
@@ -44,13 +45,12 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     if past.node_is_suspect and node and chosen is not None:
         actions = (*actions, _quarantine(observation, policy, node))
     return Decision(
-        cause=Cause.HANG,
+        subject=Subject(Cause.HANG, observation.round),
         class_=Class.APPLICATION
         if past.follows_rank
         else Class.INFRASTRUCTURE
         if past.node_is_suspect
         else Class.UNKNOWN,
-        round=observation.round,
         message=_say(verdict) + past.sentence,
         first_sign=_first_sign(stalls),
         actions=actions,
@@ -78,7 +78,7 @@ class _Past:
         cls, observation: Observation, policy: Policy, rank: int | None, worker: str | None, node: str | None
     ) -> _Past:
         since = observation.now - policy.restart_window
-        hangs = [past for past in observation.state.past if past.cause is Cause.HANG and past.at > since]
+        hangs = [past for past in observation.state.incidents.past if past.cause is Cause.HANG and past.at > since]
         if rank is None:
             return cls(False, False, False)
         return cls(

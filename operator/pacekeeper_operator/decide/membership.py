@@ -19,13 +19,13 @@ SHRINK_SECONDS = 10.0
 """A seat that cannot be filled for so long is given up where spec.minReplicas allows."""
 
 
-def step(observation: Observation) -> Draft:
+def step(observation: Observation, _policy: Policy) -> Draft:
     """The plan with the members that are possible now: unchanged where they are what they should be, or must wait.
 
     Nobody loses a seat here but those who have been given up (`Worker.leaving`), which is a remedy's doing.
     """
     draft = observation.draft
-    if draft.plan.stop is not Stop.NO or draft.state.finished_for_good or draft.state.finished:
+    if draft.plan.stop is not Stop.NO or draft.state.life.over or draft.state.life.finished:
         return draft
     return _change(observation) if draft.plan.members else _found(observation)
 
@@ -60,8 +60,8 @@ def _change(observation: Observation) -> Draft:
         return _wait_or_shrink(observation, seats)
     seats += spares[: wanted - len(seats)]
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
-        calm = draft.state.vacant_since or draft.state.checkpoint_asked_at
-        return draft.with_state(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft
+        calm = draft.state.placement.vacant_since or draft.state.placement.checkpoint_asked_at
+        return draft.with_placement(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft
     if all(_trains(view) for view in observation.members) and len(observation.members) == len(plan.members):
         waiting = _await_checkpoint(observation)
         if waiting is not None:
@@ -77,14 +77,14 @@ def _trains(view: WorkerView) -> bool:
 def _wait_or_shrink(observation: Observation, seats: Sequence[Member]) -> Draft:
     """Some rank has no worker. The others wait for it, or go on without where that is allowed."""
     state, job = observation.state, observation.job
-    if not state.vacant_since:
-        return observation.draft.with_state(vacant_since=observation.now)
+    if not state.placement.vacant_since:
+        return observation.draft.with_placement(vacant_since=observation.now)
     enough = len(seats) >= max(1, job.spec.fewest_replicas)
-    if not enough or observation.now - state.vacant_since < SHRINK_SECONDS:
+    if not enough or observation.now - state.placement.vacant_since < SHRINK_SECONDS:
         return observation.draft
     seated = {member.worker for member in observation.plan.members}
     coming = any(_comes(view) for view in observation.workers if view.name not in seated)
-    if coming and observation.now - state.vacant_since < job.spec.scheduling_timeout:
+    if coming and observation.now - state.placement.vacant_since < job.spec.scheduling_timeout:
         return observation.draft
     return rounds.begin(observation, _numbered(job, seats))
 
@@ -100,13 +100,13 @@ def _comes(view: WorkerView) -> bool:
 def _await_checkpoint(observation: Observation) -> Draft | None:
     """The draft to wait with; None: the checkpoint is there, or is not to be had."""
     draft = observation.draft
-    if draft.state.checkpoint_asked_at == 0.0:
-        return draft.with_plan(checkpoint_request=draft.plan.checkpoint_request + 1).with_state(
+    if draft.state.placement.checkpoint_asked_at == 0.0:
+        return draft.with_plan(checkpoint_request=draft.plan.checkpoint_request + 1).with_placement(
             checkpoint_asked_at=observation.now
         )
     answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= draft.plan.checkpoint_request
-    late = observation.now - draft.state.checkpoint_asked_at > CHECKPOINT_SECONDS
+    late = observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
     return None if answered or late or observation.faults_of(FaultKind.STALLED) else draft
 
 
@@ -124,9 +124,12 @@ def _numbered(job: Job, seats: Sequence[Member]) -> tuple[Member, ...]:
     )
 
 
-def allow_restarts(draft: Draft, policy: Policy, now: float) -> Draft:
+def allow_restarts(observation: Observation, policy: Policy) -> Draft:
     """What the launchers may do by themselves: those they have used in this membership, and what the budget leaves."""
-    left = policy.max_restarts - draft.state.restarts_in_window(now, policy.restart_window)
+    draft, budget = observation.draft, observation.state.budget
+    if draft.plan.stop is not Stop.NO or draft.state.life.over:
+        return draft
+    left = policy.max_restarts - budget.within(observation.now, policy.restart_window)
     may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
-    restarts = draft.state.membership_restarts + max(0, left) if may else 0
+    restarts = budget.in_membership + max(0, left) if may else 0
     return draft if restarts == draft.plan.restarts else draft.with_plan(restarts=restarts)

@@ -7,6 +7,7 @@ from pacekeeper_analysis.reports import FaultKind
 from ..api import Cause, Class, Remedy
 from ..decision import Action, Decision, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
+from ..subject import Subject
 from . import quarantine
 from .pricing import choose_at_standstill, replace_lost_option, written
 
@@ -48,9 +49,8 @@ def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Deci
         actions = (*actions, quarantine.propose(observation, policy, node, reason))
     member = next(member for member in observation.plan.members if member.worker == view.name)
     return Decision(
-        cause=Cause.NODE_LOST if node_lost else Cause.WORKER_LOST,
+        subject=Subject(Cause.NODE_LOST if node_lost else Cause.WORKER_LOST, observation.round, worker=view.name),
         class_=Class.INFRASTRUCTURE,
-        round=observation.round,
         message=f"worker {view.name} (rank {', '.join(map(str, member.ranks))}) is lost: {words}",
         first_sign=min(
             (f.noticed_at - max((s.waiting_seconds for s in f.ranks), default=0.0) for f in stalls),
@@ -67,6 +67,5 @@ def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Deci
         worker=view.name,
         node=node or None,
         settles=tuple(fault.name for fault in observation.faults),
-        occurrence=view.record.ordinal + 1,
         last_step=observation.step,
     )

@@ -6,7 +6,7 @@ to a state from which the next one follows, so that an operator that dies betwee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..api import (
     LABEL_NO_QUARANTINE,
@@ -17,6 +17,7 @@ from ..api import (
     Verdict,
     Witness,
 )
+from ..observation import Ruling
 from . import node_probes
 from .node_steps import (
     Around,
@@ -43,14 +44,6 @@ from .node_suspicion import consider
 RESYNC_SECONDS = 60.0
 UNPROVEN_PROBES = 5
 """So many probes in a row without an image release the node: no quarantine is for ever for want of a pull secret."""
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """What has become of a node that a job blames. The words name nobody else's job."""
-
-    verdict: Verdict
-    words: str
 
 
 def decide(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, around: Around, now: float) -> Step:

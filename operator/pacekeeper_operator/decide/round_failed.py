@@ -7,6 +7,7 @@ from pacekeeper_analysis.reports import FaultKind, LauncherState
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, RestartRanks
 from ..observation import Observation, Policy
+from ..subject import Subject
 from .pricing import choose_at_standstill, restart_option, written
 
 SETTLE_SECONDS = 3.0
@@ -34,7 +35,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     option = restart_option(observation, policy)
     choice = choose_at_standstill((option,))
-    used = observation.state.restarts_in_window(observation.now, policy.restart_window)
+    used = observation.state.budget.within(observation.now, policy.restart_window)
     who = ", ".join(sorted({fault.worker for fault in failed} | {view.name for view in given_up}))
     message = f"the launchers could not start a round by themselves (told by {who})"
     actions: tuple[Action, ...] = ()
@@ -43,9 +44,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     elif choice.chosen is not None:
         actions = (RestartRanks(),)
     return Decision(
-        cause=Cause.CRASH,
+        subject=Subject(Cause.ROUND_FAILED, observation.round),
         class_=Class.UNKNOWN,
-        round=observation.round,
         message=message,
         first_sign=min((fault.noticed_at for fault in failed), default=observation.now),
         actions=actions,
@@ -53,6 +53,5 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         remedies=written(choice.prices, choice.chosen),
         evidence=tuple(fault.error for fault in failed if fault.error),
         settles=tuple(fault.name for fault in failed),
-        occurrence=observation.plan.membership + 1,
         last_step=observation.step,
     )

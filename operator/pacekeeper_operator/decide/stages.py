@@ -6,7 +6,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Reason
-from ..observation import Observation, WorkerView
+from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
 
 PULL_REASONS = frozenset(
@@ -25,10 +25,10 @@ PULL_REASONS = frozenset(
 """Why a container waits that no patience of ours will start."""
 
 
-def step(observation: Observation) -> Draft:
+def step(observation: Observation, _policy: Policy) -> Draft:
     """What the passing of time and the user's wishes make of the job."""
     draft = observation.draft
-    if draft.state.finished_for_good:
+    if draft.state.life.over:
         return draft
     for stage in (_suspend, _resume, _begin, _finish, _out_of_time, _cannot_start):
         draft = stage(observation.with_draft(draft))
@@ -40,8 +40,8 @@ def _suspend(observation: Observation) -> Draft:
     if not observation.job.spec.suspend:
         return draft
     if draft.plan.stop is Stop.NO:
-        draft = draft.with_plan(stop=Stop.SUSPEND, evidence_request="").with_state(stopped_at=observation.now)
-    if not draft.state.workers and draft.plan.members:
+        draft = draft.with_plan(stop=Stop.SUSPEND, evidence_request="").with_life(stopped_at=observation.now)
+    if not draft.state.placement.workers and draft.plan.members:
         draft = draft.with_plan(members=(), shares=None)
     gone = {view.name for view in observation.workers if view.pod is None}
     if draft.plan.members and all(member.worker in gone for member in draft.plan.members):
@@ -54,37 +54,33 @@ def _resume(observation: Observation) -> Draft:
     leaving = any(view.pod is not None for view in observation.workers)
     if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
         return draft
-    return draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None).with_state(
-        start_time=observation.now,
-        placing_since=0.0,
-        retry_at=0.0,
-        attempts=0,
-        workers=(),
-        finished=(),
-        settled=(),
-        mode_refused="",
-        shares_refused="",
+    return (
+        draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None)
+        .with_life(start_time=observation.now, finished=())
+        .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
+        .with_incidents(settled=())
+        .with_adaptation(mode_refusal="", shares_refusal="")
     )
 
 
 def _begin(observation: Observation) -> Draft:
     draft, state = observation.draft, observation.state
-    if not state.start_time and not observation.job.spec.suspend:
-        draft = draft.with_state(start_time=observation.now)
-    if observation.plan.members and observation.round > state.round_seen:
-        draft = draft.with_state(round_seen=observation.round)
-    if 0 < state.barren_round < observation.round and observation.training_since is not None:
-        draft = draft.with_state(barren_round=0, barren_error="")
-    if not state.training_since and observation.training_since is not None:
-        draft = draft.with_state(training_since=observation.training_since)
-    if state.failed_starts and _is_complete(observation):
-        draft = draft.with_state(failed_starts=0)
+    if not state.life.start_time and not observation.job.spec.suspend:
+        draft = draft.with_life(start_time=observation.now)
+    if observation.plan.members and observation.round > state.placement.round_seen:
+        draft = draft.with_placement(round_seen=observation.round)
+    if 0 < state.budget.barren_round < observation.round and observation.training_since is not None:
+        draft = draft.with_budget(barren_round=0, barren_error="")
+    if not state.life.training_since and observation.training_since is not None:
+        draft = draft.with_life(training_since=observation.training_since)
+    if state.placement.failed_starts and _is_complete(observation):
+        draft = draft.with_placement(failed_starts=0)
     return draft
 
 
 def _is_complete(observation: Observation) -> bool:
     """It trains, and all of its spares are warm."""
-    trains = observation.training_since is not None and not observation.state.vacant_since
+    trains = observation.training_since is not None and not observation.state.placement.vacant_since
     return trains and sum(view.warm for view in observation.spares) >= observation.job.spec.spares
 
 
@@ -93,12 +89,12 @@ def _finish(observation: Observation) -> Draft:
     draft = observation.draft
     if not draft.plan.members or draft.plan.stop is not Stop.NO:
         return draft
-    fresh = [v.name for v in observation.members if v.name not in draft.state.finished and _ended_well(v)]
+    fresh = [v.name for v in observation.members if v.name not in draft.state.life.finished and _ended_well(v)]
     if fresh:
-        draft = draft.with_state(finished=(*draft.state.finished, *fresh))
-    if any(member.worker not in draft.state.finished for member in draft.plan.members):
+        draft = draft.with_life(finished=(*draft.state.life.finished, *fresh))
+    if any(member.worker not in draft.state.life.finished for member in draft.plan.members):
         return draft
-    return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_state(
+    return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
         completed_at=observation.now, stopped_at=observation.now
     )
 
@@ -113,9 +109,9 @@ def _ended_well(view: WorkerView) -> bool:
 def _out_of_time(observation: Observation) -> Draft:
     draft, limit = observation.draft, observation.job.spec.run_policy.active_deadline_seconds
     state = draft.state
-    if limit is None or not state.start_time or draft.plan.stop is not Stop.NO:
+    if limit is None or not state.life.start_time or draft.plan.stop is not Stop.NO:
         return draft
-    if observation.now - state.start_time < limit:
+    if observation.now - state.life.start_time < limit:
         return draft
     message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
     return _fail(observation, Reason.DEADLINE_EXCEEDED, message)
@@ -124,10 +120,10 @@ def _out_of_time(observation: Observation) -> Draft:
 def _cannot_start(observation: Observation) -> Draft:
     """Pods that are placed but cannot start, for longer than placing may take."""
     draft, state = observation.draft, observation.state
-    if draft.plan.members or not state.placing_since:
+    if draft.plan.members or not state.placement.placing_since:
         return draft
     stuck = stuck_worker(observation)
-    if stuck is None or observation.now - state.placing_since < observation.job.spec.scheduling_timeout:
+    if stuck is None or observation.now - state.placement.placing_since < observation.job.spec.scheduling_timeout:
         return draft
     assert stuck.pod is not None
     message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
@@ -140,6 +136,6 @@ def stuck_worker(observation: Observation) -> WorkerView | None:
 
 
 def _fail(observation: Observation, reason: Reason, message: str) -> Draft:
-    return observation.draft.with_plan(stop=Stop.FINISH, evidence_request="").with_state(
+    return observation.draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
         failed_reason=str(reason), failed_message=message, stopped_at=observation.now
     )

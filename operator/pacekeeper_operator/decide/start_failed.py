@@ -7,6 +7,7 @@ from pacekeeper_analysis.reports import LauncherState
 from ..api import Cause, Class, Reason
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
+from ..subject import Subject
 
 TRIES = 2
 """So many workers in a row, of the whole job, before a job fails that cannot train without them."""
@@ -31,23 +32,21 @@ def _decide(observation: Observation, view: WorkerView) -> Decision:
     assert pod is not None
     reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
     message = f"the trainer of {view.name} ended with {pod.exit_code}{reason} before it was ready"
-    trains = bool(observation.plan.members) and not observation.state.vacant_since
-    again = not trains and observation.state.failed_starts + 1 >= TRIES
+    trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
+    again = not trains and observation.state.placement.failed_starts + 1 >= TRIES
     actions: tuple[Action, ...] = (
         (FailJob(Reason.SCRIPT_FAILED, f"{message}:\n{pod.exit_message}"),)
         if again
         else (ReplaceWorker(view.name, "its trainer did not start", dead=True, never_ready=True),)
     )
     return Decision(
-        cause=Cause.WORKER_LOST,
+        subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=Class.APPLICATION,
-        round=observation.round if observation.plan.members else 0,
         message=message,
         first_sign=observation.now,
         actions=actions,
         evidence=(pod.exit_message,) if pod.exit_message else (),
         worker=view.name,
         node=pod.node or None,
-        occurrence=view.record.ordinal + 1 + 100 * view.record.incarnation,
         live=trains,
     )

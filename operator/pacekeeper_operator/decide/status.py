@@ -15,9 +15,8 @@ from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
-
-PLAN_REFUSED_SECONDS = 600.0
-"""So long the condition tells of a plan that somebody had edited into something unreadable; the event stays longer."""
+MAX_MESSAGE = 4000
+"""Characters of a condition's message."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,10 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
         for view in observation.members
     )
-    conditions = tuple(_dated(observation, found, before) for found in _conditions(observation, policy, phase))
-    ended = bool(state.completed_at or state.failed_reason)
+    conditions = tuple(
+        _dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase)
+    )
+    ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
     slowdown = observation.metrics.slowdown if phase is Phase.RUNNING else None
     return replace(
@@ -50,8 +51,8 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         message=main.message if main else None,
         observed_generation=job.generation,
         conditions=conditions,
-        start_time=state.start_time or None,
-        completion_time=(state.completed_at or state.stopped_at or None) if ended else None,
+        start_time=state.life.start_time or None,
+        completion_time=(state.life.completed_at or state.life.stopped_at or None) if ended else None,
         round=observation.round if members else before.round,
         step=observation.step if observation.step >= 0 else before.step,
         last_checkpoint_step=observation.checkpoint_step
@@ -62,9 +63,17 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         slowdown=slowdown,
         goodput=_goodput(observation) if not ended else before.goodput,
         sync_mode=_sync_mode(observation),
-        restarts=state.restarts_total,
+        restarts=state.budget.total,
         bottleneck=_bottleneck(observation) if phase is Phase.RUNNING else None,
     )
+
+
+def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStatus:
+    """The status of a job whose bookkeeping cannot be read: as it was, and why nothing goes on."""
+    found = _Found(Condition.HINDERED, True, Reason.NOT_DONE, words)
+    others = tuple(condition for condition in before.conditions if condition.type != found.type)
+    phase = before.phase or Phase.PENDING
+    return replace(before, phase=phase, conditions=(*others, _dated(found, before, generation, now)))
 
 
 _MAIN = {
@@ -79,32 +88,32 @@ _MAIN = {
 def _unheard(observation: Observation, policy: Policy) -> bool:
     """This operator has just begun, and not all members have found it: what they do now is not known."""
     young = observation.operator_age < policy.grace_after_start
-    steady = not observation.state.finished_for_good and not observation.state.open_incidents
+    steady = not observation.state.life.over and not observation.state.incidents.open
     return young and steady and any(view.heartbeat is None for view in observation.members)
 
 
 def phase_of(observation: Observation) -> Phase:
     state, plan = observation.state, observation.plan
-    if state.failed_reason:
+    if state.life.failed_reason:
         return Phase.FAILED
-    if state.completed_at:
+    if state.life.completed_at:
         return Phase.COMPLETE
     if observation.job.spec.suspend or plan.stop is Stop.SUSPEND:
         return Phase.SUSPENDED
     if not plan.members:
         return Phase.PENDING
-    if any(not incident.live for incident in state.open_incidents):
+    if any(not incident.live for incident in state.incidents.open):
         return Phase.RECOVERING
     if observation.training_since is not None:
         return Phase.RUNNING
-    return Phase.STARTING if not state.training_since else Phase.RECOVERING
+    return Phase.STARTING if not state.life.training_since else Phase.RECOVERING
 
 
 def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Iterator[_Found]:
     state = observation.state
     yield _running(observation, phase)
     yield _degraded(observation, policy, phase)
-    incidents = [incident for incident in state.open_incidents if not incident.live]
+    incidents = [incident for incident in state.incidents.open if not incident.live]
     yield _Found(
         Condition.RECOVERING,
         phase is Phase.RECOVERING,
@@ -120,18 +129,30 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
         f"{left} workers are leaving" if suspended and left else "",
     )
     yield _Found(
-        Condition.COMPLETE, bool(state.completed_at), Reason.TRAINED if state.completed_at else Reason.TRAINING
+        Condition.COMPLETE,
+        bool(state.life.completed_at),
+        Reason.TRAINED if state.life.completed_at else Reason.TRAINING,
     )
-    failed = Reason(state.failed_reason) if state.failed_reason else Reason.TRAINING
-    yield _Found(Condition.FAILED, bool(state.failed_reason), failed, state.failed_message)
-    refused = state.template_refused == observation.job.generation
+    failed = Reason(state.life.failed_reason) if state.life.failed_reason else Reason.TRAINING
+    yield _Found(Condition.FAILED, bool(state.life.failed_reason), failed, state.life.failed_message)
+    refused = state.placement.template_rejected == observation.job.generation
     yield _Found(
         Condition.INVALID_TEMPLATE,
         refused,
         Reason.REFUSED if refused else Reason.ACCEPTED,
-        state.refused if refused else "",
+        state.placement.rejection if refused else "",
     )
+    yield _hindered(observation)
     yield _metrics(observation)
+
+
+def _hindered(observation: Observation) -> _Found:
+    """Something that is wanted could not be done so far: it is tried again, and people may have to help."""
+    troubles = observation.troubles
+    words = "; ".join(f"{trouble.what}: {trouble.why}" for trouble in troubles[:3])
+    more = f"; and {len(troubles) - 3} more" if len(troubles) > 3 else ""
+    reason = Reason.POD_DENIED if any(t.pods for t in troubles) else Reason.NOT_DONE if troubles else Reason.ALL_DONE
+    return _Found(Condition.HINDERED, bool(troubles), reason, f"{words}{more}"[:MAX_MESSAGE])
 
 
 def _running(observation: Observation, phase: Phase) -> _Found:
@@ -142,7 +163,7 @@ def _running(observation: Observation, phase: Phase) -> _Found:
     if phase is Phase.COMPLETE:
         return _Found(Condition.RUNNING, False, Reason.TRAINED)
     if phase is Phase.FAILED:
-        return _Found(Condition.RUNNING, False, Reason(observation.state.failed_reason))
+        return _Found(Condition.RUNNING, False, Reason(observation.state.life.failed_reason))
     if phase is Phase.SUSPENDED:
         return _Found(Condition.RUNNING, False, Reason.SUSPENDED)
     if phase is Phase.RECOVERING:
@@ -159,11 +180,17 @@ def _waiting(observation: Observation) -> _Found:
     if stuck is not None and stuck.pod is not None:
         words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
         return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
-    if state.attempts and not state.placing_since:
+    denied = next(
+        (trouble for trouble in observation.troubles if trouble.pods or trouble.what.startswith("template")), None
+    )
+    if denied is not None:
+        return _Found(Condition.RUNNING, False, Reason.POD_DENIED, denied.why)
+    if state.placement.attempts and not state.placement.placing_since:
         turn = f"after {around.older_job_waits}, which is older" if around.older_job_waits else "shortly"
         words = (
             f"not all {observation.job.spec.replicas} workers could be placed within "
-            f"{observation.job.spec.scheduling_timeout:.0f} s (attempt {state.attempts}); the next attempt comes {turn}"
+            f"{observation.job.spec.scheduling_timeout:.0f} s (attempt {state.placement.attempts}); "
+            f"the next attempt comes {turn}"
         )
         return _Found(Condition.RUNNING, False, Reason.SCHEDULING_TIMEOUT, words)
     unplaced = next((view.pod.unschedulable for view in observation.workers if view.pod and view.pod.unschedulable), "")
@@ -176,7 +203,7 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
     """The first reason that holds, gravest first."""
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
-    tripped = next((e for i in state.incidents for e in i.evidence if BREAKER in e), "")
+    tripped = next((e for i in state.incidents.current for e in i.evidence if BREAKER in e), "")
     if tripped:
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, tripped)
     if policy.paused:
@@ -189,9 +216,9 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
     if len(plan.members) < spec.replicas:
         words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
-    if state.adaptation is not None:
-        since = format_time(state.adaptation.since)
-        words = f"{plan.sync_mode} since {since}: {state.adaptation.reason}"
+    if state.adaptation.local_sgd is not None:
+        since = format_time(state.adaptation.local_sgd.since)
+        words = f"{plan.sync_mode} since {since}: {state.adaptation.local_sgd.reason}"
         return _Found(Condition.DEGRADED, True, Reason.LOCAL_SGD, words)
     slow = metrics.pace is not None and metrics.pace >= spec.detection.straggler_slowdown
     if slow:
@@ -229,8 +256,6 @@ def _bad_input(observation: Observation) -> _Found | None:
     if refused is not None:
         words = f"the ranks on {refused.worker} do not follow the newest plan but the one before: {refused.refused}"
         return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, words)
-    if observation.state.plan_refused and observation.now - observation.state.plan_refused_at < PLAN_REFUSED_SECONDS:
-        return _Found(Condition.DEGRADED, True, Reason.PLAN_REFUSED, observation.state.plan_refused)
     return None
 
 
@@ -245,11 +270,11 @@ def _metrics(observation: Observation) -> _Found:
     return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: {unseen}")
 
 
-def _dated(observation: Observation, found: _Found, before: JobStatus) -> ConditionStatus:
+def _dated(found: _Found, before: JobStatus, generation: int, now: float) -> ConditionStatus:
     status = "Unknown" if found.holds is None else "True" if found.holds else "False"
     old = next((condition for condition in before.conditions if condition.type == found.type), None)
-    since = old.last_transition_time if old is not None and old.status == status else observation.now
-    return ConditionStatus(found.type, status, found.reason, found.message, since, observation.job.generation)
+    since = old.last_transition_time if old is not None and old.status == status else now
+    return ConditionStatus(found.type, status, found.reason, found.message, since, generation)
 
 
 def _sync_mode(observation: Observation) -> SyncMode:
@@ -261,11 +286,11 @@ def _sync_mode(observation: Observation) -> SyncMode:
 def _goodput(observation: Observation) -> float | None:
     """Share of the time since the first step that was not lost to incidents."""
     state = observation.state
-    if not state.training_since:
+    if not state.life.training_since:
         return None
-    elapsed = observation.now - state.training_since
-    open_ = sum(observation.now - i.first_sign for i in state.open_incidents if not i.live)
-    return max(0.0, 1.0 - (state.lost_seconds + open_) / elapsed) if elapsed > 0 else 1.0
+    elapsed = observation.now - state.life.training_since
+    open_ = sum(observation.now - i.first_sign for i in state.incidents.open if not i.live)
+    return max(0.0, 1.0 - (state.budget.lost_seconds + open_) / elapsed) if elapsed > 0 else 1.0
 
 
 def _bottleneck(observation: Observation) -> str | None:

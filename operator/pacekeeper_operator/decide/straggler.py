@@ -18,10 +18,11 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.price import Choice
 
-from ..api import Cause, Class, Remedy, occurrence_in
+from ..api import Cause, Class, Remedy, WantedMode
 from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
+from ..subject import Subject
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -60,7 +61,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 def diagnose(observation: Observation) -> Diagnosis | None:
     """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank is broken."""
-    if observation.state.suspicion is None or not steady(observation):
+    if observation.state.adaptation.suspicion is None or not steady(observation):
         return None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
@@ -84,10 +85,12 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
 
 def suspect(observation: Observation, policy: Policy) -> Draft:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
+    if observation.state.life.over:
+        return observation.draft
     observation = observation.with_draft(_forget(observation, policy))
-    draft, suspicion, now = observation.draft, observation.state.suspicion, observation.now
+    draft, suspicion, now = observation.draft, observation.state.adaptation.suspicion, observation.now
     if observation.plan.stop is not Stop.NO:
-        return draft if suspicion is None else draft.with_state(suspicion=None)
+        return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if observation.plan.sync_mode is not SYNC:
         return _suspect_broken(observation)
     if not steady(observation):
@@ -116,22 +119,22 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
 
 def _forget(observation: Observation, policy: Policy) -> Draft:
     """What was let be is looked at anew once a remedy may be applied, or once no rank is slow any more."""
-    draft, vain = observation.draft, observation.state.vain
+    draft, vain = observation.draft, observation.state.adaptation.vain
     if vain is not None and vain.forbidden and policy.acts:
-        return draft.with_state(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
-    if draft.state.tolerated_pace and _alike(observation) and steady(observation):
-        return draft.with_state(tolerated_pace=0.0, tolerated_behind=0.0)
+        return draft.with_adaptation(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
+    if draft.state.adaptation.tolerated_pace and _alike(observation) and steady(observation):
+        return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0)
     return draft
 
 
 def _suspect_broken(observation: Observation) -> Draft:
     """In a Local-SGD mode, where the way back asks the ranks now and then: since when has one been broken?"""
-    draft, suspicion, pace = observation.draft, observation.state.suspicion, observation.metrics.pace
+    draft, suspicion, pace = observation.draft, observation.state.adaptation.suspicion, observation.metrics.pace
     if pace is None or pace < BROKEN or not steady(observation):
-        return draft if suspicion is None else draft.with_state(suspicion=None)
+        return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if suspicion is not None:
         return draft
-    return draft.with_state(suspicion=Suspicion(since=observation.now, step_seconds=observation.step_seconds))
+    return draft.with_adaptation(suspicion=Suspicion(since=observation.now, step_seconds=observation.step_seconds))
 
 
 def pause_between_questions(elapsed: float) -> float:
@@ -147,7 +150,7 @@ def steady(observation: Observation) -> bool:
     if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):
         return False
     window = observation.job.spec.detection.window_steps
-    busy = any(incident.recovered is None and not incident.live for incident in observation.state.open_incidents)
+    busy = any(incident.recovered is None and not incident.live for incident in observation.state.incidents.open)
     return not busy and min((beat.steps_in_round for beat in beats), default=0) >= window
 
 
@@ -180,16 +183,16 @@ def _tolerated(observation: Observation) -> bool:
     It may hide another rank that has become slow since, which shows in the own work of a step.
     """
     state, pace, behind = observation.state, observation.metrics.pace, observation.metrics.behind
-    if not state.tolerated_pace or pace is None or pace >= state.tolerated_pace * 1.1:
+    if not state.adaptation.tolerated_pace or pace is None or pace >= state.adaptation.tolerated_pace * 1.1:
         return False
-    settled = not any(incident.live for incident in state.open_incidents)
-    worst = max(state.tolerated_behind, observation.job.spec.detection.straggler_slowdown) * 1.1
+    settled = not any(incident.live for incident in state.incidents.open)
+    worst = max(state.adaptation.tolerated_behind, observation.job.spec.detection.straggler_slowdown) * 1.1
     return not (settled and behind is not None and behind >= worst)
 
 
 def _held(observation: Observation) -> bool:
     """Waits have been looked into, and steps have not become longer since."""
-    vain = observation.state.vain
+    vain = observation.state.adaptation.vain
     if vain is None or observation.now - vain.at > vain.hold:
         return False
     return observation.step_seconds < vain.step_seconds * observation.job.spec.detection.straggler_slowdown
@@ -209,47 +212,46 @@ def left_alone(observation: Observation, *, forbidden: bool) -> Draft:
     """
     given_up = _give_up(observation, observation.step_seconds, forbidden)
     metrics = observation.metrics
-    return given_up.with_state(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
+    return given_up.with_adaptation(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
 
 
 def _give_up(observation: Observation, step_seconds: float, forbidden: bool = False) -> Draft:
     """`step_seconds`: that were looked into; longer ones are news."""
-    before = observation.state.vain
+    before = observation.state.adaptation.vain
     hold = FIRST_HOLD_SECONDS if before is None else min(2 * before.hold, LONGEST_HOLD_SECONDS)
-    return _drop(observation.draft).with_state(vain=Vain(observation.now, hold, step_seconds, forbidden))
+    return _drop(observation.draft).with_adaptation(vain=Vain(observation.now, hold, step_seconds, forbidden))
 
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    return draft.with_plan(evidence_request=request).with_state(
+    return draft.with_plan(evidence_request=request).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
 
 
 def _drop(draft: Draft) -> Draft:
-    changed = draft.with_state(suspicion=None)
+    changed = draft.with_adaptation(suspicion=None)
     return changed.with_plan(evidence_request="") if draft.plan.evidence_request else changed
 
 
 def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
-    assert observation.state.suspicion is not None
+    assert observation.state.adaptation.suspicion is not None
     culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
     if culprit is not None and (view is None or view.record.leaving):
         return None
-    cause = CAUSES[found.trouble]
+    subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
     choice, action = _weigh(observation, policy, found, culprit)
     chosen = choice.chosen
-    unsure = found.trouble is not observation.state.suspicion.shown or _mode_held(observation)
-    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, cause)):
+    unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _mode_held(observation)
+    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, subject)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
     return Decision(
-        cause=cause,
+        subject=replace(subject, number=1 + _earlier(observation, subject)),
         class_=Class.PERFORMANCE,
-        round=observation.round,
         message=_message(found, culprit, worker),
-        first_sign=observation.state.suspicion.first_sign,
+        first_sign=observation.state.adaptation.suspicion.first_sign,
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
@@ -257,8 +259,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,
-        occurrence=1 + _earlier(observation, cause),
-        continues=_open_incident(observation, cause, culprit),
+        continues=_open_incident(observation, subject.cause, culprit),
         live=not isinstance(action, ReplaceWorker),
         last_step=observation.step,
         slowdown_before=found.slowdown,
@@ -272,9 +273,9 @@ def _weigh(
     observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
 ) -> tuple[Choice, Action | None]:
     """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
-    assert observation.state.suspicion is not None
+    assert observation.state.adaptation.suspicion is not None
     threshold = observation.job.spec.detection.straggler_slowdown
-    elapsed = observation.now - observation.state.suspicion.first_sign
+    elapsed = observation.now - observation.state.adaptation.suspicion.first_sign
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
     choose = partial(
         price.choose,
@@ -314,7 +315,7 @@ def _why_not_move(observation: Observation, policy: Policy, rank: int) -> str:
         return "no restart is left in this window"
     slow_on = {
         past.worker
-        for past in observation.state.past
+        for past in observation.state.incidents.past
         if past.cause is Cause.STRAGGLER and past.rank == rank and past.at > since
     }
     others = sorted(worker for worker in slow_on if worker is not None and worker != here)
@@ -331,30 +332,32 @@ def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
     """Why this job may not train in that way (now); "": it may."""
-    assert observation.state.suspicion is not None
+    assert observation.state.adaptation.suspicion is not None
     if refusal := policy.refusal(Remedy(way.remedy)):
         return refusal
+    if way.mode is not SYNC and observation.job.spec.sync_mode is not WantedMode.AUTO:
+        return f"spec.syncMode is {observation.job.spec.sync_mode}"
     if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
         return "the script does not use the library, so it cannot be steered"
-    if way.remedy == Remedy.REBALANCE and observation.state.shares_refused:
-        return f"the ranks refused it: {observation.state.shares_refused}"
+    if way.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:
+        return f"the ranks refused it: {observation.state.adaptation.shares_refusal}"
     if way.mode is SYNC:
         return ""
-    if found.trouble is not observation.state.suspicion.shown:
+    if found.trouble is not observation.state.adaptation.suspicion.shown:
         return "the next steps have to show the same first"
     if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
         return "the ranks do not tell the mode that they train in: is their library older than the operator?"
-    if observation.state.mode_refused:
-        return f"the ranks refused it: {observation.state.mode_refused}"
+    if observation.state.adaptation.mode_refusal:
+        return f"the ranks refused it: {observation.state.adaptation.mode_refusal}"
     if _mode_held(observation):
-        last = observation.state.mode_changes
+        last = observation.state.adaptation.mode_changes
         seconds = last.changed_at + last.hold_seconds - observation.now
         return f"the mode has changed lately and stays for another {seconds:.0f} s"
     return ""
 
 
 def _mode_held(observation: Observation) -> bool:
-    return not observation.state.mode_changes.allows(observation.now)
+    return not observation.state.adaptation.mode_changes.allows(observation.now)
 
 
 def _message(found: Diagnosis, culprit: int | None, worker: str | None) -> str:
@@ -372,12 +375,11 @@ def _message(found: Diagnosis, culprit: int | None, worker: str | None) -> str:
 
 def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> str:
     """Name of the incident of this trouble that is still open: what was done has not mended it."""
-    names = (i.name for i in observation.state.open_incidents if i.cause is cause and i.rank == rank)
+    names = (i.name for i in observation.state.incidents.open if i.cause is cause and i.rank == rank)
     return next(names, "")
 
 
-def _earlier(observation: Observation, cause: Cause) -> int:
-    """The highest number of an incident of this kind in this round: shares first, a spare later."""
-    state = observation.state
-    names = (*state.closed, *state.recommended, *(incident.name for incident in state.incidents))
-    return max((occurrence_in(name, observation.job, observation.round, cause) for name in names), default=0)
+def _earlier(observation: Observation, subject: Subject) -> int:
+    """The highest number of an incident of this trouble in this round: shares first, a spare later."""
+    names = observation.state.incidents.names()
+    return max((subject.number_of(name, observation.job) for name in names), default=0)

@@ -25,11 +25,11 @@ HORIZON_SECONDS = 600.0
 def step(observation: Observation, policy: Policy) -> Draft:
     """The draft with what is known of its incidents by now."""
     draft = observation.draft
-    for incident in observation.state.open_incidents:
+    for incident in observation.state.incidents.open:
         now = judge(observation, incident)
         if now == incident:
             continue
-        draft = replace(draft, state=draft.state.with_incident(now))
+        draft = draft.with_incident(now)
         if now.outcome is not None:
             draft = _take_back(draft, now, observation) if now.live else draft
             draft = _close(draft, now, policy, observation.now)
@@ -39,9 +39,9 @@ def step(observation: Observation, policy: Policy) -> Draft:
 def judge(observation: Observation, incident: Incident) -> Incident:
     """The incident with what is known of it by now; with an outcome once it is over."""
     state = observation.state
-    if state.failed_reason:
+    if state.life.failed_reason:
         return replace(incident, outcome=Outcome.FAILED)
-    if observation.job.spec.suspend or state.completed_at:
+    if observation.job.spec.suspend or state.life.completed_at:
         return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.mode is Mode.RECOMMEND:
         return replace(incident, outcome=Outcome.RECOMMENDED)
@@ -105,12 +105,12 @@ def _take_back(draft: Draft, incident: Incident, observation: Observation) -> Dr
     """The plan without a mode that has not helped, or without what the ranks cannot follow."""
     if incident.outcome is not Outcome.NOT_HELPED or incident.remedy is None:
         return draft
-    adaptation = draft.state.adaptation
+    adaptation = draft.state.adaptation.local_sgd
     if adaptation is None or adaptation.incident != incident.name:
         if not observation.refused:
             return draft
         if incident.remedy == Remedy.REBALANCE:
-            draft = draft.with_state(shares_refused=observation.refused, tolerated_pace=0.0)
+            draft = draft.with_adaptation(shares_refusal=observation.refused, tolerated_pace=0.0)
         return draft.with_plan(shares=None, garbage_every=0, sequence_cost=None)
     if observation.refused:
         return modes.refused(draft, observation.refused, observation.now)
@@ -131,18 +131,17 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
         node=incident.node,
         class_=incident.class_,
     )
-    recent = tuple(item for item in state.past if item.at > now - policy.restart_window)
-    return replace(
-        draft,
-        state=replace(
-            state,
-            closed=(*state.closed, incident.name)[-MAX_PAST:] if acted else state.closed,
-            recommended=state.recommended if acted else (*state.recommended, incident.name)[-MAX_PAST:],
-            past=(*recent, past)[-MAX_PAST:],
-            lost_seconds=state.lost_seconds + (seconds if standstill else 0.0),
-            restart_seconds=_restart_seconds(incident) if standstill else state.restart_seconds,
-        ),
-    )
+    recent = tuple(item for item in state.incidents.past if item.at > now - policy.restart_window)
+    incidents = state.incidents
+    if acted:
+        draft = draft.with_incidents(closed=(*incidents.closed, incident.name)[-MAX_PAST:])
+    else:
+        draft = draft.with_incidents(recommended=(*incidents.recommended, incident.name)[-MAX_PAST:])
+    draft = draft.with_incidents(past=(*recent, past)[-MAX_PAST:])
+    if not standstill:
+        return draft
+    lost = state.budget.lost_seconds + seconds
+    return draft.with_budget(lost_seconds=lost, restart_seconds=_restart_seconds(incident))
 
 
 def _restart_seconds(incident: Incident) -> float:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import Stop
 
 from .. import modes
 from ..api import Remedy
 from ..observation import Observation, Policy
-from ..state import Adaptation, Draft
+from ..state import Draft, LocalSgd
 from .straggler import WILD, pause_between_questions, steady
 
 ANSWERS = 2
@@ -24,11 +24,9 @@ about this. A link that is still a little slow brings the mode back, and each su
 
 def step(observation: Observation, policy: Policy) -> Draft:
     """The draft with the next question, or in mode Sync again."""
-    draft, adaptation = observation.draft, observation.state.adaptation
+    draft, adaptation = observation.draft, observation.state.adaptation.local_sgd
     if adaptation is None or observation.plan.stop is not Stop.NO:
         return draft
-    if observation.plan.sync_mode is SyncMode.SYNC:  # somebody has written so by hand
-        return draft.with_state(adaptation=None)
     if observation.refused:
         return modes.refused(draft, observation.refused, observation.now)
     if not steady(observation):
@@ -36,7 +34,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
     return _judge(observation, policy, adaptation) or _ask(observation, adaptation)
 
 
-def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> Draft | None:
+def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Draft | None:
     """The draft after a complete answer; None: there is none."""
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
@@ -53,19 +51,19 @@ def _judge(observation: Observation, policy: Policy, adaptation: Adaptation) -> 
         },
     )
     over = 0 if way is None else adaptation.over + 1
-    if way is None or over < ANSWERS or not draft.state.mode_changes.allows(now):
-        return draft.with_state(adaptation=replace(adaptation, over=over))
+    if way is None or over < ANSWERS or not draft.state.adaptation.mode_changes.allows(now):
+        return draft.with_adaptation(local_sgd=replace(adaptation, over=over))
     plan = way.applied_to(draft.plan)
     if policy.refusal(Remedy.REBALANCE):
         plan = replace(plan, shares=None)
     return modes.left(replace(draft, plan=plan), way.reason, now)
 
 
-def _ask(observation: Observation, adaptation: Adaptation) -> Draft:
+def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
     now = observation.now
     if now - max(adaptation.asked_at, adaptation.since) < pause_between_questions(now - adaptation.since):
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"
-    return observation.draft.with_plan(evidence_request=request).with_state(
-        adaptation=replace(adaptation, asked_at=now)
+    return observation.draft.with_plan(evidence_request=request).with_adaptation(
+        local_sgd=replace(adaptation, asked_at=now)
     )

@@ -7,13 +7,14 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, PodView, Policy, WorkerView
+from ..subject import Subject
 from .pricing import choose_at_standstill, replace_lost_option, written
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     terminating = {fault.worker: fault for fault in observation.faults_of(FaultKind.TERMINATING)}
     for view in observation.members:
-        if view.record.leaving or view.record.name in observation.state.finished:
+        if view.record.leaving or view.record.name in observation.state.life.finished:
             continue
         how = _how_lost(view, terminating.get(view.name))
         if how is not None:
@@ -53,11 +54,8 @@ def _replace(
         actions = (ReplaceWorker(view.name, words, dead=not trains, disruption=disruption),)
     member = next(member for member in observation.plan.members if member.worker == view.name)
     return Decision(
-        cause=Cause.OUT_OF_MEMORY
-        if view.pod is not None and view.pod.exit_reason == "OOMKilled"
-        else Cause.WORKER_LOST,
+        subject=Subject(_cause(view), observation.round, worker=view.name),
         class_=class_,
-        round=observation.round,
         message=f"worker {view.name} (rank {', '.join(map(str, member.ranks))}) is lost: {words}",
         first_sign=observation.now if fault is None else fault.noticed_at,
         actions=actions,
@@ -70,9 +68,13 @@ def _replace(
         settles=tuple(
             f.name for f in observation.faults if f.worker == view.name or f.kind is not FaultKind.TERMINATING
         ),
-        occurrence=view.record.ordinal + 1,
         last_step=observation.step,
     )
+
+
+def _cause(view: WorkerView) -> Cause:
+    killed = view.pod is not None and view.pod.exit_reason == "OOMKilled"
+    return Cause.OUT_OF_MEMORY if killed else Cause.WORKER_LOST
 
 
 def _say_exit(pod: PodView) -> str:

@@ -4,49 +4,65 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
-from ..observation import Observation, WorkerView
-from ..state import Draft, State, Worker
+from ..observation import Observation, Policy, WorkerView
+from ..state import Draft, Placement, Worker
 
 FIRST_BACKOFF_SECONDS = 10.0
 LONGEST_BACKOFF_SECONDS = 300.0
+TURN_SECONDS = 300.0
+"""So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
 LEAVE_SECONDS = 120.0
 """So long workers may take to leave by themselves (checkpoint, exit) before their pods are deleted."""
 
 
-@dataclass(frozen=True)
-class Staffing:
-    """The draft with all names reserved, and what is to be done once it is written."""
-
-    draft: Draft
-    create: tuple[Worker, ...] = ()
-    delete: tuple[WorkerView, ...] = ()
-
-
-def staff(observation: Observation) -> Staffing:
-    """Level-triggered: from what there is to what there shall be."""
-    draft = _forget(observation)
-    observation = observation.with_draft(draft)
-    if draft.state.finished_for_good:
-        return Staffing(draft, delete=_clean_up(observation))
-    if observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
-        return Staffing(draft, delete=_let_go(observation))
+def step(observation: Observation, _policy: Policy) -> Draft:
+    """Level-triggered: from what there is to what there shall be, with all names reserved."""
+    observation = observation.with_draft(_forget(observation))
+    draft = observation.draft
+    if draft.state.life.over or observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
+        return draft
+    if not _may_be_staffed(observation):
+        return draft
     draft = _give_up_ended(observation, _place_in_time(observation))
-    draft = _reserve(observation, _give_up_surplus(observation, draft))
-    observation = observation.with_draft(draft)
-    seated = {member.worker for member in draft.plan.members}
-    create = tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
-    leaving = tuple(
+    return _reserve(observation, _give_up_surplus(observation, draft))
+
+
+def _may_be_staffed(observation: Observation) -> bool:
+    """The API server accepts its template, or has done so once: a job that trains goes on with what it has."""
+    placement = observation.state.placement
+    return placement.template_accepted == observation.job.generation or bool(observation.plan.members)
+
+
+def missing(observation: Observation) -> tuple[Worker, ...]:
+    """Workers that are promised, and whose pods are to be created now."""
+    if _ends(observation) or not _may_be_staffed(observation):
+        return ()
+    return tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
+
+
+def surplus(observation: Observation) -> tuple[WorkerView, ...]:
+    """Workers whose pods are to be deleted now."""
+    if observation.state.life.over:
+        return _clean_up(observation)
+    if _ends(observation):
+        return _let_go(observation)
+    seated = {member.worker for member in observation.plan.members}
+    return tuple(
         view
         for view in observation.workers
         if view.record.leaving and view.name not in seated and view.pod is not None and not _going(view)
     )
-    return Staffing(draft, create, leaving)
+
+
+def _ends(observation: Observation) -> bool:
+    over = observation.state.life.over or observation.job.spec.suspend
+    return over or observation.plan.stop is not Stop.NO
 
 
 def _known(view: WorkerView) -> bool:
@@ -70,7 +86,7 @@ def _forget(observation: Observation) -> Draft:
         elif (record.uid or record.leaving) and record.name not in seated:
             continue
         kept.append(record)
-    return draft if tuple(kept) == draft.state.workers else draft.with_state(workers=tuple(kept))
+    return draft if tuple(kept) == draft.state.placement.workers else draft.with_placement(workers=tuple(kept))
 
 
 def _place_in_time(observation: Observation) -> Draft:
@@ -78,18 +94,19 @@ def _place_in_time(observation: Observation) -> Draft:
     draft, state, job = observation.draft, observation.state, observation.job
     if draft.plan.members:
         return draft
-    if not state.placing_since:
-        if observation.now < state.retry_at or observation.surroundings.older_job_waits:
+    if not state.placement.placing_since:
+        turn = state.placement.retry_at + (TURN_SECONDS if observation.surroundings.older_job_waits else 0.0)
+        if observation.now < turn:
             return draft
-        return draft.with_state(placing_since=observation.now)
+        return draft.with_placement(placing_since=observation.now)
     placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
-    if placed >= job.spec.replicas or observation.now - state.placing_since < job.spec.scheduling_timeout:
+    if placed >= job.spec.replicas or observation.now - state.placement.placing_since < job.spec.scheduling_timeout:
         return draft
-    return draft.with_state(
-        workers=tuple(replace(w, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for w in state.workers),
+    return draft.with_placement(
+        workers=tuple(replace(w, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for w in state.placement.workers),
         placing_since=0.0,
-        attempts=state.attempts + 1,
-        retry_at=observation.now + backoff(job.uid, state.attempts),
+        attempts=state.placement.attempts + 1,
+        retry_at=observation.now + backoff(job.uid, state.placement.attempts),
     )
 
 
@@ -111,7 +128,7 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
         died = not taken_away and pod.ended and pod.exit_code != 0
         if taken_away or died:
             gone = replace(view.record, leaving="its pod has ended", dead=True)
-            draft = replace(draft, state=draft.state.with_worker(gone))
+            draft = draft.with_worker(gone)
         if died:
             draft = put_off(draft, observation)
     return draft
@@ -119,53 +136,56 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
 
 def put_off(draft: Draft, observation: Observation) -> Draft:
     """After a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
-    failed = draft.state.failed_starts
-    return draft.with_state(failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed))
+    failed = draft.state.placement.failed_starts
+    return draft.with_placement(
+        failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed)
+    )
 
 
 def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
     """After a scale-down: spares go first, the newest seats next; who holds ranks stays until it no longer does."""
     wanted = observation.job.spec.replicas + observation.job.spec.spares
     seated = {member.worker for member in draft.plan.members}
-    staying = [worker for worker in draft.state.workers if not worker.leaving]
+    staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     surplus = sorted((worker for worker in staying if worker.name not in seated), key=lambda worker: -worker.ordinal)[
         : max(0, len(staying) - wanted)
     ]
     for worker in surplus:
-        draft = replace(draft, state=draft.state.with_worker(replace(worker, leaving="fewer workers are wanted")))
+        draft = draft.with_worker(replace(worker, leaving="fewer workers are wanted"))
     return draft
 
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
     """Names for the workers that are missing. While no attempt to place the job is under way, none is; spares that
     do not start wait before they are tried again."""
-    if not draft.plan.members and not draft.state.placing_since:
+    if not draft.plan.members and not draft.state.placement.placing_since:
         return draft
     spec, state = observation.job.spec, draft.state
-    spares_wait = draft.plan.members and not state.vacant_since and observation.now < state.retry_at
+    spares_wait = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at
     wanted = spec.replicas + (0 if spares_wait else spec.spares)
-    staying = [worker for worker in draft.state.workers if not worker.leaving]
+    staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
+    placement = state.placement
     for _ in range(wanted - len(staying)):
         ordinal = next(n for n in range(wanted + len(taken)) if n not in taken)
         taken.add(ordinal)
-        state = _with_reserved(observation.job.name, state, ordinal)
-    return replace(draft, state=state)
+        placement = _with_reserved(observation.job.name, placement, ordinal)
+    return draft.with_placement(workers=placement.workers, incarnations=placement.incarnations)
 
 
-def _with_reserved(job: str, state: State, ordinal: int) -> State:
-    incarnation = state.incarnations.get(str(ordinal), -1) + 1
+def _with_reserved(job: str, placement: Placement, ordinal: int) -> Placement:
+    incarnation = placement.incarnations.get(str(ordinal), -1) + 1
     worker = Worker(f"{job}-w{ordinal}-{incarnation}", ordinal, incarnation)
     return replace(
-        state,
-        workers=(*state.workers, worker),
-        incarnations={**state.incarnations, str(ordinal): incarnation},
+        placement,
+        workers=(*placement.workers, worker),
+        incarnations={**placement.incarnations, str(ordinal): incarnation},
     )
 
 
 def _let_go(observation: Observation) -> tuple[WorkerView, ...]:
     """Of a job that is told to stop: pods that have left, and all of them once they have had the time."""
-    late = observation.now - observation.state.stopped_at > LEAVE_SECONDS
+    late = observation.now - observation.state.life.stopped_at > LEAVE_SECONDS
     return tuple(
         view
         for view in observation.workers
@@ -187,8 +207,8 @@ def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
             chosen: Sequence[WorkerView] = observation.workers
         case _:
             chosen = [view for view in observation.workers if view.pod is not None and not view.pod.ended]
-    late = observation.now - (observation.state.stopped_at or observation.now) > LEAVE_SECONDS / 4
-    failed = bool(observation.state.failed_reason)
+    late = observation.now - (observation.state.life.stopped_at or observation.now) > LEAVE_SECONDS / 4
+    failed = bool(observation.state.life.failed_reason)
     return tuple(
         view
         for view in chosen

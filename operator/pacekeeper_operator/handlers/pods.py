@@ -1,4 +1,4 @@
-"""Pods and nodes that change wake the loops of the jobs they concern."""
+"""What watches tell of pods and nodes goes into the store, which wakes the jobs that it concerns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from ..services.operator import Operator
 
 
 @kopf.on.event("", "v1", "pods", labels={LABEL_JOB: kopf.PRESENT})
-async def pod_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+async def pod_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
     operator: Operator = memo.operator
-    operator.missed_events = 0
-    operator.memory.wake_for_pod(namespace or "", labels[LABEL_JOB])
+    operator.pods.hear(body, deleted=type == "DELETED")
 
 
 @kopf.on.event("", "v1", "nodes")
-async def node_changed(memo: kopf.Memo, name: str, body: kopf.Body, type: str | None, **_: Any) -> None:
+async def node_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
     operator: Operator = memo.operator
-    operator.node_changed(name, None if type == "DELETED" else dict(body))
+    operator.nodes.hear(body, deleted=type == "DELETED")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from typing import Any
 
 import kopf
@@ -50,7 +49,7 @@ def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | N
 def look(memo: kopf.Memo, **_: Any) -> float:
     """Seconds since the operator looked around last. Raises where it is stuck."""
     operator: Operator = memo.operator
-    age = time.time() - operator.looked_at
+    age = operator.runtime.monotonic() - operator.looked_at
     if operator.looked_at and age > LOOK_SECONDS:
         raise RuntimeError(f"the operator has not looked around for {age:.0f} s")
     return age
@@ -60,6 +59,6 @@ def look(memo: kopf.Memo, **_: Any) -> float:
 def watches(memo: kopf.Memo, **_: Any) -> int:
     """Changes of pods that no watch has told. Raises where the operator is blind."""
     operator: Operator = memo.operator
-    if why := operator.blind(time.time()):
+    if why := operator.blind(operator.runtime.now()):
         raise RuntimeError(why)
-    return operator.missed_events
+    return operator.pods.unheard

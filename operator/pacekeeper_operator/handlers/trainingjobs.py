@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Awaitable
 from typing import Any
 
 import kopf
@@ -14,7 +14,7 @@ from pacekeeper_analysis.errors import InputError
 from .. import metrics
 from ..api import GROUP, VERSION, Job
 from ..services.operator import Operator
-from ..services.reconcile import Desk, clean_up, close_incidents, gone, reconcile
+from ..services.reconcile import clean_up, close_incidents, desk_for, reconcile
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
@@ -22,65 +22,81 @@ log = logging.getLogger(__name__)
 
 
 @kopf.daemon(GROUP, VERSION, "trainingjobs", cancellation_polling=1)
-async def keep(
-    memo: kopf.Memo, body: kopf.Body, namespace: str | None, name: str, stopped: kopf.DaemonStopped, **_: Any
-) -> None:
+async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any) -> None:
     """Reconcile until the job is deleted or the operator ends; errors are tried again, ever more slowly."""
     operator: Operator = memo.operator
-    memory = operator.memory.of(namespace or "", name)
-    desk = Desk(Job.parse(dict(body)), dict(body), memory)
-    backoff = FIRST_BACKOFF_SECONDS
+    await _either(operator.know(), stopped.wait())
     while not stopped:
-        started = time.monotonic()
         try:
-            desk.job, desk.body = Job.parse(dict(body)), dict(body)
-            if desk.job.deleted:
-                break
-            wait, backoff = await reconcile(operator, desk), FIRST_BACKOFF_SECONDS
-        except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
-            metrics.RECONCILE_ERRORS.inc()
-            log.warning("job %s/%s: %s; tried again in %.1f s", namespace, name, error, backoff)
-            wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
-        except Exception:
-            metrics.RECONCILE_ERRORS.inc()
-            log.exception("job %s/%s: a pass failed; tried again in %.1f s", namespace, name, backoff)
-            wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
-        metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)
-        await _pause(wait, memory.wake, stopped)
-    if Job.parse(dict(body)).deleted:
-        await _take_down(operator, desk)
+            job = Job.parse(dict(body))
+        except InputError as error:
+            log.warning("a TrainingJob cannot be read: %s", error)
+            await _either(operator.runtime.sleep(LONGEST_BACKOFF_SECONDS), stopped.wait())
+            continue
+        if job.deleted:
+            break
+        await _keep(operator, job, body, stopped)
+    if "deletionTimestamp" in body["metadata"]:
+        await _take_down(operator, body)
 
 
-async def _take_down(operator: Operator, desk: Desk) -> None:
-    """Until nothing of the job is left but its incidents; then kopf takes the finalizer off."""
+async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.DaemonStopped) -> None:
+    """As long as the job can be read."""
+    desk, backoff = desk_for(operator, job, dict(body)), FIRST_BACKOFF_SECONDS
+    where = f"job {job.namespace}/{job.name}"
+    try:
+        while not stopped and not job.deleted:
+            started = operator.runtime.monotonic()
+            try:
+                desk.job, desk.body = job, dict(body)
+                wait, backoff = await reconcile(operator, desk), FIRST_BACKOFF_SECONDS
+            except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
+                metrics.RECONCILE_ERRORS.inc()
+                log.warning("%s: %s; tried again in %.1f s", where, error, backoff)
+                wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
+            except Exception:
+                metrics.RECONCILE_ERRORS.inc()
+                log.exception("%s: a pass failed; tried again in %.1f s", where, backoff)
+                wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
+            metrics.RECONCILE_SECONDS.observe(operator.runtime.monotonic() - started)
+            await _either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
+            job = Job.parse(dict(body))
+    except InputError as error:
+        log.warning("%s cannot be read any more: %s", where, error)
+    finally:
+        await desk.errands.close()
+
+
+async def _take_down(operator: Operator, body: kopf.Body) -> None:
+    """Until nothing of the job is left but its incidents; then kopf takes the finalizer off. Neither a spec nor a
+    bookkeeping that cannot be read holds this up."""
+    job = Job.named(dict(body))
+    desk = desk_for(operator, job, dict(body))
     try:
         await close_incidents(operator, desk)
-    except (kopf.TemporaryError, kopf.PermanentError) as error:  # its namespace may be going, too
-        log.warning("job %s/%s is being deleted, its incidents stay open: %s", desk.job.namespace, desk.job.name, error)
+    except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:  # its namespace may be going, too
+        log.warning("job %s/%s is being deleted, its incidents stay open: %s", job.namespace, job.name, error)
     while True:
         try:
-            await clean_up(operator, desk)
-            if await gone(operator, desk):
+            if await clean_up(operator, desk):
                 break
         except (kopf.TemporaryError, kopf.PermanentError) as error:
-            log.warning("job %s/%s is being deleted: %s", desk.job.namespace, desk.job.name, error)
-        await asyncio.sleep(1)
-    operator.memory.forget(desk.job.namespace, desk.job.name)
+            log.warning("job %s/%s is being deleted: %s", job.namespace, job.name, error)
+        await operator.runtime.sleep(1)
+    operator.memory.forget(job)
 
 
 @kopf.on.event(GROUP, VERSION, "trainingjobs")
 async def changed(memo: kopf.Memo, namespace: str | None, name: str, **_: Any) -> None:
     """The user wants something else."""
-    memory = memo.operator.memory.find(namespace or "", name)
-    if memory is not None:
-        memory.wake.set()
+    memo.operator.memory.wake(namespace or "", name)
 
 
-async def _pause(seconds: float, wake: asyncio.Event, stopped: kopf.DaemonStopped) -> None:
-    """Until the time is over, something wakes the loop, or it is to end."""
-    waits = [asyncio.ensure_future(wake.wait()), asyncio.ensure_future(stopped.wait())]
+async def _either(*waits: Awaitable[Any]) -> None:
+    """Until one of them is over."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
+        for task in tasks:
+            task.cancel()

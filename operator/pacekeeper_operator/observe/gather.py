@@ -3,67 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..api import LABEL_JOB, Cause, Class, Job, Phase
-from ..cluster import NODES, PODS, Cluster
+from ..cluster import PODS, Cluster
 from ..observation import Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
-from ..state import Draft, Incident, Past
+from ..state import Draft, Incident, Past, Worker
 from . import probe
 from .memory import JobMemory, Memory
-from .pods import view_node, view_pod
+from .pods import view_pod
+from .store import Shelf
 
 SUSPECT_SECONDS = 60.0
 """Nodes that were found failing within so many seconds of one another fail at once."""
+HUNG_SECONDS = 3600.0
+"""A hang that is older says nothing about its node any more."""
+
+
+def of(shelf: Shelf[PodView], job: Job) -> tuple[PodView, ...]:
+    """The job's pods as they are known; those of an earlier job of the same name are somebody else's."""
+    return tuple(pod for pod in shelf.of((job.namespace, job.name)) if pod.owner == job.uid)
 
 
 async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
-    """The job's pods; those of an earlier job of the same name are somebody else's."""
+    """The same, asked of the API server now."""
     found = await cluster.list(PODS, job.namespace, labels=f"{LABEL_JOB}={job.name}")
-    mine = [p for p in found if any(o["uid"] == job.uid for o in p["metadata"].get("ownerReferences", ()))]
-    return tuple(view_pod(pod) for pod in mine)
-
-
-async def nodes(cluster: Cluster) -> Mapping[str, NodeView]:
-    return {view.name: view for view in map(view_node, await cluster.list(NODES))}
+    return tuple(view for view in map(view_pod, found) if view.owner == job.uid)
 
 
 def observe(
-    job: Job,
-    draft: Draft,
-    found: Sequence[PodView],
-    memory: JobMemory,
     operator_started_at: float,
+    memory: JobMemory,
+    found: Sequence[PodView],
     metrics: Metrics,
     surroundings: Surroundings,
     now: float,
 ) -> Observation:
-    """Put together what is known; no I/O."""
+    """Put together what is known; no I/O. The job has been taken up: `memory` knows it, and what is written of it."""
+    assert memory.job is not None
+    assert memory.draft is not None
+    draft = memory.draft
     by_name = {pod.name: pod for pod in found}
-    workers = []
-    for record in draft.state.workers:
-        contact = memory.contacts.get(record.name)
-        last_sign = max(contact.at if contact else 0.0, operator_started_at)
-        workers.append(
-            WorkerView(
-                record,
-                by_name.get(record.name),
-                contact.heartbeat if contact else None,
-                silent_seconds=0.0 if contact and contact.polling else now - last_sign,
-                state_seconds=now - contact.state_since if contact else 0.0,
-            )
-        )
+    settled = frozenset(draft.state.incidents.settled)
     return Observation(
         now=now,
         operator_age=now - operator_started_at,
-        job=job,
+        job=memory.job,
         draft=draft,
-        workers=tuple(workers),
-        faults=tuple(fault for name, fault in memory.faults.items() if name not in draft.state.settled),
+        workers=tuple(
+            _view(record, by_name.pop(record.name, None), memory, operator_started_at, now)
+            for record in draft.state.placement.workers
+        ),
+        faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
         metrics=metrics,
         surroundings=surroundings,
+        template=memory.template,
+        rulings=memory.rulings,
+        strays=tuple(pod for pod in by_name.values() if not pod.deleting),
+    )
+
+
+def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_started_at: float, now: float) -> WorkerView:
+    contact = memory.contacts.get(record.name)
+    last_sign = max(contact.at if contact else 0.0, operator_started_at)
+    return WorkerView(
+        record,
+        pod,
+        contact.heartbeat if contact else None,
+        silent_seconds=0.0 if contact and contact.polling else now - last_sign,
+        state_seconds=now - contact.state_since if contact else 0.0,
     )
 
 
@@ -87,8 +97,9 @@ async def _unknown() -> None:
     return None
 
 
-def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, NodeView], now: float) -> Surroundings:
-    """What other jobs and the nodes say that concerns this one."""
+def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float) -> Surroundings:
+    """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, and not
+    waited for: that ranks of its have hung on a node is asked about, no more."""
     suspects: set[str] = set()
     hung: dict[str, int] = {}
     durations: dict[Cause, tuple[float, ...]] = {}
@@ -96,19 +107,22 @@ def surroundings(memory: Memory, job: Job, draft: Draft, known: Mapping[str, Nod
     for (namespace, name), other in memory:
         if other.draft is None or other.job is None:
             continue
-        for incident in other.draft.state.incidents:
-            if _blames_the_node(incident) and now - incident.detected < SUSPECT_SECONDS:
-                suspects.add(incident.node or "")
-        for past in other.draft.state.past:
-            if _blames_the_node(past) and now - past.at < SUSPECT_SECONDS:
-                suspects.add(past.node or "")
+        incidents = other.draft.state.incidents
+        if other.job.uid != job.uid:
+            for past in incidents.past:
+                if past.cause is Cause.HANG and past.node and now - past.at < HUNG_SECONDS:
+                    hung[past.node] = hung.get(past.node, 0) + 1
+        if namespace != job.namespace:
+            continue
+        blamed = [(i.node, i.detected) for i in incidents.current if _blames_the_node(i)]
+        blamed += [(past.node, past.at) for past in incidents.past if _blames_the_node(past)]
+        suspects |= {node or "" for node, at in blamed if now - at < SUSPECT_SECONDS}
+        for past in incidents.past:
             durations[past.cause] = (*durations.get(past.cause, ()), past.seconds)
-            if past.cause is Cause.HANG and past.node and other.job.uid != job.uid:
-                hung[past.node] = hung.get(past.node, 0) + 1
         if _goes_first(other, job, draft):
-            older = f"{namespace}/{name}"
+            older = name
     return Surroundings(
-        nodes=known,
+        nodes={node.name: node for node in nodes},
         suspects=frozenset(suspects),
         older_job_waits=older,
         hung_nodes=hung,
@@ -125,7 +139,10 @@ def _goes_first(other: JobMemory, job: Job, draft: Draft) -> bool:
     """An older job that could not be placed as often as this one has its turn before."""
     if other.job is None or other.draft is None or other.job.uid == job.uid or draft.plan.members:
         return False
-    if draft.state.attempts == 0 or other.phase is not Phase.PENDING or other.job.spec.suspend:
+    mine, its = draft.state.placement, other.draft.state.placement
+    if mine.attempts == 0 or other.phase is not Phase.PENDING or other.job.spec.suspend:
         return False
+    if its.template_accepted != other.job.generation:
+        return False  # it cannot have pods at all
     older = (other.job.created_at, other.job.uid) < (job.created_at, job.uid)
-    return older and not other.draft.plan.members and 0 < other.draft.state.attempts <= draft.state.attempts
+    return older and not other.draft.plan.members and 0 < its.attempts <= mine.attempts

@@ -7,14 +7,15 @@ about it is written.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..api import Job, Phase
+from ..observation import Ruling, TemplateVerdict
 from ..state import Draft
 
 Key = tuple[str, str]
@@ -33,17 +34,19 @@ class Contact:
 
 @dataclass
 class JobMemory:
-    """One job as this operator knows it. `draft` is what is written in the API server, and `version` of it."""
+    """One job as this operator knows it. `draft` is what is written in the API server, and `resource_version` of it."""
 
     job: Job | None = None
     draft: Draft | None = None
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # what is written there beside the draft
     resource_version: str = ""
     phase: Phase | None = None
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: dict[str, Fault] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
+    template: TemplateVerdict | None = None  # the API server's last word
+    rulings: dict[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
-    pods_changed: bool = True
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
     @property
@@ -52,30 +55,40 @@ class JobMemory:
 
     async def publish(self, draft: Draft, resource_version: str) -> None:
         """What is written now: held polls and faults are answered by it."""
-        known = {worker.name for worker in draft.state.workers}
+        known = {worker.name for worker in draft.state.placement.workers}
+        wanted = {quarantine.node for quarantine in draft.state.incidents.quarantines}
+        settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             self.draft, self.resource_version = draft, resource_version
-            self.faults = {n: f for n, f in self.faults.items() if n not in draft.state.settled and f.worker in known}
+            self.faults = {n: f for n, f in self.faults.items() if n not in settled and f.worker in known}
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
+            self.rulings = {node: ruling for node, ruling in self.rulings.items() if node in wanted}
             self.written.notify_all()
 
 
 class Memory:
     """All jobs of this operator."""
 
-    def __init__(self) -> None:
-        self.started_at = time.time()
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at  # seconds since the epoch
         self._jobs: dict[Key, JobMemory] = {}
 
-    def of(self, namespace: str, name: str) -> JobMemory:
-        return self._jobs.setdefault((namespace, name), JobMemory())
+    def of(self, job: Job) -> JobMemory:
+        """Of this very job: another one that had its name is forgotten."""
+        key = (job.namespace, job.name)
+        known = self._jobs.get(key)
+        if known is None or known.job is None or known.job.uid != job.uid:
+            known = self._jobs[key] = JobMemory(job)
+        return known
 
     def find(self, namespace: str, name: str) -> JobMemory | None:
         return self._jobs.get((namespace, name))
 
-    def forget(self, namespace: str, name: str) -> None:
-        self._jobs.pop((namespace, name), None)
+    def forget(self, job: Job) -> None:
+        known = self.find(job.namespace, job.name)
+        if known is not None and known.job is not None and known.job.uid == job.uid:
+            del self._jobs[job.namespace, job.name]
 
     def __iter__(self) -> Iterator[tuple[Key, JobMemory]]:
         return iter(list(self._jobs.items()))
@@ -84,8 +97,7 @@ class Memory:
         for _, job in self:
             job.wake.set()
 
-    def wake_for_pod(self, namespace: str, job: str) -> None:
+    def wake(self, namespace: str, job: str) -> None:
         memory = self.find(namespace, job)
         if memory is not None:
-            memory.pods_changed = True
             memory.wake.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..api import LABEL_NO_QUARANTINE, TRAINER, parse_time
+from ..api import LABEL_JOB, LABEL_NO_QUARANTINE, TRAINER, parse_time
 from ..observation import NodeView, PodView
 
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
@@ -22,6 +22,8 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         name=metadata["name"],
         uid=metadata["uid"],
         phase=status.get("phase", "Pending"),
+        job=metadata.get("labels", {}).get(LABEL_JOB, ""),
+        owner=next((o["uid"] for o in metadata.get("ownerReferences", ()) if o.get("controller")), ""),
         node=pod["spec"].get("nodeName", ""),
         address=status.get("podIP", ""),
         created_at=parse_time(metadata["creationTimestamp"]),

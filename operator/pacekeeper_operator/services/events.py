@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import kopf
 
 from ..api import API_VERSION, Job, format_time
 from ..cluster import EVENTS, Cluster, Object
+from ..runtime import Runtime
+from .operator import Operator
 
 MAX_NOTE = 1024
 log = logging.getLogger(__name__)
 
 
-async def tell(cluster: Cluster, job: Job, reason: str, note: str, action: str, *, warning: bool = False) -> None:
+async def tell(operator: Operator, job: Job, reason: str, note: str, action: str, *, warning: bool = False) -> None:
     """An Event about `job`. `action`: what was done, in UpperCamelCase."""
     regarding = {
         "apiVersion": API_VERSION,
@@ -23,22 +24,21 @@ async def tell(cluster: Cluster, job: Job, reason: str, note: str, action: str, 
         "namespace": job.namespace,
         "uid": job.uid,
     }
-    await tell_about(cluster, regarding, reason, note, action, warning=warning)
+    await tell_about(operator.cluster, operator.runtime, regarding, reason, note, action, warning=warning)
 
 
 async def tell_about(
-    cluster: Cluster, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
+    cluster: Cluster, runtime: Runtime, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
 ) -> None:
     """An Event about any object, given by an ObjectReference. Without a namespace of its own it is in `default`."""
-    now = time.time()
     body = {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{regarding['name']}.{time.time_ns():x}",
+            "name": f"{regarding['name']}.{runtime.identifier()[:16]}",
             "namespace": regarding.get("namespace", "default"),
         },
-        "eventTime": format_time(now),
+        "eventTime": format_time(runtime.now()),
         "type": "Warning" if warning else "Normal",
         "reason": reason,
         "action": action,

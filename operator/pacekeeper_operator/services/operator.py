@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import kopf
 
 from .. import metrics
-from ..api import Job, Phase
-from ..cluster import CONFIG_MAPS, Cluster, Object
+from ..api import LABEL_JOB, Job, Phase
+from ..cluster import CONFIG_MAPS, NODES, PODS, Cluster
 from ..manifests import Installation
-from ..observation import NOT_ASKED, Metrics, NodeView
-from ..observe import gather
+from ..observation import NOT_ASKED, Metrics, NodeView, PodView
 from ..observe.memory import Memory
-from ..observe.pods import view_node
+from ..observe.pods import view_node, view_pod
 from ..observe.prometheus import Prometheus, Sample
+from ..observe.store import Shelf
+from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
 
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
-NODES_SECONDS = 30.0
+RESYNC_SECONDS = 60.0
+RETRY_SECONDS = 2.0
 FIRST_WORD_SECONDS = 60.0
 """Every cluster has a node that the watches tell of within this time."""
 MISSED_EVENTS = 3
-"""So many times in a row the list has shown changes of pods that no watch told: the watch is dead."""
+"""So many times in a row lists have shown changes of pods that no watch told: the watch is dead."""
 RETENTION_SECONDS = 600.0
 ACTIVE = frozenset({Phase.PENDING, Phase.STARTING, Phase.RUNNING, Phase.RECOVERING})
 STALE_SECONDS = 30.0
 """Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
+PAUSE_UNKNOWN = "it is not known yet whether remedies are paused"
 log = logging.getLogger(__name__)
 
 
@@ -45,20 +46,34 @@ class Operator:
     memory: Memory
     installation: Installation
     prometheus: Prometheus
+    runtime: Runtime = field(default_factory=Runtime)
+    leads: Callable[[], bool] = lambda: True
+    """Whether this operator holds the Lease, as far as it can know."""
     sample: Sample = field(default_factory=Sample)
-    nodes: Mapping[str, NodeView] = field(default_factory=dict)
-    nodes_at: float = 0.0
-    paused: str = ""
-    looked_at: float = 0.0  # when `watch_over` last came round
-    watching: bool = False  # some watch has told something: each cluster has a node to tell of
-    missed_events: int = 0  # changes of pods that lists have shown since a watch last told one
+    paused: str = PAUSE_UNKNOWN
+    looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
+    pods: Shelf[PodView] = field(init=False)
+    nodes: Shelf[NodeView] = field(init=False)
 
-    async def known_nodes(self, *, fresh: bool = False) -> Mapping[str, NodeView]:
-        """All nodes; at most half a minute old, or read now."""
-        now = time.time()
-        if fresh or now - self.nodes_at > NODES_SECONDS:
-            self.nodes, self.nodes_at = await gather.nodes(self.cluster), now
-        return self.nodes
+    def __post_init__(self) -> None:
+        self.pods = Shelf(
+            PODS,
+            view_pod,
+            LABEL_JOB,
+            group=lambda key, pod: (key[0], pod.job),
+            changed=lambda key, pod: self.memory.wake(key[0], pod.job),
+        )
+        self.nodes = Shelf(NODES, view_node, changed=lambda _key, _node: self.memory.wake_all())
+
+    def must_lead(self) -> None:
+        """Raises kopf.TemporaryError where another operator may be acting."""
+        if not self.leads():
+            raise kopf.TemporaryError("the Lease is not held: another operator may be acting", delay=1)
+
+    async def know(self) -> None:
+        """Returns when pods and nodes have been listed once: before, nothing is known of any job."""
+        await self.pods.listed.wait()
+        await self.nodes.listed.wait()
 
     def figures(self, job: Job, now: float) -> Metrics:
         """What Prometheus has said of the job lately."""
@@ -66,45 +81,47 @@ class Operator:
             return Metrics(unavailable=NOT_ASKED)
         return self.sample.of(job.namespace, job.name)
 
-    def node_changed(self, name: str, body: Object | None) -> None:
-        """A watch's word of a node; None: it is gone. Jobs look anew where it changes what decisions need."""
-        self.watching = True
-        known = dict(self.nodes)
-        before = known.pop(name, None)
-        after = None if body is None else view_node(body)
-        if after is not None:
-            known[name] = after
-        self.nodes = known
-        if before != after:
-            self.memory.wake_all()
-
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""
-        if not self.watching and now - self.memory.started_at > FIRST_WORD_SECONDS:
+        if not (self.nodes.heard or self.pods.heard) and now - self.memory.started_at > FIRST_WORD_SECONDS:
             return f"no watch has told anything for {FIRST_WORD_SECONDS:.0f} s: kopf does not reach the API server"
-        if self.missed_events >= MISSED_EVENTS:
-            return f"the watch of pods is dead: {self.missed_events} changes were seen by lists only"
+        if self.pods.unheard >= MISSED_EVENTS:
+            return f"the watch of pods is dead: {self.pods.unheard} changes were seen by lists only"
         return ""
+
+    async def resync(self) -> None:
+        """List what watches tell of, at once and then every minute: until cancelled."""
+        while True:
+            pause = RESYNC_SECONDS
+            try:
+                await self.nodes.read(self.cluster, ())
+                await self.pods.read(self.cluster, self.settings.watch_namespaces)
+            except (kopf.TemporaryError, kopf.PermanentError) as error:
+                log.warning("pods and nodes could not be listed, which is tried again: %s", error)
+                pause = RETRY_SECONDS
+            await self.runtime.sleep(pause)
 
     async def watch_over(self) -> None:
         """Ask Prometheus while some job trains, look whether remedies are paused, expire incidents: until cancelled."""
-        expired_at = paused_at = 0.0
+        expired_at = paused_at = -RETENTION_SECONDS
         while True:
-            now = time.time()
+            now = self.runtime.monotonic()
             try:
-                if now - paused_at > 2 * self.settings.sample_seconds:
+                if self.paused == PAUSE_UNKNOWN or now - paused_at > 2 * self.settings.sample_seconds:
                     await self._look_whether_paused()
                     paused_at = now
-                await self._ask_prometheus(now)
+                await self._ask_prometheus()
                 if now - expired_at > RETENTION_SECONDS:
-                    await incidents.expire(self.cluster, now)
+                    await incidents.expire(self.cluster, self.runtime.now())
                     expired_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)
+            self._count_jobs()
             self.looked_at = now
-            await asyncio.sleep(self.settings.sample_seconds)
+            await self.runtime.sleep(self.settings.sample_seconds)
 
     async def _look_whether_paused(self) -> None:
+        """As long as nobody has been able to look, remedies are paused."""
         found = await self.cluster.find(CONFIG_MAPS, PAUSE, self.settings.namespace)
         if self.settings.paused:
             paused = "remedies are paused by the operator's settings"
@@ -117,8 +134,13 @@ class Operator:
             self.paused = paused
             self.memory.wake_all()
 
-    async def _ask_prometheus(self, now: float) -> None:
+    async def _ask_prometheus(self) -> None:
         if not any(job.phase in ACTIVE for _, job in self.memory):
             return
-        self.sample = await self.prometheus.sample(now)
+        self.sample = await self.prometheus.sample(self.runtime.now())
         metrics.PROMETHEUS_UP.set(not self.sample.unavailable)
+
+    def _count_jobs(self) -> None:
+        phases = [memory.phase for _, memory in self.memory]
+        for phase in Phase:
+            metrics.JOBS.labels(phase).set(phases.count(phase))

@@ -77,7 +77,7 @@ class Sidecars:
         job = self._memory.find(review.namespace, match["job"])
         if job is None or job.draft is None:
             raise NotYet(f"no job {review.namespace}/{match['job']} is known (yet)")
-        worker = job.draft.state.worker(review.pod)
+        worker = job.draft.state.placement.worker(review.pod)
         if worker is None:
             raise Forbidden(f"pod {review.namespace}/{review.pod} is not a worker of job {match['job']}")
         if not worker.uid:
@@ -109,13 +109,15 @@ class Sidecars:
         """Returns once what was decided about the fault is written. Raises NotYet, Forbidden."""
         _speaks_for_itself(caller, fault.worker)
         job = self._job(caller)
-        if job.draft is not None and fault.name in job.draft.state.settled:
+        if job.draft is not None and fault.name in job.draft.state.incidents.settled:
             return
         job.faults[fault.name] = fault
         job.wake.set()
         try:
             async with asyncio.timeout(TAKE_SECONDS), job.written:
-                await job.written.wait_for(lambda: job.draft is not None and fault.name in job.draft.state.settled)
+                await job.written.wait_for(
+                    lambda: job.draft is not None and fault.name in job.draft.state.incidents.settled
+                )
         except TimeoutError:
             raise NotYet(f"fault {fault.name} is being looked into") from None
 
@@ -129,7 +131,10 @@ class Sidecars:
                 job.wake.set()
 
     def _job(self, caller: Caller) -> JobMemory:
-        return self._memory.of(caller.namespace, caller.job)
+        job = self._memory.find(caller.namespace, caller.job)
+        if job is None:
+            raise NotYet(f"no job {caller.namespace}/{caller.job} is known (any more)")
+        return job
 
     def _hear(self, job: JobMemory, caller: Caller, heartbeat: Heartbeat) -> Contact:
         contact = job.contacts.get(caller.worker)

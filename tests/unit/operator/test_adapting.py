@@ -12,12 +12,13 @@ import pytest
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, RankWindow
-from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy, WantedMode
 from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Metrics, Observation, Policy
-from pacekeeper_operator.services.think import Thought, think
-from pacekeeper_operator.state import HOLD_SECONDS, Adaptation, Draft
-from tests.support.worlds import NOW, change_members, evidence_of, policy, training
+from pacekeeper_operator.state import HOLD_SECONDS, LocalSgd
+from tests.support.worlds import change_members, decisions, evidence_of, job, policy, training
 
 STEPS = 32
 OWN, FIRST = 0.07, 0.1
@@ -90,7 +91,7 @@ def looked_into(world: Observation, of_policy: Policy | None = None, **of_window
     of_policy = of_policy or policy()
     world = answered(think(world, of_policy), world, **of_windows)
     thought = think(world, of_policy)
-    if not thought.decisions:
+    if not decisions(thought):
         world = later(thought, world, 6.0)
         world = answered(think(world, of_policy), world, **of_windows)
         thought = think(world, of_policy)
@@ -114,7 +115,7 @@ class TestIntoLocalSgd:
         plan = thought.draft.plan
         assert (plan.sync_mode, plan.membership, plan.evidence_request) == (SyncMode.ASYNC_EDIT, 1, "")
         assert plan.sync_seconds > 1.0
-        (incident,) = thought.draft.state.incidents
+        (incident,) = thought.draft.state.incidents.current
         assert (incident.cause, incident.remedy, incident.live) == (Cause.SLOW_COMMUNICATION, Remedy.LOCAL_SGD, True)
         assert incident.rank is None
         assert incident.slowdown_before == pytest.approx(0.32 / 0.1, rel=0.1)
@@ -128,14 +129,14 @@ class TestIntoLocalSgd:
         world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync")
         once = think(answered(think(world, policy()), world, exposed=0.25), policy())
         assert once.draft.plan.sync_mode is SyncMode.SYNC
-        assert not once.decisions
+        assert not decisions(once)
 
     def test_what_it_was_for_is_remembered_over_a_restart_of_the_operator(self) -> None:
         thought, world = in_local_mode()
-        adaptation = thought.draft.state.adaptation
+        adaptation = thought.draft.state.adaptation.local_sgd
         assert adaptation is not None
         assert (adaptation.trouble, adaptation.since) == (Trouble.COMMUNICATION, world.now)
-        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
 
     @pytest.mark.parametrize(
         ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.17, SyncMode.SYNC), (0, SyncMode.SYNC)]
@@ -144,14 +145,16 @@ class TestIntoLocalSgd:
         draws = 1.0 + np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]  # one of them, twice as slow
         thought, _ = decided(drawn=draws, first=first)
         assert thought.draft.plan.sync_mode is mode
-        assert [i.cause for i in thought.draft.state.incidents] == [Cause.VOLATILE] * (mode is not SyncMode.SYNC)
+        assert [i.cause for i in thought.draft.state.incidents.current] == [Cause.VOLATILE] * (
+            mode is not SyncMode.SYNC
+        )
 
     def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:
         thought, _ = decided(exposed=0.02, garbage={rank: range(2 * rank, STEPS, 8) for rank in range(4)})
         plan = thought.draft.plan
         assert plan.sync_mode is SyncMode.SYNC
         assert plan.garbage_every > 0
-        assert thought.draft.state.incidents[0].remedy is Remedy.PLAN_GARBAGE
+        assert thought.draft.state.incidents.current[0].remedy is Remedy.PLAN_GARBAGE
 
     @pytest.mark.parametrize(
         ("changes", "allow", "words"),
@@ -164,7 +167,7 @@ class TestIntoLocalSgd:
         world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync", **changes)
         thought, world = looked_into(world, of_policy, exposed=0.25)
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        (incident,) = thought.draft.state.incidents
+        (incident,) = thought.draft.state.incidents.current
         assert incident.remedy is None
         assert incident.outcome is Outcome.NOT_HELPED
         assert words in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
@@ -183,7 +186,7 @@ class TestIntoLocalSgd:
         own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
         thought, _ = looked_into(world, own=own, shares=shares)
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        assert not any(worker.leaving for worker in thought.draft.state.workers), "nor a spare"
+        assert not any(worker.leaving for worker in thought.draft.state.placement.workers), "nor a spare"
 
     def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
         world = change_members(replace(training(), metrics=WELL), sync_mode="Sync")
@@ -213,10 +216,10 @@ class TestLengths:
         assert plan.sequence_cost is not None
         fixed, per_token, per_token_squared = plan.sequence_cost
         assert max(fixed, 400 * per_token) < 0.05 * 400**2 * per_token_squared
-        (incident,) = thought.draft.state.incidents
+        (incident,) = thought.draft.state.incidents.current
         assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
         assert incident.live
-        assert Draft.from_data(thought.draft.to_data()) == thought.draft
+        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
 
     def test_and_left_alone_where_single_ones_outweigh_the_others(self) -> None:
         """The windows stay as uneven; what is fitted to each of them differs by noise."""
@@ -231,16 +234,16 @@ class TestLengths:
             thought = think(world, policy())
             changed += thought.draft.plan.sequence_cost != plan.sequence_cost
         assert not changed
-        assert len(thought.draft.state.closed) == 1
-        assert thought.draft.state.vain is not None
-        assert thought.draft.state.vain.hold > 100, "looked into ever more seldom"
+        assert len(thought.draft.state.incidents.closed) == 1
+        assert thought.draft.state.adaptation.vain is not None
+        assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
 
     def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
         of_policy = policy(allow=frozenset({Remedy.REBALANCE}))
         world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
         thought, world = looked_into(world, of_policy, **self.of(1))
         assert thought.draft.plan.sequence_cost is None
-        (incident,) = thought.draft.state.incidents
+        (incident,) = thought.draft.state.incidents.current
         assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, None)
         (considered,) = incident.remedies
         assert considered.name == "BalanceLengths"
@@ -252,7 +255,7 @@ class TestLengths:
         words = "sequence_cost: the loader does not know how long samples are"
         refused = think(change_members(later(thought, world, 1.0), refused=words), policy())
         assert refused.draft.plan.sequence_cost is None
-        (incident,) = refused.draft.state.incidents
+        (incident,) = refused.draft.state.incidents.current
         assert incident.outcome is Outcome.NOT_HELPED
         assert words in incident.evidence[-1]
 
@@ -265,14 +268,14 @@ class TestLookingInVain:
         world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
         world = answered(think(world, policy()), world)
         thought = think(world, policy())
-        assert not thought.decisions
+        assert not decisions(thought)
         world = later(thought, world, 30.0)
         return think(world, policy()), world
 
     def test_a_job_that_has_always_waited_is_left_alone(self) -> None:
         thought, world = self.vain()
         assert not thought.draft.plan.evidence_request
-        assert thought.draft.state.suspicion is None
+        assert thought.draft.state.adaptation.suspicion is None
         quiet = think(later(thought, world, 20.0), policy())
         assert quiet.draft == thought.draft
 
@@ -290,10 +293,10 @@ class TestLookingInVain:
         world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
         world = later(think(world, policy()), world, 30.0, metrics=SLOW_LINK)
         thought = think(world, policy())
-        assert thought.draft.state.vain is None
+        assert thought.draft.state.adaptation.vain is None
         assert thought.draft.plan.evidence_request
-        assert thought.draft.state.suspicion is not None
-        assert thought.draft.state.suspicion.since == world.now
+        assert thought.draft.state.adaptation.suspicion is not None
+        assert thought.draft.state.adaptation.suspicion.since == world.now
 
     def test_it_is_looked_into_again_at_once_when_its_steps_grow(self) -> None:
         thought, world = self.vain()
@@ -309,8 +312,8 @@ class TestMeasured:
         thought, world = in_local_mode()
         world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / seconds))
         early = think(world, policy())
-        assert early.draft.state.open_incidents
-        (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents
+        assert early.draft.state.incidents.open
+        (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents.current
         assert incident.outcome is outcome
         assert incident.slowdown_after == pytest.approx(max(1.0, seconds / 0.1), rel=0.1)
 
@@ -319,15 +322,15 @@ class TestMeasured:
         world = later(thought, world, 10.0, metrics=replace(SLOW_LINK, throughput=32 / 0.35))
         back = think(change_members(world, step=560), policy()).draft
         assert back.plan.sync_mode is SyncMode.SYNC
-        assert back.state.adaptation is None
-        assert not back.state.mode_changes.allows(world.now + HOLD_SECONDS)
+        assert back.state.adaptation.local_sgd is None
+        assert not back.state.adaptation.mode_changes.allows(world.now + HOLD_SECONDS)
 
     def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
         thought, world = in_local_mode()
         world = change_members(later(thought, world, 1.0), refused="the mesh has no dimension sync")
         refused = think(world, policy())
         assert refused.draft.plan.sync_mode is SyncMode.SYNC
-        (incident,) = refused.draft.state.incidents
+        (incident,) = refused.draft.state.incidents.current
         assert incident.outcome is Outcome.NOT_HELPED
         assert "no dimension sync" in incident.evidence[-1]
         world = change_members(later(refused, world, 3600.0), refused="", sync_mode="Sync", steps_in_round=600)
@@ -347,23 +350,23 @@ class TestBroken:
             asked = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
             world = later(thought, world, 2.0, evidence=asked)
             thought = think(world, policy())
-            if thought.decisions:
+            if decisions(thought):
                 break
         return thought
 
     def test_goes_once_the_loss_is_worth_it(self) -> None:
         thought = self.looks(5.0, seconds=600)
-        (decision,) = thought.decisions
+        (decision,) = decisions(thought)
         assert (decision.cause, decision.remedy, decision.rank) == (Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
         assert decision.slowdown_before is not None
         assert decision.slowdown_before > 1.2
         assert any("rank 2 5.0" in sentence for sentence in decision.evidence)
-        (leaving,) = (worker.name for worker in thought.draft.state.workers if worker.leaving)
+        (leaving,) = (worker.name for worker in thought.draft.state.placement.workers if worker.leaving)
         assert leaving == "j-w2-0"
         assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "the link is as slow as before"
 
     def test_a_rank_that_is_only_slow_stays(self) -> None:
-        assert not self.looks(2.5, seconds=600).decisions
+        assert not decisions(self.looks(2.5, seconds=600))
 
 
 class TestBack:
@@ -390,8 +393,8 @@ class TestBack:
         plan, state = thought.draft.plan, thought.draft.state
         assert (plan.sync_mode, plan.membership) == (SyncMode.SYNC, 1)
         assert plan.shares in (None, (8, 8, 8, 8))
-        assert state.adaptation is None
-        assert "synchronous step" in state.mode_reason
+        assert state.adaptation.local_sgd is None
+        assert "synchronous step" in state.adaptation.mode_reason
 
     @pytest.mark.parametrize(("transfer", "mode"), [(0.08, SyncMode.SYNC), (0.15, SyncMode.ASYNC_EDIT)])
     def test_a_synchronisation_takes_longer_than_a_step_all_reduces(self, transfer: float, mode: SyncMode) -> None:
@@ -425,13 +428,13 @@ class TestBack:
         thought, world = in_local_mode()
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
-        assert thought.draft.state.adaptation is not None
-        assert world.now - thought.draft.state.adaptation.since < HOLD_SECONDS
+        assert thought.draft.state.adaptation.local_sgd is not None
+        assert world.now - thought.draft.state.adaptation.local_sgd.since < HOLD_SECONDS
         assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
 
     def test_a_link_that_comes_and_goes_is_followed_ever_more_slowly(self) -> None:
         thought, world = in_local_mode()
-        hold = thought.draft.state.mode_changes.hold_seconds
+        hold = thought.draft.state.adaptation.mode_changes.hold_seconds
         world = replace(world, now=world.now + hold)
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
@@ -439,33 +442,48 @@ class TestBack:
         world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
         held, world = looked_into(world, exposed=0.25)
         assert held.draft.plan.sync_mode is SyncMode.SYNC
-        assert not held.decisions, "nothing to write down while the mode is only held"
-        assert held.draft.state.mode_changes.hold_seconds == 2 * hold
+        assert not decisions(held), "nothing to write down while the mode is only held"
+        assert held.draft.state.adaptation.mode_changes.hold_seconds == 2 * hold
 
     def test_questions_get_rarer_with_the_time(self) -> None:
         thought, world = in_local_mode()
-        adaptation = thought.draft.state.adaptation
+        adaptation = thought.draft.state.adaptation.local_sgd
         assert adaptation is not None
         old = replace(adaptation, since=world.now - 600, asked_at=world.now)
-        world = world.with_draft(thought.draft.with_state(adaptation=old))
+        world = world.with_draft(thought.draft.with_adaptation(local_sgd=old))
         assert not think(replace(world, now=world.now + 30), policy()).draft.plan.evidence_request
         assert think(replace(world, now=world.now + 70), policy()).draft.plan.evidence_request
 
-    def test_a_mode_that_somebody_has_written_by_hand_stays(self) -> None:
+    @pytest.mark.parametrize("wanted", [WantedMode.EDIT, WantedMode.ASYNC_EDIT])
+    def test_a_mode_that_the_spec_wants_is_put_in_force_and_stays(self, wanted: WantedMode) -> None:
+        world = replace(training(job=job(sync_mode=wanted)), metrics=WELL)
+        thought = think(world, policy())
+        assert thought.draft.plan.sync_mode is SyncMode(wanted)
+        later_on = change_members(later(thought, world, 600.0), sync_mode=str(wanted))
+        assert think(later_on, policy()).draft.plan == thought.draft.plan
+
+    def test_and_auto_takes_it_back(self) -> None:
         world = change_members(replace(training(), metrics=WELL), sync_mode="EDiT")
         world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
-        assert think(replace(world, now=NOW + 600), policy()).draft.plan == world.draft.plan
+        assert think(world, policy()).draft.plan.sync_mode is SyncMode.SYNC
 
-    def test_and_one_that_was_ended_by_hand_is_forgotten(self) -> None:
+    def test_one_that_the_operator_chose_gives_way_to_the_spec(self) -> None:
         thought, world = in_local_mode()
-        by_hand = world.with_draft(thought.draft.with_plan(sync_mode=SyncMode.SYNC))
-        assert think(by_hand, policy()).draft.state.adaptation is None
+        wanted = replace(world.with_draft(thought.draft), job=job(sync_mode=WantedMode.SYNC))
+        after = think(wanted, policy()).draft
+        assert after.plan.sync_mode is SyncMode.SYNC
+        assert after.state.adaptation.local_sgd is None
+
+    def test_no_other_mode_is_chosen_against_the_spec(self) -> None:
+        world = replace(training(job=job(sync_mode=WantedMode.SYNC)), metrics=SLOW_LINK)
+        thought, _ = looked_into(change_members(world, sync_mode="Sync"), exposed=0.25)
+        assert thought.draft.plan.sync_mode is SyncMode.SYNC
 
     def test_it_outlasts_a_round(self) -> None:
         thought, world = in_local_mode()
-        assert isinstance(thought.draft.state.adaptation, Adaptation)
+        assert isinstance(thought.draft.state.adaptation.local_sgd, LocalSgd)
         world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, steps_in_round=3)
         after = think(world, policy()).draft
         assert after.plan.sync_mode is SyncMode.ASYNC_EDIT
-        assert after.state.adaptation is not None
+        assert after.state.adaptation.local_sgd is not None
         assert not after.plan.evidence_request, "a young round says nothing of itself"

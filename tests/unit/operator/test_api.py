@@ -27,6 +27,7 @@ from pacekeeper_operator.api import (
     RemedyPrice,
     WorkerCounts,
 )
+from pacekeeper_operator.subject import Subject
 from tests.support.schema import faults, schema, with_defaults
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer"}]}}
@@ -52,6 +53,7 @@ def test_every_field_is_read() -> None:
             "spares": 1,
             "nprocPerNode": 8,
             "suspend": True,
+            "syncMode": "AsyncEDiT",
             "schedulingTimeout": "1m30s",
             "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
             "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
@@ -67,6 +69,7 @@ def test_every_field_is_read() -> None:
         spares=1,
         nproc_per_node=8,
         suspend=True,
+        sync_mode=api.WantedMode.ASYNC_EDIT,
         scheduling_timeout=90.0,
         checkpoint=api.CheckpointSpec("/c", 7, 2, "claim"),
         detection=api.DetectionSpec(2.0, 16, 9.0),
@@ -95,6 +98,7 @@ def test_every_field_is_read() -> None:
             r"spec.remediation.allow\[0\]: 'x' is not one of Restart",
         ),
         ({"template": TEMPLATE, "remediation": {"allow": "x"}}, "spec.remediation.allow: must be a list"),
+        ({"template": TEMPLATE, "syncMode": "sync"}, "spec.syncMode: 'sync' is not one of Auto, Sync, EDiT, AsyncEDiT"),
     ],
 )
 def test_mistakes_name_the_field(spec: dict[str, Any], message: str) -> None:
@@ -217,11 +221,20 @@ def test_evidence_is_cut_to_what_the_schema_takes() -> None:
     assert written[0].startswith("0 ")
 
 
+def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
+    fields = schema("trainingjobstates")
+    assert set(fields) == {"apiVersion", "kind", "metadata", "schemaVersion", "plan", "state"}
+    for name in ("plan", "state"):
+        assert fields[name]["x-kubernetes-preserve-unknown-fields"] is True
+        assert "properties" not in fields[name], "a field that the schema names is pruned or refused by an older one"
+
+
 @pytest.mark.parametrize(
     ("words", "plural", "path"),
     [
         (Remedy, "trainingjobs", "spec.remediation.allow.items"),
         (Mode, "trainingjobs", "spec.remediation.mode"),
+        (api.WantedMode, "trainingjobs", "spec.syncMode"),
         (api.CleanPodPolicy, "trainingjobs", "spec.runPolicy.cleanPodPolicy"),
         (api.Phase, "trainingjobs", "status.phase"),
         (api.Class, "incidents", "spec.class"),
@@ -238,19 +251,27 @@ def test_words_are_those_of_the_schema(words: Any, plural: str, path: str) -> No
     assert found["enum"] == list(words)
 
 
+def test_each_mode_can_be_wanted_and_auto_is_none_of_them() -> None:
+    assert {*api.WantedMode} - {*SyncMode} == {api.WantedMode.AUTO}
+    assert {*SyncMode} <= {*api.WantedMode}
+
+
 @pytest.mark.parametrize("cause", Cause)
 def test_incident_names_are_deterministic_and_of_one_job(cause: Cause) -> None:
-    name = api.incident_name(job(), 3, cause)
-    assert name == api.incident_name(job(), 3, cause)
+    name = Subject(cause, 3).incident_name(job())
+    assert name == Subject(cause, 3).incident_name(job())
     assert re.fullmatch(rf"gpt-r3-{cause}-0a1b2", name)
     others = {
-        api.incident_name(job(uid="9-of-a-later-job"), 3, cause),
-        api.incident_name(job(), 4, cause),
-        api.incident_name(job(), 3, cause, occurrence=2),
+        Subject(cause, 3).incident_name(job(uid="9-of-a-later-job")),
+        Subject(cause, 4).incident_name(job()),
+        Subject(cause, 3, number=2).incident_name(job()),
+        Subject(cause, 3, worker="j-w1-0").incident_name(job()),
+        Subject(cause, 3, rank=1).incident_name(job()),
+        Subject(cause, 3, gpu="node/0/XID=79").incident_name(job()),
     }
     assert name not in others
-    assert len(others) == 3
-    longest = api.incident_name(job("j" * api.MAX_JOB_NAME), 10**9, cause, 10**6)
+    assert len(others) == 6
+    longest = Subject(cause, 10**9, rank=10**6, number=10**6).incident_name(job("j" * api.MAX_JOB_NAME))
     assert len(longest) <= 253
 
 

@@ -18,8 +18,8 @@ from pacekeeper_operator.settings import Settings
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
     nobody = cast(Cluster, None)
-    operator = Operator(Settings(), nobody, Memory(), Installation("", "", "", ""), Prometheus("", "", ""))
-    operator.node_changed("node-1", None)
+    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", "", ""))
+    operator.nodes.hear({"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False)
     return operator
 
 
@@ -32,11 +32,11 @@ def test_watches_that_tell_are_alive(operator: Operator) -> None:
 
 
 def test_changes_that_only_lists_have_shown_are_a_dead_watch(operator: Operator) -> None:
-    operator.missed_events = MISSED_EVENTS
+    operator.pods.unheard = MISSED_EVENTS
     assert "the watch of pods is dead" in operator.blind(later(operator))
 
 
 def test_watches_that_never_came_to_life_are_dead_after_a_while(operator: Operator) -> None:
-    operator.watching = False
+    operator.nodes.heard = False
     assert operator.blind(operator.memory.started_at + 1) == ""
     assert "no watch has told anything" in operator.blind(later(operator))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
     ProbeImage,
-    plan_config_map,
     probe_pod,
     worker_name,
     worker_pod,
@@ -283,16 +280,6 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
             avoided = [item["values"] for item in term["matchFields"]]
             assert avoided == [["node-1"], ["node-2"]], "the API server takes one name a requirement"
         assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
-
-
-def test_the_plan_is_written_by_compare_and_swap() -> None:
-    plan = Plan(version=3, members=(Member("gpt-w0-0", "10.0.0.1", (0, 1)),), shares=(3, 5))
-    body = plan_config_map(job(), plan, resource_version="41")
-    assert body["metadata"]["name"] == "gpt-plan"
-    assert body["metadata"]["resourceVersion"] == "41"
-    assert body["metadata"]["ownerReferences"][0]["name"] == "gpt"
-    assert Plan.from_json(json.loads(body["data"]["plan.json"])) == plan
-    assert "resourceVersion" not in plan_config_map(job(), plan)["metadata"]
 
 
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:

@@ -12,9 +12,9 @@ from pacekeeper_analysis.reports import Heartbeat
 from pacekeeper_operator.api import Phase
 from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
-from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.pods import view_node, view_pod
-from pacekeeper_operator.state import Draft, State
+from pacekeeper_operator.state import Draft, Placement, State
 from tests.support.worlds import NOW, crash, job, training
 
 
@@ -77,39 +77,43 @@ def test_a_node() -> None:
 
 def test_silence_counts_from_the_operators_own_start() -> None:
     world = training()
-    memory = Memory().of("ns", "j")
-    seen = observe(world.job, world.draft, (), memory, NOW - 4, Metrics(), Surroundings(), NOW)
+    memory = JobMemory(world.job, world.draft)
+    seen = observe(NOW - 4, memory, (), Metrics(), Surroundings(), NOW)
     assert {view.silent_seconds for view in seen.workers} == {4.0}
     memory.contacts["j-w0-0"] = Contact(Heartbeat(worker="j-w0-0"), NOW - 3)
     memory.contacts["j-w1-0"] = Contact(Heartbeat(worker="j-w1-0"), NOW - 30, polling=1)
-    seen = observe(world.job, world.draft, (), memory, NOW - 60, Metrics(), Surroundings(), NOW)
+    seen = observe(NOW - 60, memory, (), Metrics(), Surroundings(), NOW)
     assert [view.silent_seconds for view in seen.workers[:3]] == [3.0, 0.0, 60.0]
 
 
 async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
     world = training()
-    memory = Memory().of("ns", "j")
+    memory = JobMemory(world.job)
     fault = crash("j-w0-0", 0)
     memory.faults[fault.name] = fault
     await memory.publish(world.draft, "1")
     assert memory.faults
-    await memory.publish(Draft(world.plan, world.state.settle((fault.name,))), "2")
+    await memory.publish(world.draft.settle((fault.name,)), "2")
     assert not memory.faults
 
 
 async def test_an_older_job_goes_first_but_not_for_ever() -> None:
-    memory = Memory()
-    older = memory.of("ns", "older")
-    older.job = job()
-    waiting = Draft(Plan(), State(attempts=2))
+    memory = Memory(0.0)
+    older = memory.of(replace(job(), name="older"))
+    waiting = Draft(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
     older.draft = waiting
     older.phase = Phase.PENDING
     younger = replace(job(), uid="other", created_at=NOW)
 
     def waits(attempts: int) -> bool:
-        draft = replace(waiting, state=State(attempts=attempts))
-        return bool(surroundings(memory, younger, draft, {}, NOW).older_job_waits)
+        draft = replace(waiting, state=State(placement=Placement(attempts=attempts)))
+        return bool(surroundings(memory, younger, draft, (), NOW).older_job_waits)
 
     assert not waits(0)  # its first attempt is free
     assert waits(2)
     assert not waits(1)  # the older one has had its turn and failed once more
+    younger = replace(younger, namespace="another")
+    assert not waits(2), "tenants do not wait for each other"
+    younger = replace(younger, namespace="ns")
+    older.draft = older.draft.with_placement(template_accepted=0)
+    assert not waits(2), "it cannot have pods at all"

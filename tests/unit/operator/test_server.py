@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -54,12 +54,12 @@ def reviews() -> Reviews:
 
 @pytest.fixture
 def memory() -> Memory:
-    return Memory()
+    return Memory(0.0)
 
 
 @pytest.fixture
 async def job(memory: Memory) -> JobMemory:
-    job = memory.of("ns", "j")
+    job = memory.of(WORLD.job)
     await job.publish(WORLD.draft, "1")
     return job
 
@@ -140,7 +140,7 @@ async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client,
     await asyncio.wait_for(job.wake.wait(), 5)
     assert list(job.faults.values()) == [fault]
     assert not post.done()
-    await job.publish(replace(WORLD.draft, state=WORLD.state.settle((fault.name,))), "2")
+    await job.publish(WORLD.draft.settle((fault.name,)), "2")
     assert (await asyncio.wait_for(post, 5)).status == 202
     assert not job.faults
     again = await client.post("/v1/faults", json=fault.to_json(), **W0)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from dataclasses import replace
 
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator import certificates
 from pacekeeper_operator.api import Outcome
 from pacekeeper_operator.cluster import INCIDENTS, LEASES, Conflict
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.services import incidents, leadership, plans
-from pacekeeper_operator.services.think import think
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observe.memory import JobMemory
+from pacekeeper_operator.services import bookkeeping, incidents, leadership
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
 from tests.support.worlds import NOW, policy, stalls, training
 
@@ -31,89 +28,47 @@ def cluster() -> FakeCluster:
     return FakeCluster()
 
 
-def edit(cluster: FakeCluster, **changes: object) -> None:
-    """Of the plan, as by `kubectl edit`."""
-    (body,) = (body for (kind, _, name), body in cluster.objects.items() if (kind, name) == ("configmaps", "j-plan"))
-    plan = json.loads(body["data"]["plan.json"]) | changes
-    body["data"]["plan.json"] = json.dumps(plan)
-    body["metadata"]["resourceVersion"] += "0"
-
-
-class TestPlan:
+class TestBookkeeping:
     async def test_what_is_written_is_what_is_read(self, cluster: FakeCluster) -> None:
         world = training()
         draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
-        await plans.write(cluster, world.job, Memory().of("ns", "j"), draft)
-        memory = Memory().of("ns", "j")
-        assert await plans.load(cluster, world.job, memory, NOW) == draft
+        await bookkeeping.write(cluster, world.job, JobMemory(), draft)
+        memory = JobMemory()
+        assert await bookkeeping.load(cluster, world.job, memory) == draft
         assert memory.draft == draft
 
     async def test_of_two_writers_one_is_told_to_look_again(self, cluster: FakeCluster) -> None:
         job, draft = training().job, training().draft
-        one, two = Memory().of("ns", "j"), Memory().of("ns", "j")
-        await plans.write(cluster, job, one, draft)
-        await plans.load(cluster, job, two, NOW)
-        await plans.write(cluster, job, one, draft.with_plan(checkpoint_request=1))
+        one, two = JobMemory(), JobMemory()
+        await bookkeeping.write(cluster, job, one, draft)
+        await bookkeeping.load(cluster, job, two)
+        await bookkeeping.write(cluster, job, one, draft.with_plan(checkpoint_request=1))
         with pytest.raises(Conflict):
-            await plans.write(cluster, job, two, draft.with_plan(checkpoint_request=5))
-        assert (await plans.load(cluster, job, two, NOW) or draft).plan.checkpoint_request == 1
+            await bookkeeping.write(cluster, job, two, draft.with_plan(checkpoint_request=5))
+        assert (await bookkeeping.load(cluster, job, two) or draft).plan.checkpoint_request == 1
 
     async def test_the_plan_of_an_earlier_job_of_the_name_is_not_ours(self, cluster: FakeCluster) -> None:
         world = training()
-        await plans.write(cluster, world.job, Memory().of("ns", "j"), world.draft)
+        await bookkeeping.write(cluster, world.job, JobMemory(), world.draft)
+        ((_, body),) = cluster.objects.items()
+        body["metadata"]["uid"] = "of the first"
         successor = replace(world.job, uid="another")
-        assert await plans.load(cluster, successor, Memory().of("ns", "j"), NOW) is None
+        assert await bookkeeping.load(cluster, successor, JobMemory()) is None
 
     def test_a_plan_that_was_deleted_is_made_anew_above_all_that_workers_may_have_seen(self) -> None:
         world = training()
         pods = tuple(view.pod for view in world.workers if view.pod is not None)
-        draft = plans.first(world.job, pods, NOW)
+        draft = bookkeeping.first(world.job, pods, NOW)
         assert draft.plan.version >= NOW
-        assert draft.state.incarnations == {str(n): 0 for n in range(5)}
-        assert all(worker.leaving for worker in draft.state.workers)
-
-    def test_five_thousand_workers_fit_a_config_map(self) -> None:
-        draft = training(replicas=5000, spares=50).draft
-        data = draft.to_data()
-        assert sum(map(len, data.values())) < 2**20
-        assert Draft.from_data(data) == draft
-
-    async def test_a_plan_that_names_an_unknown_mode_is_written_anew_as_it_was(self, cluster: FakeCluster) -> None:
-        world, memory = training(), Memory().of("ns", "j")
-        await plans.write(cluster, world.job, memory, world.draft.with_plan(sync_mode=SyncMode.EDIT))
-        edit(cluster, sync_mode="Sideways")
-        draft = await plans.load(cluster, world.job, memory, NOW)
-        assert draft is not None
-        assert draft.plan.sync_mode is SyncMode.EDIT
-        assert "Sideways" in draft.state.plan_refused
-        assert await plans.load(cluster, world.job, Memory().of("ns", "j"), NOW) == draft, "and that is what is written"
-
-    async def test_an_operator_that_never_knew_it_otherwise_goes_on_in_sync(self, cluster: FakeCluster) -> None:
-        world = training()
-        await plans.write(cluster, world.job, Memory().of("ns", "j"), world.draft)
-        edit(cluster, sync_mode="Sideways", version=7)
-        draft = await plans.load(cluster, world.job, Memory().of("ns", "j"), NOW)
-        assert draft is not None
-        assert (draft.plan.sync_mode, draft.plan.members) == (SyncMode.SYNC, world.plan.members)
-
-    async def test_an_edit_by_hand_reaches_the_workers_under_a_new_version(self, cluster: FakeCluster) -> None:
-        world, memory = training(), Memory().of("ns", "j")
-        await plans.write(cluster, world.job, memory, world.draft)
-        edit(cluster, sync_mode="EDiT")
-        draft = await plans.load(cluster, world.job, memory, NOW)
-        assert draft is not None
-        assert (draft.plan.sync_mode, draft.plan.version) == (SyncMode.EDIT, world.plan.version + 1)
-
-    def test_garbage_is_named(self) -> None:
-        with pytest.raises(InputError, match="delete it"):
-            Draft.from_data({"plan.json": "{", "state.json": "{}"})
+        assert draft.state.placement.incarnations == {str(n): 0 for n in range(5)}
+        assert all(worker.leaving for worker in draft.state.placement.workers)
 
 
 class TestIncident:
     async def test_twice_is_once(self, cluster: FakeCluster) -> None:
         world = training()
         draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
-        (incident,) = draft.state.incidents
+        (incident,) = draft.state.incidents.current
         await incidents.write(cluster, world.job, incident, 3600)
         await incidents.write(cluster, world.job, replace(incident, outcome=Outcome.RECOVERED), 3600)
         (body,) = (body for (plural, _, _), body in cluster.objects.items() if plural == INCIDENTS.plural)

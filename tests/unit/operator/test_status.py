@@ -6,12 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import Stop
 from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason
 from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation
-from pacekeeper_operator.services.think import think
-from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, stalls, training, with_pods
+from tests.support.worlds import (
+    NOW,
+    change_members,
+    change_worker,
+    decisions,
+    fresh,
+    job,
+    policy,
+    stalls,
+    training,
+    with_pods,
+)
 
 
 def conditions(world: Observation, before: JobStatus | None = None, **of_policy: object) -> dict[str, ConditionStatus]:
@@ -60,7 +71,7 @@ def test_all_slow_alike_is_said_and_nothing_is_done_about_nodes() -> None:
     degraded = conditions(world)[Condition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.ALL_SLOW)
     assert "2.00 ×" in degraded.message
-    assert not think(world, policy()).decisions
+    assert not decisions(think(world, policy()))
 
 
 def test_a_straggler_is_not_all_slow_alike() -> None:
@@ -98,13 +109,13 @@ def test_no_spare_left_is_a_risk_that_is_said() -> None:
 
 def test_goodput_falls_by_what_incidents_have_cost() -> None:
     world = training()
-    world = world.with_draft(world.draft.with_state(lost_seconds=30.0))
+    world = world.with_draft(world.draft.with_budget(lost_seconds=30.0))
     assert report(world, policy(), JobStatus()).goodput == pytest.approx(0.9)
 
 
 def test_before_the_first_step_it_is_starting() -> None:
     world = change_members(training(), first_step_at=0.0)
-    world = world.with_draft(world.draft.with_state(training_since=0.0))
+    world = world.with_draft(world.draft.with_life(training_since=0.0))
     assert report(world, policy(), JobStatus()).phase is Phase.STARTING
 
 
@@ -120,20 +131,3 @@ def test_a_plan_that_the_ranks_refuse_is_told_in_their_words() -> None:
     degraded = conditions(world)[Condition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.PLAN_REFUSED)
     assert "shares sum to 33, not 32" in degraded.message
-
-
-def test_a_plan_that_could_not_be_read_is_told_for_a_while() -> None:
-    world = training()
-    world = world.with_draft(world.draft.with_state(plan_refused="no mode Sideways", plan_refused_at=NOW - 5))
-    assert conditions(world)[Condition.DEGRADED].reason == Reason.PLAN_REFUSED
-    assert conditions(replace(world, now=NOW + 3600))[Condition.DEGRADED].status == "False"
-
-
-def test_the_mode_in_force_is_what_the_ranks_say_and_else_what_is_wanted() -> None:
-    world = training()
-    world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.ASYNC_EDIT))
-    assert report(world, policy(), JobStatus()).sync_mode is SyncMode.ASYNC_EDIT
-    switching = change_members(world, sync_mode="Sync")
-    assert report(switching, policy(), JobStatus()).sync_mode is SyncMode.SYNC
-    newer = change_members(world, sync_mode="Sideways")
-    assert report(newer, policy(), JobStatus()).sync_mode is SyncMode.ASYNC_EDIT

@@ -8,10 +8,10 @@ import pytest
 
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
+from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.services.think import Thought, think
 from pacekeeper_operator.state import Past
-from tests.support.worlds import NOW, change_members, evidence_of, policy, training
+from tests.support.worlds import NOW, change_members, decisions, evidence_of, policy, training
 
 STEPS = tuple(range(468, 500))
 
@@ -65,7 +65,7 @@ def answered(
 def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
     thought = think(suspicious(), policy())
     assert thought.draft.plan.evidence_request
-    assert not thought.decisions
+    assert not decisions(thought)
 
 
 def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
@@ -75,7 +75,7 @@ def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
     assert sum(shares) == 32
     assert shares[2] <= 5
     assert thought.draft.plan.membership == 1
-    (incident,) = thought.draft.state.incidents
+    (incident,) = thought.draft.state.incidents.current
     assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
     assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
     assert any("S_w: rank 2 1.60" in sentence for sentence in incident.evidence), incident.evidence
@@ -94,7 +94,7 @@ def test_what_shares_have_mended_raises_no_new_suspicion() -> None:
 def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_for() -> None:
     world = suspicious(pace=4.0)
     replaced = judged(4.0)
-    (incident,) = replaced.draft.state.incidents
+    (incident,) = replaced.draft.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.draft.plan.checkpoint_request == 1
     assert replaced.draft.plan.members[2].worker == "j-w2-0"
@@ -105,7 +105,7 @@ def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_f
 
 def test_a_broken_rank_gets_shares_where_there_is_no_spare() -> None:
     thought = answered(suspicious(pace=4.0, spares=0), 4.0)
-    (incident,) = thought.draft.state.incidents
+    (incident,) = thought.draft.state.incidents.current
     assert incident.remedy is Remedy.REBALANCE
     assert thought.draft.plan.shares is not None
 
@@ -118,14 +118,14 @@ def test_a_rank_whose_shares_turn_out_too_little_is_replaced_in_the_same_inciden
     assert thought.draft.plan.shares is not None
     evidence = windows(again.draft.plan.evidence_request, 4.0, thought.draft.plan.shares)
     replaced = think(next_pass(again, worse, 7.0, evidence=evidence), policy())
-    (incident,) = replaced.draft.state.incidents
+    (incident,) = replaced.draft.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.draft.plan.checkpoint_request == 1
 
 
 def test_a_script_that_is_only_watched_gets_a_spare_once_the_loss_is_worth_it() -> None:
     thought = judged(2.0, steered=False)
-    (incident,) = thought.draft.state.incidents
+    (incident,) = thought.draft.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert "library" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
 
@@ -138,7 +138,7 @@ def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
         (window,) = item.windows
         burst = tuple(0.3 if window.rank == 2 and n % 4 == 0 else 0.08 for n in range(32))
         evidence.append(replace(item, windows=(replace(window, compute_seconds=burst),)))
-    assert not think(next_pass(asked, world, evidence=tuple(evidence)), policy()).decisions
+    assert not decisions(think(next_pass(asked, world, evidence=tuple(evidence)), policy()))
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_the_outcome_is_measured(behind: float, outcome: Outcome) -> None:
     world = suspicious()
     thought = judged(2.0)
     early = next_pass(thought, world, 5.0, metrics=replace(world.metrics, behind=behind, pace=2.0))
-    assert think(early, policy()).draft.state.open_incidents
+    assert think(early, policy()).draft.state.incidents.open
     done = change_members(early, step=560)
-    (incident,) = think(done, policy()).draft.state.incidents
+    (incident,) = think(done, policy()).draft.state.incidents.current
     assert incident.cause is Cause.STRAGGLER
     assert incident.outcome is outcome
 
@@ -161,8 +161,8 @@ def test_evidence_is_asked_for_again_while_the_suspicion_lasts() -> None:
     assert think(next_pass(asked, world, 2.0), policy()).draft == asked.draft
     again = think(next_pass(asked, world, 6.0), policy())
     assert again.draft.plan.evidence_request not in ("", asked.draft.plan.evidence_request)
-    assert again.draft.state.suspicion is not None
-    assert again.draft.state.suspicion.since == NOW
+    assert again.draft.state.adaptation.suspicion is not None
+    assert again.draft.state.adaptation.suspicion.since == NOW
 
 
 def test_questions_get_rarer_but_never_rare() -> None:
@@ -174,7 +174,7 @@ def test_questions_get_rarer_but_never_rare() -> None:
         later = think(next_pass(asked, world, seconds, evidence=evidence), policy())
         assert later.draft.plan.evidence_request != asked.draft.plan.evidence_request
         asked = later
-    suspicion = asked.draft.state.suspicion
+    suspicion = asked.draft.state.adaptation.suspicion
     assert suspicion is not None
     assert suspicion.first_sign == NOW + 10_130.0, "what begins now has cost nothing before"
 
@@ -184,7 +184,7 @@ def test_a_tolerated_straggler_hides_no_other() -> None:
     thought = judged(2.0)
     measured = next_pass(thought, world, 60.0, metrics=replace(world.metrics, behind=1.05, pace=2.0))
     done = think(change_members(measured, step=560), policy())
-    assert not done.draft.state.open_incidents
+    assert not done.draft.state.incidents.open
     alike = next_pass(done, measured, 100.0)
     assert not think(alike, policy()).draft.plan.evidence_request
     another = replace(alike, metrics=replace(alike.metrics, behind=1.9))
@@ -194,7 +194,7 @@ def test_a_tolerated_straggler_hides_no_other() -> None:
 def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
     world = suspicious()
     well = next_pass(judged(2.0), world, 60.0, metrics=replace(world.metrics, behind=1.0, pace=1.0))
-    assert think(well, policy()).draft.state.tolerated_pace == 0
+    assert think(well, policy()).draft.state.adaptation.tolerated_pace == 0
 
 
 def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> None:
@@ -209,7 +209,7 @@ def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> N
 def slow_before(*workers: str) -> Observation:
     world = suspicious(pace=4.0)
     past = tuple(Past(Cause.STRAGGLER, NOW - 100, 5.0, rank=2, worker=worker) for worker in workers)
-    return world.with_draft(world.draft.with_state(past=past))
+    return world.with_draft(world.draft.with_incidents(past=past))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def slow_before(*workers: str) -> Observation:
     ],
 )
 def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
-    (incident,) = answered(slow_before(*workers), 4.0).draft.state.incidents
+    (incident,) = answered(slow_before(*workers), 4.0).draft.state.incidents.current
     assert incident.remedy is remedy
     if remedy is Remedy.REBALANCE:
         reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
@@ -228,19 +228,19 @@ def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[
 
 
 def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() -> None:
-    assert len(judged(4.0).draft.state.restarts) == 1
+    assert len(judged(4.0).draft.state.budget.restarts) == 1
     world = suspicious(pace=4.0)
-    world = world.with_draft(world.draft.with_state(restarts=(NOW - 10,) * 10))
-    (incident,) = answered(world, 4.0).draft.state.incidents
+    world = world.with_draft(world.draft.with_budget(restarts=(NOW - 10,) * 10))
+    (incident,) = answered(world, 4.0).draft.state.incidents.current
     assert incident.remedy is Remedy.REBALANCE
     assert any("no restart is left" in price.reason for price in incident.remedies)
 
 
 def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgotten() -> None:
     world = suspicious()
-    world = world.with_draft(world.draft.with_state(closed=("j-r1-straggler-150-u1d2c",)))
-    (incident,) = answered(world, 2.0).draft.state.incidents
-    assert incident.name == "j-r1-straggler-151-u1d2c"
+    world = world.with_draft(world.draft.with_incidents(closed=("j-r1-straggler-rank2-150-u1d2c",)))
+    (incident,) = answered(world, 2.0).draft.state.incidents.current
+    assert incident.name == "j-r1-straggler-rank2-151-u1d2c"
 
 
 def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:
@@ -248,12 +248,12 @@ def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_t
     refusing = change_members(next_pass(thought, world, 1.0), refused="a replica of 2 ranks takes 2 samples at least")
     refused = think(refusing, policy())
     assert refused.draft.plan.shares is None
-    assert not refused.draft.state.open_incidents
+    assert not refused.draft.state.incidents.open
     again = think(change_members(next_pass(refused, world, 10.0), refused=""), policy())
     assert again.draft.plan.evidence_request, "the rank is slow as before"
     evidence = windows(again.draft.plan.evidence_request, 2.0, (8, 8, 8, 8))
     tried = think(change_members(next_pass(again, world, 20.0, evidence=evidence), refused=""), policy())
     assert tried.draft.plan.shares is None
-    (incident,) = tried.draft.state.open_incidents
+    (incident,) = tried.draft.state.incidents.open
     assert incident.remedy not in (None, Remedy.REBALANCE)
     assert "a replica of 2" in next(price.reason for price in incident.remedies if price.name == "Rebalance")

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 from pacekeeper_analysis.plan import SyncMode
 
-from .. import modes
-from ..api import incident_name
-from ..decision import Adapt, Decision
-from ..observation import Observation
+from ... import modes
+from ...decision import Adapt, Decision
+from ...observation import Observation
 from .applied import Applied
 
 
 def apply(action: Adapt, decision: Decision, observation: Observation) -> Applied:
     draft = replace(observation.draft, plan=replace(action.way.applied_to(observation.plan), evidence_request=""))
     if action.way.mode is not SyncMode.SYNC:
-        name = decision.continues or incident_name(observation.job, decision.round, decision.cause, decision.occurrence)
+        name = decision.incident_name(observation.job)
         draft = modes.entered(draft, action.trouble, action.way.reason, name, observation.now)
     if not action.mended:
         return Applied(draft)  # the suspicion stays: more evidence, and a dearer remedy once the loss is worth it
     return Applied(
-        draft.with_state(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0, tolerated_behind=0.0)
+        draft.with_adaptation(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0, tolerated_behind=0.0)
     )

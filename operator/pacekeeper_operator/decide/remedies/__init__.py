@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .. import decision as decisions
-from ..decision import Action, Decision
-from ..observation import Observation
+from ... import decision as decisions
+from ...decision import Action, Decision
+from ...observation import Observation
 from . import adapt, count_restart, fail_job, quarantine_node, replace_worker, restart_ranks
 from .applied import Applied
 

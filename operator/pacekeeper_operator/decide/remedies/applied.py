@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..state import Draft
+from ...state import Draft
 
 
 @dataclass(frozen=True)

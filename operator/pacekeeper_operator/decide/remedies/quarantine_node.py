@@ -1,0 +1,20 @@
+"""Want the quarantine of a node.
+
+It is asked for once plan and bookkeeping are written: an operator that dies in between finds here what it wanted.
+"""
+
+from __future__ import annotations
+
+from ...decision import Decision, QuarantineNode
+from ...observation import Observation
+from ...state import WantedQuarantine
+from .applied import Applied
+
+
+def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
+    if action.refused:
+        return Applied(observation.draft, f"no quarantine of {action.node}: {action.refused}")
+    incident = decision.incident_name(observation.job)
+    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
+    others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
+    return Applied(observation.draft.with_incidents(quarantines=(*others, wanted)))

@@ -1,0 +1,89 @@
+"""One pass over a job: from what there is to the plan and bookkeeping that shall be, and to what is to be done then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..effects import (
+    AskForQuarantine,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    Effect,
+    GuardNetwork,
+    TryTemplate,
+    WriteIncident,
+)
+from ..observation import Observation, Policy
+from ..state import Draft, Incident
+from . import STEPS, workforce
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What a pass has come to."""
+
+    observation: Observation  # under the new draft
+    failures: tuple[str, ...] = ()  # steps that failed, and of what: a bug of ours, which costs their work only
+
+    @property
+    def draft(self) -> Draft:
+        return self.observation.draft
+
+
+def think(observation: Observation, policy: Policy) -> Thought:
+    """Pure: the same observation leads to the same thought."""
+    failures = []
+    for name, step in STEPS:
+        try:
+            observation = observation.with_draft(step(observation, policy))
+        except Exception as error:
+            log.exception("job %s/%s: step %r failed", observation.job.namespace, observation.job.name, name)
+            failures.append(f"{name}: {error!r}")
+    return Thought(observation, tuple(failures))
+
+
+def effects(observation: Observation, policy: Policy, written: Mapping[str, Incident]) -> tuple[Effect, ...]:
+    """What the draft, once it is written, asks for. `written`: incidents as they are in the cluster, by name."""
+    return (
+        *_template(observation),
+        *_pods(observation),
+        *(AskForQuarantine(wanted) for wanted in observation.state.incidents.quarantines),
+        *(
+            WriteIncident(incident, written.get(incident.name))
+            for incident in observation.state.incidents.current
+            if written.get(incident.name) != incident
+        ),
+        *([GuardNetwork(observation.job.generation)] if policy.guards_network else []),
+        *_end(observation),
+    )
+
+
+def _template(observation: Observation) -> Iterator[Effect]:
+    placement, generation = observation.state.placement, observation.job.generation
+    known = generation in (placement.template_accepted, placement.template_rejected)
+    if not known and not observation.plan.members and not observation.state.life.over:
+        yield TryTemplate(generation)
+
+
+def _pods(observation: Observation) -> Iterator[Effect]:
+    for view in workforce.surplus(observation):
+        assert view.pod is not None
+        yield DeletePod(view.name, view.pod.uid, view.record.force)
+    for pod in observation.strays:
+        yield DeletePod(pod.name, pod.uid)
+    avoid = tuple(sorted(observation.surroundings.suspects))
+    for worker in workforce.missing(observation):
+        spare = bool(observation.plan.members) or worker.ordinal >= observation.job.spec.replicas
+        yield CreatePod(worker, spare, avoid)
+
+
+def _end(observation: Observation) -> Iterator[Effect]:
+    """Delete a job whose time after its end is over."""
+    life, ttl = observation.state.life, observation.job.spec.run_policy.ttl_seconds_after_finished
+    if life.over and ttl is not None and observation.now >= life.stopped_at + ttl:
+        yield DeleteJob(observation.job.uid)

@@ -1,0 +1,98 @@
+"""What a pass wants done in the world: values, which `services.errands` carries out, each by itself.
+
+Every one of them may be repeated after a crash at any line, and follows from what is written in the job's bookkeeping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .state import Incident, WantedQuarantine, Worker
+
+
+@dataclass(frozen=True)
+class TryTemplate:
+    """Ask the API server, by a dry run, whether it accepts the job's pods."""
+
+    generation: int
+
+    @property
+    def key(self) -> str:
+        return f"template {self.generation}"
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    """Of a worker whose name is reserved. `spare`: it is kept off the others' nodes; `avoid`: nodes under suspicion."""
+
+    worker: Worker
+    spare: bool = False
+    avoid: tuple[str, ...] = ()
+
+    PREFIX: ClassVar = "create "
+
+    @property
+    def key(self) -> str:
+        return f"{self.PREFIX}{self.worker.name}"
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """`force`: its node will not confirm it."""
+
+    name: str
+    uid: str
+    force: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"delete {self.uid}{' by force' if self.force else ''}"
+
+
+@dataclass(frozen=True)
+class AskForQuarantine:
+    """Hand a node's case on to those who decide about nodes."""
+
+    wanted: WantedQuarantine
+
+    @property
+    def key(self) -> str:
+        return f"node {self.wanted.node}"
+
+
+@dataclass(frozen=True)
+class WriteIncident:
+    """Into its own object, with events at its beginning and end. `before`: as it is written there; None: not at all."""
+
+    incident: Incident
+    before: Incident | None = None
+
+    @property
+    def key(self) -> str:
+        return f"incident {self.incident.name}"
+
+
+@dataclass(frozen=True)
+class GuardNetwork:
+    """The job's NetworkPolicy is as it shall be."""
+
+    generation: int
+
+    @property
+    def key(self) -> str:
+        return f"network {self.generation}"
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """Its time after its end is over."""
+
+    uid: str
+
+    @property
+    def key(self) -> str:
+        return f"job {self.uid}"
+
+
+Effect = TryTemplate | CreatePod | DeletePod | AskForQuarantine | WriteIncident | GuardNetwork | DeleteJob

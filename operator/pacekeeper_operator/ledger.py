@@ -1,0 +1,302 @@
+"""How plan and bookkeeping of a job are written: one object, `TrainingJobState`, so that one write changes both.
+
+Workers stand in columns, with ranges in place of lists, so that 10,000 of them with long names stay below the 1.5 MiB
+that etcd takes. What a newer operator has written and this one does not know is kept as it stands and written back:
+a rollback loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan
+
+from .codec import camel_case, from_json, to_json
+from .state import Draft, GpuHealth, Placement, State, Worker
+
+SCHEMA = 1
+"""Of what is written. It grows when an older operator would misread it; new fields alone are passed over."""
+Json = dict[str, Any]
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class Written:
+    """An object as it was read: what this operator makes of it, and what it does not know."""
+
+    draft: Draft
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(draft: Draft, job: str, unknown: Mapping[str, Any] | None = None) -> Json:
+    """The object's fields beside its metadata. `job`: name of the job, which its workers' names begin with."""
+    state = {
+        camel_case(owner.name): to_json(getattr(draft.state, owner.name), {})
+        for owner in fields(State)
+        if owner.name not in ("placement", "gpus")
+    }
+    state["placement"] = _write_placement(draft.state.placement, job)
+    state["gpus"] = {
+        "nodes": _by_index(draft.state.gpus.nodes, [worker.node for worker in draft.state.placement.workers]),
+        "values": [[key, value] for key, value in draft.state.gpus.values.items()],
+    }
+    content = {"schemaVersion": SCHEMA, "plan": _write_plan(draft.plan, job), "state": state}
+    return _overlaid(unknown or {}, content)
+
+
+def read(content: Mapping[str, Any], job: str) -> Written:
+    """Raises InputError where this is no bookkeeping that can be gone on from."""
+    try:
+        plan = _read_plan(content["plan"], job)
+        state, spoilt = _read_state(content["state"], job)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"the bookkeeping in TrainingJobState {job} cannot be read ({error!r}); delete it, and the job's workers "
+            "are replaced under a new one"
+        ) from error
+    draft = Draft(plan, state)
+    return Written(draft, _merged(_beyond(content, write(draft, job)), spoilt))
+
+
+def size(content: Mapping[str, Any]) -> int:
+    """Bytes as they are stored."""
+    return len(json.dumps(content, separators=(",", ":")).encode())
+
+
+def _write_plan(plan: Plan, job: str) -> Json:
+    content = plan.to_json()
+    each = len(plan.members[0].ranks) if plan.members else 0
+    in_order = [rank for member in plan.members for rank in member.ranks] == list(range(each * len(plan.members)))
+    content["members"] = {
+        **_write_names([member.worker for member in plan.members], job),
+        "addresses": " ".join(member.address for member in plan.members),
+        "ranks": each if in_order and each else [list(member.ranks) for member in plan.members],
+        **_further_columns(plan.members),
+    }
+    return content
+
+
+def _further_columns(members: Sequence[Member]) -> Json:
+    """Fields of a member that most jobs leave as they are by default."""
+    further = [f for f in fields(Member) if f.name not in ("worker", "address", "ranks")]
+    columns = {f.name: [getattr(member, f.name) for member in members] for f in further}
+    return {name: column for name, column in columns.items() if any(column)}
+
+
+def _read_plan(content: Mapping[str, Any], job: str) -> Plan:
+    columns = content["members"]
+    names, addresses = _read_names(columns, job), columns["addresses"].split(" ")
+    ranks = columns["ranks"]
+    if isinstance(ranks, int):
+        ranks = [range(position * ranks, (position + 1) * ranks) for position in range(len(names))]
+    known = [f.name for f in fields(Member) if f.name in columns and f.name not in ("worker", "address", "ranks")]
+    members = [
+        {"worker": name, "address": address, "ranks": list(mine), **{key: columns[key][i] for key in known}}
+        for i, (name, address, mine) in enumerate(zip(names, addresses, ranks, strict=False))
+    ]
+    return Plan.from_json({**content, "members": members})
+
+
+def _write_placement(placement: Placement, job: str) -> Json:
+    workers = placement.workers
+    content = to_json(placement, {"workers": lambda _: None, "incarnations": lambda _: None})
+    content["workers"] = {
+        **_write_names([worker.name for worker in workers], job),
+        "uids": " ".join(worker.uid for worker in workers),
+        "nodes": " ".join(worker.node for worker in workers),
+        "marks": {
+            str(i): marks
+            for i, worker in enumerate(workers)
+            if (marks := {n: v for n in _MARKS if (v := getattr(worker, n))})
+        },
+    }
+    ordinals = sorted((int(ordinal), highest) for ordinal, highest in placement.incarnations.items())
+    content["incarnations"] = {
+        "ordinals": write_runs([ordinal for ordinal, _ in ordinals]),
+        "highest": write_runs([highest for _, highest in ordinals]),
+    }
+    return content
+
+
+_MARKS = ("leaving", "dead", "force")
+
+
+def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Json]:
+    columns = content["workers"]
+    names = _read_names(columns, job)
+    uids, nodes, marks = columns["uids"].split(" "), columns["nodes"].split(" "), columns.get("marks", {})
+    workers = tuple(
+        Worker(
+            name,
+            *_numbers(name, job),
+            uid=uids[i],
+            node=nodes[i],
+            **{key: value for key, value in marks.get(str(i), {}).items() if key in _MARKS},
+        )
+        for i, name in enumerate(names)
+    )
+    highest = content["incarnations"]
+    incarnations = dict(zip(map(str, read_runs(highest["ordinals"])), read_runs(highest["highest"]), strict=True))
+    others = {key: value for key, value in content.items() if key not in ("workers", "incarnations")}
+    placement, spoilt = _tolerantly(Placement, others)
+    known = {f.name: getattr(placement, f.name) for f in fields(Placement)}
+    return Placement(**{**known, "workers": workers, "incarnations": incarnations}), spoilt
+
+
+def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
+    owners: Json = {}
+    spoilt: Json = {}
+    hints = get_type_hints(State)
+    for owner in fields(State):
+        given = content.get(camel_case(owner.name), {})
+        if owner.name == "placement":
+            owners["placement"], lost = _read_placement(given, job)
+        elif owner.name == "gpus":
+            nodes = [worker.node for worker in owners["placement"].workers]
+            owners["gpus"], lost = _read_gpus(given, nodes), {}
+        else:
+            owners[owner.name], lost = _tolerantly(hints[owner.name], given)
+        if lost:
+            spoilt[camel_case(owner.name)] = lost
+    return State(**owners), {"state": spoilt} if spoilt else {}
+
+
+def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpuHealth:
+    return GpuHealth(tuple(_from_index(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
+
+
+def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:
+    """The record, and what of it cannot be read here: values of a newer operator, which are passed over."""
+    known: Json = {}
+    spoilt: Json = {}
+    hints = get_type_hints(cls)
+    for name, hint in hints.items():
+        key = camel_case(name)
+        if key not in content:
+            continue
+        good, bad = _readable(cls, key, hint, content[key])
+        if good is not None:
+            known[key] = good
+        if bad:
+            spoilt[key] = bad
+    return from_json(cls, known, cls.__name__, {}), spoilt
+
+
+def _readable(cls: type[Any], key: str, hint: Any, value: Any) -> tuple[Any, Any]:
+    """(what can be read, what cannot) of a field; of a list of records item by item."""
+    items = get_args(hint)
+    if isinstance(value, list) and items and is_dataclass(items[0]):
+        good = [item for item in value if _reads(cls, key, [item])]
+        return good, [item for item in value if item not in good]
+    return (value, None) if _reads(cls, key, value) else (None, value)
+
+
+def _reads(cls: type[Any], key: str, value: Any) -> bool:
+    try:
+        from_json(cls, {key: value}, key, {})
+    except (InputError, AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _write_names(names: Sequence[str], job: str) -> Json:
+    numbers = [_numbers(name, job) for name in names]
+    return {
+        "ordinals": write_runs([ordinal for ordinal, _ in numbers]),
+        "incarnations": write_runs([incarnation for _, incarnation in numbers]),
+    }
+
+
+def _read_names(columns: Mapping[str, Any], job: str) -> list[str]:
+    pairs = zip(read_runs(columns["ordinals"]), read_runs(columns["incarnations"]), strict=True)
+    return [f"{job}-w{ordinal}-{incarnation}" for ordinal, incarnation in pairs]
+
+
+def _numbers(name: str, job: str) -> tuple[int, int]:
+    ordinal, _, incarnation = name.removeprefix(f"{job}-w").partition("-")
+    return int(ordinal), int(incarnation)
+
+
+def write_runs(numbers: Sequence[int]) -> str:
+    """`0-9,12,7*3`: runs that rise by one, single numbers, and repetitions, in order. Numbers are ≥ 0."""
+    return ",".join(_runs(numbers))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    start = 0
+    while start < len(numbers):
+        rising = same = start + 1
+        while rising < len(numbers) and numbers[rising] == numbers[rising - 1] + 1:
+            rising += 1
+        while same < len(numbers) and numbers[same] == numbers[start]:
+            same += 1
+        if rising - start > 1:
+            yield f"{numbers[start]}-{numbers[rising - 1]}"
+        elif same - start > 1:
+            yield f"{numbers[start]}*{same - start}"
+        else:
+            yield str(numbers[start])
+        start = max(rising, same)
+
+
+def read_runs(text: str) -> list[int]:
+    """What `write_runs` has written."""
+    numbers: list[int] = []
+    for run in filter(None, text.split(",")):
+        first, dash, last = run.partition("-")
+        value, star, times = run.partition("*")
+        if dash:
+            numbers += range(int(first), int(last) + 1)
+        elif star:
+            numbers += [int(value)] * int(times)
+        else:
+            numbers.append(int(run))
+    return numbers
+
+
+def _by_index(chosen: Iterable[str], known: Sequence[str]) -> Json:
+    """Most are among `known`, and named by their place there; the others by themselves."""
+    place = {name: i for i, name in reversed(list(enumerate(known)))}
+    wanted = list(chosen)
+    return {
+        "of": write_runs(sorted(place[name] for name in wanted if name in place)),
+        "others": [name for name in wanted if name not in place],
+    }
+
+
+def _from_index(content: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    return sorted({*(known[i] for i in read_runs(content.get("of", ""))), *content.get("others", ())})
+
+
+def _beyond(raw: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
+    """What stands in `raw` and has no place in `known`."""
+    found: Json = {}
+    for key, value in raw.items():
+        if key not in known:
+            found[key] = value
+        elif isinstance(value, Mapping) and isinstance(known[key], Mapping):
+            found |= {key: inner} if (inner := _beyond(value, known[key])) else {}
+    for gone in ("apiVersion", "kind", "metadata"):
+        found.pop(gone, None)
+    return found
+
+
+def _overlaid(unknown: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
+    """`known`, and what it does not say; lists are joined."""
+    merged = dict(known)
+    for key, value in unknown.items():
+        if key not in merged:
+            merged[key] = value
+        elif isinstance(value, Mapping) and isinstance(merged[key], Mapping):
+            merged[key] = _overlaid(value, merged[key])
+        elif isinstance(value, list) and isinstance(merged[key], list):
+            merged[key] = [*merged[key], *value]
+    return merged
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Json:
+    return _overlaid(one, other) if other else dict(one)

@@ -1,0 +1,47 @@
+"""Plan and bookkeeping as operators up to 0.1 kept them: a ConfigMap beside the job, which its tenant could write.
+
+So only what concerns the job itself is believed: who its workers are, what they are to do, how far it has come. Words
+about nodes are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Plan
+
+from .codec import camel_case, from_json
+from .state import Adaptation, Budget, Draft, Life, Placement, State
+
+RENAMED = {"total": "restartsTotal", "in_membership": "membershipRestarts"}
+"""Fields of today → their names of then."""
+LEFT_BEHIND = frozenset({"template_rejected", "rejection", "suspicion", "vain", "local_sgd", "mode_changes"})
+"""Fields that are learnt anew."""
+
+
+def adopted(data: Mapping[str, str], job: str, now: float) -> Draft:
+    """Raises InputError where the ConfigMap cannot be read."""
+    try:
+        plan = Plan.from_json(json.loads(data["plan.json"]))
+        old = json.loads(data["state.json"])
+        state = State(
+            life=from_json(Life, _chosen(Life, old), "state.json", {}),
+            placement=from_json(Placement, _chosen(Placement, old), "state.json", {}),
+            budget=from_json(Budget, _chosen(Budget, old), "state.json", {}),
+            adaptation=from_json(Adaptation, _chosen(Adaptation, old), "state.json", {}),
+        )
+    except (KeyError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"ConfigMap {job}-plan of an operator before this one cannot be read ({error!r}); delete it, and the job's "
+            "workers are replaced under a new plan"
+        ) from error
+    return Draft(replace(plan, version=max(plan.version + 1, int(now)), evidence_request=""), state)
+
+
+def _chosen(owner: type[Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {f.name: RENAMED.get(f.name, camel_case(f.name)) for f in fields(owner) if f.name not in LEFT_BEHIND}
+    return {camel_case(name): old[key] for name, key in keys.items() if key in old}

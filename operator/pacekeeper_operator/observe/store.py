@@ -1,0 +1,127 @@
+"""What there is in the API server, as watches tell it and lists prove it: pods and nodes.
+
+A watch may be late, end, or lose a deletion; a list may fail, or be older than what a watch has told since. Whichever
+is newer counts, by resourceVersion. Until a kind has been listed once, nothing is known of it, and nobody decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ..cluster import Cluster, Kind, Object
+
+View = TypeVar("View")
+Key = tuple[str, str]
+"""Namespace ("" for what belongs to none) and name of an object."""
+
+
+@dataclass(frozen=True)
+class Entry(Generic[View]):
+    version: int
+    view: View
+
+
+@dataclass
+class Shelf(Generic[View]):
+    """All objects of one kind, each reduced to what decisions need."""
+
+    kind: Kind
+    reduce: Callable[[Mapping[str, Any]], View]
+    labels: str = ""
+    group: Callable[[Key, View], object] = lambda key, _: key
+    """What objects are asked for by; by default each stands alone."""
+    changed: Callable[[Key, View], None] = lambda *_: None
+    """Called for every object that has appeared, gone, or become another to decisions."""
+    unheard: int = 0  # changes in a row that lists have shown and no watch had told
+    heard: bool = False  # some watch has told something
+    listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _entries: dict[Key, Entry[View]] = field(default_factory=dict)
+    _groups: dict[object, set[Key]] = field(default_factory=dict)
+    _gone: dict[Key, int] = field(default_factory=dict)  # at which resourceVersion, since the last list
+
+    def __iter__(self) -> Iterator[View]:
+        return iter([entry.view for entry in self._entries.values()])
+
+    def get(self, key: Key) -> View | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.view
+
+    def of(self, group: object) -> tuple[View, ...]:
+        """All of a group, in the order of their names."""
+        return tuple(self._entries[key].view for key in sorted(self._groups.get(group, ())))
+
+    def hear(self, body: Mapping[str, Any], *, deleted: bool) -> None:
+        """A watch's word."""
+        self.heard, self.unheard = True, 0
+        if deleted:
+            self._remove(_key(body), _version(body))
+        else:
+            self._put(body)
+
+    async def read(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
+        """Prove what is known by lists, of the given namespaces (none: of all). Raises what `Cluster.list` does, and
+        then knows no less than before."""
+        places = namespaces if self.kind.namespaced and namespaces else [""]
+        answers = [await cluster.listing(self.kind, place, labels=self.labels) for place in places]
+        untold = sum(
+            self._take(answer.items, answer.version, place) for place, answer in zip(places, answers, strict=True)
+        )
+        if self.listed.is_set():
+            self.unheard += untold
+        self._gone.clear()
+        self.listed.set()
+
+    def _take(self, items: Sequence[Object], version: int, namespace: str) -> int:
+        """How many objects were not as they were known."""
+        there = {_key(body) for body in items}
+        missing = [
+            key
+            for key, entry in self._entries.items()
+            if key not in there and entry.version <= version and namespace in ("", key[0])
+        ]
+        for key in missing:
+            self._remove(key, version)
+        return len(missing) + sum(self._put(body) for body in items)
+
+    def _put(self, body: Mapping[str, Any]) -> bool:
+        """Whether this is news to decisions."""
+        key, version, view = _key(body), _version(body), self.reduce(body)
+        before = self._entries.get(key)
+        if version < max(self._gone.get(key, 0), before.version if before else 0):
+            return False  # a list that was taken before a watch told better
+        if before is not None:
+            self._forget(key, before.view)
+        self._entries[key] = Entry(version, view)
+        self._groups.setdefault(self.group(key, view), set()).add(key)
+        if before is not None and before.view == view:
+            return False
+        self.changed(key, view)
+        return True
+
+    def _remove(self, key: Key, version: int) -> None:
+        before = self._entries.get(key)
+        self._gone[key] = max(version, self._gone.get(key, 0))
+        if before is None or before.version > version:
+            return
+        self._forget(key, before.view)
+        del self._entries[key]
+        self.changed(key, before.view)
+
+    def _forget(self, key: Key, view: View) -> None:
+        group = self.group(key, view)
+        self._groups[group].discard(key)
+        if not self._groups[group]:
+            del self._groups[group]
+
+
+def _key(body: Mapping[str, Any]) -> Key:
+    return body["metadata"].get("namespace") or "", body["metadata"]["name"]
+
+
+def _version(body: Mapping[str, Any]) -> int:
+    """Kubernetes promises that they can be compared as numbers; where one is none, the last word counts."""
+    text = body["metadata"].get("resourceVersion", "")
+    return int(text) if text.isdecimal() else 0

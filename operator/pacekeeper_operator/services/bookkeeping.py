@@ -1,0 +1,83 @@
+"""The job's TrainingJobState: one write changes plan and bookkeeping, by compare-and-swap. No tenant may write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pacekeeper_analysis.plan import Plan
+
+from .. import ledger, legacy
+from ..api import Job
+from ..cluster import CONFIG_MAPS, STATES, Cluster, Object
+from ..manifests import state_object
+from ..observation import PodView
+from ..observe.memory import JobMemory
+from ..state import Draft, Placement, State, Worker
+
+
+async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
+    """What is written, also into `memory`; None: there is nothing (any more). Raises InputError where it cannot be
+    read."""
+    body = await cluster.find(STATES, job.name, job.namespace)
+    if body is not None and not _belongs_to(body, job):
+        await cluster.delete(STATES, job.name, job.namespace, uid=body["metadata"]["uid"])  # an earlier job's
+        body = None
+    if body is None:
+        memory.resource_version = ""
+        return None
+    version = body["metadata"]["resourceVersion"]
+    if memory.draft is None or memory.resource_version != version:
+        written = ledger.read(body, job.name)
+        memory.unknown = written.unknown
+        await memory.publish(written.draft, version)
+    return memory.draft
+
+
+async def write(cluster: Cluster, job: Job, memory: JobMemory, draft: Draft) -> None:
+    """Raises cluster.Conflict where somebody else has written since; `memory` is then to be read anew."""
+    body = state_object(job, ledger.write(draft, job.name, memory.unknown), memory.resource_version)
+    call = cluster.replace if memory.resource_version else cluster.create
+    written = await call(STATES, body)
+    await memory.publish(draft, written["metadata"]["resourceVersion"])
+
+
+async def begin(cluster: Cluster, job: Job, memory: JobMemory, pods: Sequence[PodView], now: float) -> None:
+    """The first bookkeeping of a job: of a new one, of one that an operator before this resource kept (its ConfigMap is
+    read once, then deleted), or of one whose state was deleted by hand (it adopts its pods)."""
+    name = f"{job.name}-plan"
+    found = await cluster.find(CONFIG_MAPS, name, job.namespace)
+    old = found if found is not None and _belongs_to(found, job) else None
+    if memory.draft is not None:
+        draft = memory.draft.with_plan()  # it was deleted under our hands
+    elif old is not None:
+        draft = legacy.adopted(old.get("data", {}), job.name, now)
+    else:
+        draft = first(job, pods, now)
+    await write(cluster, job, memory, draft)
+    if old is not None:
+        await cluster.delete(CONFIG_MAPS, name, job.namespace, uid=old["metadata"]["uid"])
+
+
+def first(job: Job, pods: Sequence[PodView], now: float) -> Draft:
+    """The draft of a job of which nothing is written: workers that it has are replaced.
+
+    The version begins with the time, so that it lies above every one that such a job's workers may have seen.
+    """
+    workers = []
+    for pod in pods:
+        match = re.fullmatch(rf"{re.escape(job.name)}-w(\d+)-(\d+)", pod.name)
+        if match is not None:
+            worker = Worker(pod.name, int(match[1]), int(match[2]), pod.uid, pod.node)
+            workers.append(replace(worker, leaving="the plan was lost", dead=True))
+    incarnations: dict[str, int] = {}
+    for worker in workers:
+        key = str(worker.ordinal)
+        incarnations[key] = max(worker.incarnation, incarnations.get(key, -1))
+    placement = Placement(workers=tuple(workers), incarnations=incarnations)
+    return Draft(Plan(version=int(now)), State(placement=placement))
+
+
+def _belongs_to(body: Object, job: Job) -> bool:
+    return any(owner["uid"] == job.uid for owner in body["metadata"].get("ownerReferences", ()))

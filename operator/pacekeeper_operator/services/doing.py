@@ -1,0 +1,154 @@
+"""How each effect is carried out. All of them may be repeated: what is done already is fine."""
+
+from __future__ import annotations
+
+import contextlib
+
+from .. import metrics, policies
+from ..api import ObjectRef, Outcome
+from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
+from ..effects import (
+    AskForQuarantine,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    Effect,
+    GuardNetwork,
+    TryTemplate,
+    WriteIncident,
+)
+from ..manifests import refused_template, worker_pod
+from ..observation import TemplateVerdict
+from ..state import Incident
+from . import events, incidents, quarantine
+from .desk import Desk
+from .operator import Operator
+
+SHOWS_SECONDS = 2.0
+"""What has been created or deleted shows in the watch by then."""
+TEMPLATE_SECONDS = 60.0
+"""A template that was refused is tried again: what refuses it (a webhook, say) may have changed."""
+GUARD_SECONDS = 300.0
+RULING_SECONDS = 5.0
+
+
+async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
+    """Seconds for which it need not be done again. Raises what the cluster does."""
+    match effect:
+        case TryTemplate(generation):
+            return await _try_template(operator, desk, generation)
+        case CreatePod():
+            return await _create(operator, desk, effect)
+        case DeletePod(name, uid, force):
+            await operator.cluster.delete(PODS, name, desk.job.namespace, uid=uid, grace=0 if force else None)
+            return SHOWS_SECONDS
+        case AskForQuarantine():
+            return await _ask_for_quarantine(operator, desk, effect)
+        case WriteIncident(incident, before):
+            await _write_incident(operator, desk, incident, before)
+            return 0.0
+        case GuardNetwork():
+            return await _guard_network(operator, desk)
+        case DeleteJob(uid):
+            await operator.cluster.delete(JOBS, desk.job.name, desk.job.namespace, uid=uid)
+            return SHOWS_SECONDS
+
+
+async def _try_template(operator: Operator, desk: Desk, generation: int) -> float:
+    """What it brings back is news for the next pass. A denial that is about the moment (quota, say) is no rejection."""
+    if desk.job.generation != generation:
+        return 0.0
+    rejection = refused_template(desk.job)
+    if not rejection:
+        try:
+            await operator.cluster.create(PODS, worker_pod(desk.job, 0, 0, operator.installation), dry_run=True)
+        except Conflict:
+            rejection = ""  # a pod of that name is there: one like it was accepted
+        except Refused as error:
+            rejection = str(error)
+    known = desk.memory.draft is not None and desk.memory.draft.state.placement.template_rejected == generation
+    desk.memory.template = TemplateVerdict(generation, rejection)
+    if rejection and not known:
+        await events.tell(operator, desk.job, "InvalidTemplate", rejection, "ValidateTemplate", warning=True)
+    return TEMPLATE_SECONDS
+
+
+async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
+    worker = effect.worker
+    body = worker_pod(
+        desk.job,
+        worker.ordinal,
+        worker.incarnation,
+        operator.installation,
+        spare=effect.spare,
+        avoid_nodes=effect.avoid,
+    )
+    with contextlib.suppress(Conflict):  # an operator before this one has made it; the watch shows it
+        await operator.cluster.create(PODS, body)
+    return SHOWS_SECONDS
+
+
+async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuarantine) -> float:
+    """Asked until the answer is final: a suspicion may wait for its witness, or for a person."""
+    wanted = effect.wanted
+    incident = None if desk.memory.draft is None else desk.memory.draft.state.incidents.find(wanted.incident)
+    blame = quarantine.Blame(
+        wanted.node,
+        wanted.uid,
+        wanted.reason,
+        ObjectRef(wanted.incident, desk.job.namespace),
+        0.0 if incident is None else incident.decided,  # one that is over is not said anew
+        wanted.witness,
+        wanted.weak,
+    )
+    ruling = await quarantine.suspect(operator.cluster, operator.runtime, operator.settings, blame)
+    if desk.memory.rulings.get(wanted.node) != ruling:
+        note = f"{wanted.node}: {ruling.words}"
+        await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
+    desk.memory.rulings[wanted.node] = ruling
+    return RULING_SECONDS
+
+
+async def _guard_network(operator: Operator, desk: Desk) -> float:
+    wanted = policies.network_policy(desk.job, operator.settings.namespace, operator.settings.scrapers)
+    found = await operator.cluster.find(POLICIES, wanted["metadata"]["name"], desk.job.namespace)
+    if found is None:
+        with contextlib.suppress(Conflict):
+            await operator.cluster.create(POLICIES, wanted)
+    elif not policies.same(found, wanted):
+        wanted["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
+        await operator.cluster.replace(POLICIES, wanted)
+    return GUARD_SECONDS
+
+
+async def _write_incident(operator: Operator, desk: Desk, incident: Incident, before: Incident | None) -> None:
+    await incidents.write(operator.cluster, desk.job, incident, operator.settings.incident_retention)
+    desk.told[incident.name] = incident
+    if before is None:
+        await _announce_beginning(operator, desk, incident)
+    if incident.outcome is not None and (before is None or before.outcome is None):
+        await _announce_end(operator, desk, incident)
+
+
+async def _announce_beginning(operator: Operator, desk: Desk, incident: Incident) -> None:
+    metrics.INCIDENTS.labels(incident.cause, incident.class_, incident.mode).inc()
+    remedy = incident.remedy or "nothing"
+    if incident.applied is not None and incident.remedy is not None:
+        metrics.REMEDIES.labels(incident.remedy).inc()
+    if incident.outcome is None:
+        verb = "applied" if incident.applied else "recommended"
+        note = f"{incident.message}; {verb}: {remedy} ({incident.name})"
+        await events.tell(operator, desk.job, "IncidentOpened", note, remedy, warning=True)
+
+
+async def _announce_end(operator: Operator, desk: Desk, incident: Incident) -> None:
+    assert incident.outcome is not None
+    metrics.OUTCOMES.labels(incident.cause, incident.outcome).inc()
+    after = ""
+    if incident.recovered is not None:
+        seconds = incident.recovered - incident.first_sign
+        metrics.RECOVERY_SECONDS.labels(incident.cause).observe(seconds)
+        after = f" {seconds:.1f} s after the first sign"
+    warning = incident.outcome in (Outcome.FAILED, Outcome.NOT_HELPED)
+    note = f"{incident.name}: {incident.outcome}{after}; {incident.message}"
+    await events.tell(operator, desk.job, "IncidentClosed", note, str(incident.outcome), warning=warning)

@@ -1,0 +1,109 @@
+"""Carries out what passes want done: each effect by itself, once at a time, none in another's way.
+
+A pass never waits for one. What fails is tried again, ever more slowly, as long as passes still want it; until then the
+job's condition says what and why, in the API server's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import kopf
+
+from ..effects import CreatePod, Effect
+from ..observation import Trouble
+from ..runtime import Runtime
+
+AT_ONCE = 16
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Attempts:
+    """What has become of an effect so far."""
+
+    failures: int = 0
+    not_before: float = 0.0  # by the monotonic clock
+    trouble: str = ""
+
+
+@dataclass
+class Errands:
+    """Of one job."""
+
+    runtime: Runtime
+    carry_out: Callable[[Effect], Awaitable[float]]
+    """Seconds for which the same need not be done again, if passes want it still."""
+    wake: Callable[[], None]
+    """A pass is wanted: something was done, or is to be tried again."""
+    name: str = ""
+    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _attempts: dict[str, _Attempts] = field(default_factory=dict)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+
+    def send(self, effects: Sequence[Effect]) -> None:
+        """Whatever of it is neither under way nor put off is begun now; what is wanted no longer is forgotten."""
+        wanted = {effect.key: effect for effect in effects}
+        self._attempts = {
+            key: tries for key, tries in self._attempts.items() if key in wanted or key in self._under_way
+        }
+        now = self.runtime.monotonic()
+        for key, effect in wanted.items():
+            tries = self._attempts.setdefault(key, _Attempts())
+            if key not in self._under_way and now >= tries.not_before:
+                self._under_way[key] = self.runtime.start(self._go(effect, tries), f"{self.name}: {key}")
+
+    @property
+    def troubles(self) -> tuple[Trouble, ...]:
+        """What could not be done so far."""
+        failed = ((key, tries) for key, tries in self._attempts.items() if tries.trouble)
+        return tuple(
+            Trouble(key, tries.trouble, pods=key.startswith(CreatePod.PREFIX)) for key, tries in sorted(failed)
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    def due_in(self) -> float:
+        """Seconds until something is to be tried again; infinity: nothing is."""
+        now = self.runtime.monotonic()
+        waits = [tries.not_before - now for key, tries in self._attempts.items() if key not in self._under_way]
+        return max(0.0, min((wait for wait in waits if wait > 0), default=float("inf")))
+
+    async def settled(self) -> None:
+        """Returns when nothing is under way."""
+        while self._under_way:
+            await asyncio.wait(set(self._under_way.values()))
+
+    async def close(self) -> None:
+        """Ends what is under way: the API server may have done it all the same."""
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        self._under_way.clear()
+
+    async def _go(self, effect: Effect, tries: _Attempts) -> None:
+        try:
+            async with self._slots:
+                rest = await self.carry_out(effect)
+            tries.failures, tries.trouble = 0, ""
+            tries.not_before = self.runtime.monotonic() + rest
+        except (kopf.TemporaryError, kopf.PermanentError) as error:
+            self._put_off(effect, tries, str(error))
+        except Exception as error:
+            log.exception("%s: %s failed", self.name, effect.key)
+            self._put_off(effect, tries, repr(error))
+        finally:
+            self._under_way.pop(effect.key, None)
+            self.wake()
+
+    def _put_off(self, effect: Effect, tries: _Attempts, words: str) -> None:
+        pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**tries.failures)
+        tries.failures, tries.trouble = tries.failures + 1, words
+        tries.not_before = self.runtime.monotonic() + pause * (0.75 + 0.5 * self.runtime.random())
+        log.warning("%s: %s: %s; tried again in about %.0f s", self.name, effect.key, words, pause)
