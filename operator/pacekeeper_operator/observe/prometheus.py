@@ -14,7 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_api_client.exceptions import PrometheusApiClientException
@@ -85,13 +85,18 @@ class Sample:
     def of(self, namespace: str, job: str, ranks: Mapping[str, Sequence[int]] | None = None) -> Metrics:
         """`ranks`: those that each of the job's workers holds; a pod speaks for no other. None: not known."""
         key = (namespace, job)
-        figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
+        figures = {name: values[key] for name, values in self.figures.items() if key in values}
         slowest = self.slowest.get(key)
         if slowest is not None and ranks is not None and slowest.rank not in ranks.get(slowest.pod, ()):
             slowest = None
         rank = None if slowest is None else slowest.rank
-        metrics = Metrics(**figures, slowest_rank=rank, gpu=self.gpu)
-        return replace(metrics, unavailable=self.unavailable, gpu_unvouched=self.unvouched)
+        return Metrics(
+            **figures,
+            slowest_rank=rank,
+            gpu=self.gpu,
+            gpu_unvouched=self.unvouched,
+            unavailable=self.unavailable,
+        )
 
 
 class Prometheus:
