@@ -52,6 +52,7 @@ MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
+"""Of a sidecar with a network of its own; `manifests.metrics_port` says that of any worker."""
 METRICS_PORT_NAME = "pk-metrics"
 
 

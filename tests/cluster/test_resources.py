@@ -145,7 +145,7 @@ MISTAKES = {
         "Always",
         "spec.template.spec.restartPolicy must be Never or left out",
     ),
-    "host network": ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork must be false"),
+    "past the scheduler": ("spec.template.spec.nodeName", "node-1", "spec.template.spec.nodeName must be left out"),
     "our variable": (
         f"{CONTAINER}.env",
         [{"name": "PACEKEEPER_NPROC"}],
@@ -161,7 +161,7 @@ MISTAKES = {
         [{"name": "pacekeeper-shm"}],
         "spec.template.spec.volumes.*rename the volume",
     ),
-    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use other ports"),
+    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use another port"),
     "our sidecar": (
         "spec.template.spec.initContainers",
         [{"name": "pacekeeper-sidecar"}],
@@ -264,7 +264,7 @@ def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:
 
 
 SWAPS: dict[str, tuple[str, str, Any, str, Any]] = {
-    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "nodeName", "node-1"),
+    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "runtimeClassName", "other"),
     "command": (CONTAINER, "command", ["pacekeeper"], "args", ["pacekeeper"]),
     "variable": (f"{CONTAINER}.env.0", "value", "1", "valueFrom", {"fieldRef": {"fieldPath": "spec.nodeName"}}),
     "volume": ("spec.template.spec.volumes.0", "emptyDir", {}, "hostPath", {"path": "/data"}),

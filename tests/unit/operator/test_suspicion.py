@@ -614,7 +614,7 @@ class TestService:
     ("ready", "tainted", "wakes"), [("True", False, False), ("Unknown", False, True), ("True", True, True)]
 )
 def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool, wakes: bool) -> None:
-    body: dict[str, Any] = {
+    body: Any = {
         "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
         "status": {"conditions": [{"type": "Ready", "status": ready}]},
     }
