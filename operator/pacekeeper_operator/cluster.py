@@ -6,12 +6,10 @@ decide upon have classes of their own.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -192,22 +190,6 @@ async def connect() -> AsyncIterator[Cluster]:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     async with client.ApiClient(configuration) as connection:
         yield Cluster(connection)
-
-
-async def update(cluster: Cluster, kind: Kind, name: str, namespace: str, change: Any, tries: int = 5) -> Object:
-    """Read, `change(object)` in place, and write by compare-and-swap; anew where somebody was faster."""
-    for attempt in range(tries):
-        body = await cluster.get(kind, name, namespace)
-        change(body)
-        try:
-            return await cluster.replace(kind, body)
-        except Conflict:
-            await asyncio.sleep(0.05 * 2**attempt)
-    raise kopf.TemporaryError(f"{kind.plural} {namespace}/{name} keeps changing", delay=2)
-
-
-def _go_on() -> None:
-    return None
 
 
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:

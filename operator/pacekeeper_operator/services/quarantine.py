@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import kopf
@@ -29,7 +30,7 @@ from ..api import (
     Verdict,
     Witness,
 )
-from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, NotFound, Object
+from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, Denied, NotFound, Object
 from ..decide.node_quarantine import RESYNC_SECONDS, decide, ruling
 from ..decide.node_steps import (
     Approve,
@@ -426,8 +427,11 @@ async def _start_probe(cluster: Cluster, pod: str, body: Object, node: Object, s
 
 
 async def _gpus_taken(cluster: Cluster, node: str) -> int:
-    """GPUs that pods on the node hold."""
-    pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
+    try:
+        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    except Denied:
+        return sys.maxsize
     running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
     limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
     return sum(int(limit.get(GPU, 0)) for limit in limits)
