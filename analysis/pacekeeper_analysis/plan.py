@@ -74,6 +74,7 @@ class Plan:
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class Plan:
             "checkpoint_request": self.checkpoint_request,
             "evidence_request": self.evidence_request,
             "profile_request": self.profile_request,
+            "step_seconds": self.step_seconds,
             "sync_every": self.sync_every,
             "sync_seconds": self.sync_seconds,
             "garbage_every": self.garbage_every,
@@ -176,6 +178,7 @@ class WorkerPlan:
     checkpoint_request: int = 0
     evidence_request: str = ""
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from pacekeeper_analysis.errors import InputError
 
 from .agreement import Agreement, new_cpu_group
+from .checkpoint_news import open_news
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
 from .environment import Environment
 from .loader import Loader
@@ -43,6 +44,8 @@ from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, 
 _RANK_STATE = "rank_state"
 _OUTER = "pacekeeper.outer"
 """Name of an outer optimizer and what goes with it: there once the job has been in a Local-SGD mode, and optional."""
+_SLOW_SECONDS = 10.0
+"""Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,6 +90,7 @@ class Keeper:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._writing: threading.Thread | None = None
+        self._news = open_news(environment)
         self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
@@ -161,6 +165,9 @@ class Keeper:
     def wait_for_checkpoint(self) -> Outcome:
         """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""
         if self._writing is not None:
+            self._writing.join(_SLOW_SECONDS)
+            if self._writing.is_alive():
+                self._tell_of_slow_volume()
             self._writing.join()
             self._writing = None
         outcome, self._outcome = self._outcome, Outcome.KEPT
@@ -175,9 +182,17 @@ class Keeper:
             outcome, reason = Outcome.LOST, _reason(self._rank, error)
         if outcome is Outcome.KEPT:
             published(step)
+            self._news.kept(step)
         elif self._rank == 0 or outcome is Outcome.LOST:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
+        if outcome is Outcome.FAILED:
+            self._news.failed(_culprit(reason), f"{folder.path}: step {step}: {reason}")
         self._outcome = outcome
+
+    def _tell_of_slow_volume(self) -> None:
+        assert self._folder is not None, "something is being written"
+        waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
+        self._news.failed(-1, f"{self._folder.path}: {waits}")
 
     def _attempt(self, folder: CheckpointFolder, step: int, state: dict[str, Any]) -> tuple[Outcome, str]:
         """What came of it, and why: rank 0's word, the same on all ranks.
@@ -233,6 +248,11 @@ class Keeper:
         where there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
         is changed.
         """
+        restored = self._restore()
+        self._news.found(-1 if restored is None else restored[2])
+        return restored
+
+    def _restore(self) -> tuple[int, int, int] | None:
         group = self._agreement.group
         version, source = self._newest_snapshot()
         manifests: list[list[Manifest]] = [self._folder.published() if self._folder and self._rank == 0 else []]
@@ -407,3 +427,8 @@ def _reason(rank: int, error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         failures = {number: wrapped[0] for number, wrapped in error.failures.items()}
     return "; ".join(f"rank {number}: {type(its).__name__}: {its}" for number, its in failures.items())
+
+
+def _culprit(reason: str) -> int:
+    """The rank that a `_reason` names first."""
+    return int(reason.removeprefix("rank ").partition(":")[0])

@@ -37,6 +37,11 @@ class Runtime:
         return self.root / "heartbeat.json"
 
     @property
+    def alive(self) -> Path:
+        """Touched by the launcher while it follows the plan; it is not there before that, and after an orderly end."""
+        return self.root / "alive"
+
+    @property
     def contact(self) -> Path:
         """Touched by the sidecar at each answer of the operator: its age is the age of the last contact."""
         return self.root / "contact"
@@ -45,6 +50,11 @@ class Runtime:
     def refused(self) -> Path:
         """Written by rank 0: why it does not follow the newest plan, in words for people; missing or empty: it does."""
         return self.root / "refused"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Written by rank 0: what has come of the job's checkpoints."""
+        return self.root / "checkpoints.json"
 
     @property
     def faults(self) -> Path:

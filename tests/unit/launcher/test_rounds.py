@@ -160,6 +160,11 @@ def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(ru
     assert running.stage() is LauncherState.FAILED
     assert not any(isinstance(command, Start) for command in commands)
     assert FaultKind.ROUND_FAILED not in notified(running.see(after=60))
+    assert list(running.state.unkillable) == [1]
+    running.see(ranks=GONE)
+    assert (list(running.state.unkillable), running.stage()) == ([], LauncherState.RUNNING), (
+        "the kernel has let go of it"
+    )
 
 
 def test_a_new_membership_ends_the_ranks_before_it_is_joined(running: Machine) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pacekeeper.checkpoint_news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
-from .heartbeat import HeartbeatFile, next_beat
+from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .network import interface_of
 from .plans import PlanFile
 from .rank import RankStart
@@ -58,7 +59,13 @@ class Launcher:
     """One worker's launcher, from its start to its exit code."""
 
     def __init__(
-        self, script: Script, settings: Settings, runtime: Runtime, warm: Warm, heartbeat: HeartbeatFile
+        self,
+        script: Script,
+        settings: Settings,
+        runtime: Runtime,
+        warm: Warm,
+        heartbeat: HeartbeatFile,
+        sign: SignOfLife,
     ) -> None:
         self._script = script
         self._settings = settings
@@ -68,6 +75,7 @@ class Launcher:
         self._state = State()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
+        self._sign = sign
         self._wake = asyncio.Event()
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
@@ -99,6 +107,7 @@ class Launcher:
             loop.remove_reader(self._warm.connection)
             self._watch.stop()
             self._ranks.close()
+            self._sign.end()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
         return self._exit.code
@@ -114,6 +123,7 @@ class Launcher:
 
     async def _turn(self) -> None:
         """One look at the world and what follows from it; again at once while something does."""
+        self._sign.give(time.monotonic())
         processes.reap(except_for=self._warm.pid)
         self._ranks.take_news()
         plan = self._plan.read()
@@ -131,8 +141,10 @@ class Launcher:
     def _observe(self, plan: WorkerPlan | None, now: float) -> None:
         """What is to be told: the heartbeat, stalls, GPU errors."""
         states = self._ranks.states()
+        checkpoints = read_news(self._runtime.checkpoints)
+        last, ranks = self._heartbeat.last, states.values()
         self._heartbeat.write(
-            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now, self._refused()), now
+            next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints), now
         )
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
@@ -237,7 +249,8 @@ class Launcher:
             "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
         )
         self._watch.stop()
-        earlier = self._watch.step_seconds(self._ranks.states())
+        # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
+        earlier = self._watch.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
         self._watch = Watch(self._settings, self._ranks.records, self.notify, earlier)
 
