@@ -76,6 +76,7 @@ class Plan:
     profile_request: str = ""
     step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
+    secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
 
     def __post_init__(self) -> None:
         ranks = [rank for member in self.members for rank in member.ranks]
