@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from demo import kube
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_operator import ledger
 
 NAMESPACE = "demo"
 NAME = "gpt"
@@ -52,9 +53,9 @@ class Job:
 
 def worker_of_rank(rank: int) -> str:
     """The pod that holds `rank` under the plan in force."""
-    for member in _plan()["members"]:
-        if rank in member["ranks"]:
-            return str(member["worker"])
+    for member in _plan().members:
+        if rank in member.ranks:
+            return member.worker
     raise kube.DemoError(f"no worker holds rank {rank}")
 
 
@@ -108,7 +109,5 @@ def _metric(over_ranks: str, name: str) -> float | None:
     return float(found[0]["value"][1]) if found else None
 
 
-def _plan() -> dict[str, Any]:
-    body = kube.get("configmap", f"{NAME}-plan", NAMESPACE)
-    plan: dict[str, Any] = json.loads(body["data"]["plan.json"])
-    return plan
+def _plan() -> Plan:
+    return ledger.read(kube.get("trainingjobstate", NAME, NAMESPACE), NAME).draft.plan

@@ -74,6 +74,7 @@ class Heartbeat:
     checkpoint_failed_rank: Position = -1  # on which the newest checkpoint could not be kept; -1: it was
     checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
+    meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

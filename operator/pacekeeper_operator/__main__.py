@@ -21,6 +21,7 @@ from .handlers import pods, quarantines, startup, trainingjobs  # noqa: F401  # 
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
+from .runtime import Runtime
 from .services import leadership
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -63,7 +64,7 @@ async def run(settings: Settings) -> None:
                 sidecar_image=settings.sidecar_image,
                 sidecar_pull_policy=settings.sidecar_pull_policy,
             ),
-            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_node_label),
+            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label),
         )
         context = authority.serving_context(settings.hosts, datetime.now(UTC))
         sidecars = Sidecars(api, operator.memory)
@@ -89,7 +90,7 @@ async def run(settings: Settings) -> None:
 
 async def _release_all() -> None:
     async with cluster.connect() as api:
-        await release_all(api, RELEASE_SECONDS)
+        await release_all(api, Runtime(), RELEASE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
+"""Of a sidecar with a network of its own; `manifests.metrics_port` says that of any worker."""
 METRICS_PORT_NAME = "pk-metrics"
 
 
@@ -202,10 +203,64 @@ class Outcome(StrEnum):
 
 
 class QuarantinePhase(StrEnum):
+    SUSPECTED = "Suspected"  # a job blames the node, which is untouched until a witness has spoken
+    HELD = "Held"  # a witness has spoken, but breaker, budget or pause keep the node untouched
+    CLEARED = "Cleared"  # a probe pod has passed: the node is untouched, and is not probed again for a while
     PENDING = "Pending"  # waits for approval
     ACTIVE = "Active"  # tainted and cordoned
     PROBING = "Probing"  # a probe pod decides whether it is released
     RELEASED = "Released"
+
+
+class Witness(StrEnum):
+    """Who says that a node is bad."""
+
+    NONE = "None"  # a job, by what its workers say: nobody whom the platform trusts
+    NODE_CONDITION = "NodeCondition"  # the node is not Ready
+    GPU_SERIES = "GpuSeries"  # DCGM, from targets that the platform vouches for
+    PROBE = "Probe"  # a pod of the operator's own on the node
+    PERSON = "Person"  # whoever has made or approved the NodeQuarantine
+
+
+class Verdict(StrEnum):
+    """What has become of a node that a job blames; the reason of its condition `Quarantined`."""
+
+    QUARANTINED = "Quarantined"
+    AWAITS_APPROVAL = "AwaitsApproval"
+    SUSPECTED = "Suspected"  # no witness has spoken yet
+    CLEARED = "Cleared"  # a probe pod has passed, or nobody has confirmed it in time
+    BREAKER = "Breaker"
+    BUDGET_SPENT = "BudgetSpent"
+    PAUSED = "Paused"
+    OPTED_OUT = "OptedOut"
+    UNKNOWN_NODE = "UnknownNode"
+    RELEASING = "Releasing"  # an earlier quarantine of this node is just ending
+
+    @property
+    def final(self) -> bool:
+        """Nothing more will come of this suspicion."""
+        return self not in (
+            Verdict.SUSPECTED,
+            Verdict.AWAITS_APPROVAL,
+            Verdict.BREAKER,
+            Verdict.BUDGET_SPENT,
+            Verdict.PAUSED,
+        )
+
+
+class Inconclusive(StrEnum):
+    """Why a probe has said nothing about its node."""
+
+    IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
+    NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
+    OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+
+
+class QuarantineCondition(StrEnum):
+    """Types of a NodeQuarantine's conditions."""
+
+    WITNESSED = "Witnessed"  # the reason says by whom; Unknown: the last probe has said nothing
+    QUARANTINED = "Quarantined"  # the node is tainted and cordoned; the reason is a Verdict
 
 
 @dataclass(frozen=True)
@@ -434,6 +489,18 @@ class IncidentStatus:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """What one namespace's jobs say against a node, last."""
+
+    namespace: str
+    incident: str
+    reason: str
+    at: float
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+
+
+@dataclass(frozen=True)
 class QuarantineSpec:
     """A NodeQuarantine is named after its node."""
 
@@ -442,24 +509,26 @@ class QuarantineSpec:
     incident_ref: ObjectRef | None = None
     expires_after: float = 3600.0  # seconds, from cordonedAt
     approved: bool = False
+    signs: tuple[Sign, ...] = ()  # (): somebody has made it by hand, and needs no witness
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        return from_json(cls, spec, "spec", {"expires_after": parse_duration})
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"expires_after": format_duration})
+        return to_json(self, {"expires_after": format_duration, "at": format_time})
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One look at a quarantined node by a pod that was pinned to it."""
+    """One look at a node by a pod that was pinned to it."""
 
     pod: str
     started: float
     finished: float | None = None
-    passed: bool | None = None
+    passed: bool | None = None  # None: it still runs, or has said nothing about the node
     message: str = ""
+    inconclusive: Inconclusive | None = None
 
 
 @dataclass(frozen=True)

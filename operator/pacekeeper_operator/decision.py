@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.adapt import Trouble, Way
 
-from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice
+from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .observation import GpuValue
 from .subject import Subject
 
@@ -50,6 +50,8 @@ class QuarantineNode:
     uid: str
     reason: str
     refused: str = ""
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's word
 
 
 @dataclass(frozen=True)

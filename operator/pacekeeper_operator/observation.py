@@ -10,7 +10,7 @@ from functools import cached_property
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
-from .api import Cause, Job, Mode, Remedy
+from .api import Cause, Job, Mode, Remedy, Verdict
 from .state import Draft, State, Worker
 
 
@@ -112,6 +112,7 @@ class GpuValue:
     gpu: str
     metric: str
     value: float
+    vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
 
     @property
     def key(self) -> str:
@@ -134,6 +135,7 @@ class Metrics:
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
 
 
@@ -146,6 +148,14 @@ class Surroundings:
     older_job_waits: str = ""  # an older job that is to be placed first
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → other jobs with a hang on it lately
     past_seconds: Mapping[Cause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What has become of a node that a job blames. The words name nobody else's job."""
+
+    verdict: Verdict
+    words: str
 
 
 @dataclass(frozen=True)
@@ -201,7 +211,7 @@ class Observation:
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
-    quarantine_words: Mapping[str, str] = field(default_factory=dict)  # node → what became of handing it on
+    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     troubles: tuple[Trouble, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess

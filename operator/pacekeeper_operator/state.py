@@ -13,7 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.plan import Plan
 
-from .api import Cause, Class, Mode, Outcome, RemedyPrice
+from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
 MAX_SETTLED = 500
 MAX_PAST = 100
@@ -186,7 +186,8 @@ class Incident:
     measured_gain: float | None = None
     outcome: Outcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
-    quarantine: str = ""  # what became of the node, for people
+    quarantine: str = ""  # what has become of the node, for people
+    verdict: Verdict | None = None  # the same, for decisions
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,8 @@ class WantedQuarantine:
     uid: str
     reason: str
     incident: str
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""A job that changes how it trains while it trains: who gets which sequences; and a plan that it cannot follow.
+"""A job that changes how it trains while it trains: who gets which sequences; and in which mode.
 
 Another mode for a slow link, and back, is in the demo (test_demo.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -46,18 +46,14 @@ def test_sequences_are_balanced_by_what_they_cost(job: Job) -> None:
     assert job.status["round"] == 1, "nobody was restarted"
 
 
-def test_a_plan_that_the_ranks_cannot_follow_shows_in_the_condition_and_they_train_on(job: Job) -> None:
-    """The operator finds what was edited by hand at its next look, half a minute later at most."""
+def test_the_mode_that_the_spec_wants_is_in_force_and_auto_takes_it_back(job: Job) -> None:
     job.until_calm()
-    edit(job, shares=[1, 1])  # of 8 samples
-    job.until(lambda: job.condition("Degraded").get("reason") == "PlanRefused", 90, "the condition says so")
-    assert "share" in job.condition("Degraded")["message"]
-    job.until_trained_on(20)
-    edit(job, shares=None)
-    job.until(lambda: job.condition("Degraded").get("reason") != "PlanRefused", 90, "all is well again")
+    for wanted, mode in (("EDiT", "EDiT"), ("Auto", "Sync")):
+        job.patch(syncMode=wanted)
+        job.until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
+        job.until_trained_on(20)
+    assert job.status["round"] == 1, "nobody was restarted"
 
 
-def edit(job: Job, **changes: object) -> None:
-    """Of the plan, as by `kubectl edit`."""
-    data = json.dumps({"data": {"plan.json": json.dumps(job.plan() | changes)}})
-    job.cluster.kubectl("patch", "configmap", f"{job.name}-plan", "-n", job.namespace, "--type=merge", "-p", data)
+def trains_in(job: Job, mode: str) -> bool:
+    return bool(job.status.get("syncMode") == mode)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, utils
 from testcluster import credentials
 from tests.support.cluster import Cluster, scratch_namespace
 from tests.support.jobs import Job, manifest, paced
+from tests.support.sidecar_calls import call, token
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -251,12 +249,6 @@ def uids(job: Job) -> set[str]:
     return {pod["metadata"]["uid"] for pod in job.pods()}
 
 
-def token(job: Job, pod: str, audience: str = "pacekeeper") -> str:
-    """Of the pod, as its sidecar gets it from the kubelet."""
-    bound = ["--bound-object-kind=Pod", f"--bound-object-name={pod}", f"--audience={audience}"]
-    return job.cluster.kubectl("create", "token", "default", *bound, "-n", job.namespace).strip()
-
-
 def resigned(good: str, begin: int, end: int) -> str:
     """The token with other times (seconds since the epoch), signed by the cluster's own key."""
     header, payload, _ = good.split(".")
@@ -270,18 +262,3 @@ def resigned(good: str, begin: int, end: int) -> str:
 
 def encoded(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
-def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """POST to the operator, at the address and with the authority that sidecars are given; (status, answer)."""
-    sidecar = job.pods()[0]["spec"]["initContainers"][0]
-    given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
-    request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
-    if bearer:
-        request.add_header("Authorization", f"Bearer {bearer}")
-    trusted = ssl.create_default_context(cadata=given["PACEKEEPER_CA"])
-    try:
-        with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
-            return answer.status, json.loads(answer.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read() or b"{}")

@@ -145,7 +145,9 @@ def test_an_operator_that_is_killed_at_random_moments_does_everything_once(clust
 
     assert len(job.began_behind()) == 3, "one round an incident"
     assert job.status["restarts"] == 1, "a deleted pod burns no budget"
-    made = sum(highest + 1 for highest in job.bookkeeping()["incarnations"].values())
+    draft = job.draft()
+    assert draft is not None
+    made = sum(highest + 1 for highest in draft.state.placement.incarnations.values())
     assert made == 4, "two workers, a spare, and one replacement"
     assert tainted(cluster) == set()
     steps = [entry["step"] for entry in job.diary() if "step" in entry]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pacekeeper_operator.api import Job
-from pacekeeper_operator.manifests import Installation, probe_pod, worker_pod
+from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
 from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster, scratch_namespace
 
@@ -145,7 +145,7 @@ MISTAKES = {
         "Always",
         "spec.template.spec.restartPolicy must be Never or left out",
     ),
-    "host network": ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork must be false"),
+    "past the scheduler": ("spec.template.spec.nodeName", "node-1", "spec.template.spec.nodeName must be left out"),
     "our variable": (
         f"{CONTAINER}.env",
         [{"name": "PACEKEEPER_NPROC"}],
@@ -161,7 +161,7 @@ MISTAKES = {
         [{"name": "pacekeeper-shm"}],
         "spec.template.spec.volumes.*rename the volume",
     ),
-    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use other ports"),
+    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use another port"),
     "our sidecar": (
         "spec.template.spec.initContainers",
         [{"name": "pacekeeper-sidecar"}],
@@ -264,7 +264,7 @@ def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:
 
 
 SWAPS: dict[str, tuple[str, str, Any, str, Any]] = {
-    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "nodeName", "node-1"),
+    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "runtimeClassName", "other"),
     "command": (CONTAINER, "command", ["pacekeeper"], "args", ["pacekeeper"]),
     "variable": (f"{CONTAINER}.env.0", "value", "1", "valueFrom", {"fieldRef": {"fieldPath": "spec.nodeName"}}),
     "volume": ("spec.template.spec.volumes.0", "emptyDir", {}, "hostPath", {"path": "/data"}),
@@ -462,7 +462,7 @@ def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, restric
     node = {"metadata": {"name": "node-1", "uid": "u"}}
     pods = [
         worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
-        probe_pod("probe", restricted_namespace, node, node, "pacekeeper.dev/operator:dev", ["true"]),
+        probe_pod("probe", restricted_namespace, node, node, ProbeImage("pacekeeper.dev/operator:dev"), ["true"]),
     ]
     for pod in pods:
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))

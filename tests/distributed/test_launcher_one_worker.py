@@ -43,7 +43,7 @@ def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) ->
         news = NewsFile(worker.runtime.checkpoints)
         news.kept(1)
         one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
-        news.failed(1, "/checkpoints: no room")
+        news.failed("/checkpoints: no room", 1)
         one.wait_for(lambda: worker.heartbeat().checkpoint_error, "the failure")
         assert worker.heartbeat().checkpoint_failed_rank == 1
         before = worker.heartbeat().checkpoint_age_seconds

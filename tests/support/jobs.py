@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import API_VERSION
+from pacekeeper_operator.state import Draft
 from testcluster import api, faults
 from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
 from testcluster.settings import VOLUMES
@@ -151,10 +154,13 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """{} where there is none yet."""
-        return self._read("plan.json")
+        draft = self.draft()
+        return {} if draft is None else draft.plan.to_json()
 
-    def bookkeeping(self) -> dict[str, Any]:
-        return self._read("state.json")
+    def draft(self) -> Draft | None:
+        """Plan and bookkeeping as the operator has written them; None: not yet."""
+        found = self._list(f"/apis/{API_VERSION}", "trainingjobstates", f"?fieldSelector=metadata.name={self.name}")
+        return ledger.read(found[0], self.name).draft if found else None
 
     def worker(self, rank: int) -> str:
         """The pod that holds `rank`."""
@@ -285,11 +291,6 @@ class Job:
         self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
         assert not self.pods()
         self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
-
-    def _read(self, key: str) -> dict[str, Any]:
-        maps = self._list("/api/v1", "configmaps", f"?fieldSelector=metadata.name={self.name}-plan")
-        found: dict[str, Any] = json.loads(maps[0]["data"][key]) if maps else {}
-        return found
 
     def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = api.get(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]

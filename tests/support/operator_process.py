@@ -48,6 +48,7 @@ class OperatorProcess:
             "PACEKEEPER_LIVENESS_PORT": str(liveness),
             "PACEKEEPER_METRICS_PORT": str(metrics),
             "PACEKEEPER_PROMETHEUS_URL": self.prometheus_url,
+            "PACEKEEPER_DCGM_NAMESPACE": "gpu-monitoring",
             "PACEKEEPER_QUARANTINE_MODE": "Act",
             "MORTAL_WRITES": str(dies_after),
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,6 +47,12 @@ def read_news(path: Path) -> CheckpointNews:
         return NO_NEWS
 
 
+def culprit(reason: str) -> int:
+    """The rank that the ranks' reasons name first; -1: none."""
+    named = re.match(r"rank (\d+):", reason)
+    return int(named[1]) if named else -1
+
+
 class Reporter(Protocol):
     """Hears what comes of checkpoints."""
 
@@ -54,7 +61,7 @@ class Reporter(Protocol):
 
     def kept(self, step: int) -> None: ...
 
-    def failed(self, rank: int, error: str) -> None: ...
+    def failed(self, error: str, rank: int = -1) -> None: ...
 
 
 class Nobody:
@@ -64,7 +71,7 @@ class Nobody:
 
     def kept(self, step: int) -> None: ...
 
-    def failed(self, rank: int, error: str) -> None: ...
+    def failed(self, error: str, rank: int = -1) -> None: ...
 
 
 class NewsFile:
@@ -82,7 +89,7 @@ class NewsFile:
     def kept(self, step: int) -> None:
         self._write(CheckpointNews(step, time.monotonic_ns()))
 
-    def failed(self, rank: int, error: str) -> None:
+    def failed(self, error: str, rank: int = -1) -> None:
         self._write(replace(self._news, failed_rank=rank, error=error[:500]))
 
     def _write(self, news: CheckpointNews) -> None:

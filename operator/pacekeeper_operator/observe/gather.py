@@ -60,7 +60,7 @@ def observe(
         metrics=metrics,
         surroundings=surroundings,
         template=memory.template,
-        quarantine_words=memory.quarantine_words,
+        rulings=memory.rulings,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )
 

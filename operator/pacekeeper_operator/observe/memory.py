@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..api import Job, Phase
-from ..observation import TemplateVerdict
+from ..observation import Ruling, TemplateVerdict
 from ..state import Draft
 
 Key = tuple[str, str]
@@ -45,7 +45,7 @@ class JobMemory:
     faults: dict[str, Fault] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     template: TemplateVerdict | None = None  # the API server's last word
-    quarantine_words: dict[str, str] = field(default_factory=dict)  # node → what became of handing it on
+    rulings: dict[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
@@ -63,7 +63,7 @@ class JobMemory:
             self.faults = {n: f for n, f in self.faults.items() if n not in settled and f.worker in known}
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
-            self.quarantine_words = {n: words for n, words in self.quarantine_words.items() if n in wanted}
+            self.rulings = {node: ruling for node, ruling in self.rulings.items() if node in wanted}
             self.written.notify_all()
 
 

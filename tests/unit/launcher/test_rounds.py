@@ -276,6 +276,18 @@ def test_peers_that_do_not_come_are_complained_of_once() -> None:
     assert machine.status() is Status.READY, "it goes on waiting"
 
 
+def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> None:
+    running.see(ranks=failed(0, 1))
+    running.see(ranks=GONE, view=replace(GATHERING, missing=("other",)))
+    (fault,) = (
+        command.fault
+        for command in running.see(after=SETTINGS.gather_timeout)
+        if isinstance(command, Notify) and command.fault.kind is FaultKind.ROUND_FAILED
+    )
+    assert fault.missing == ("other",)
+    assert fault.error == "the other launchers have not come together within 60 s: other"
+
+
 def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machine) -> None:
     running.see(ranks=failed(0, 1))
     running.see(ranks=GONE, view=replace(GATHERING, phase=Phase.HALTED, reason="budget", ended_by="w"))

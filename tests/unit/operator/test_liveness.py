@@ -18,7 +18,7 @@ from pacekeeper_operator.settings import Settings
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
     nobody = cast(Cluster, None)
-    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", ""))
+    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", "", ""))
     operator.nodes.hear({"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False)
     return operator
 

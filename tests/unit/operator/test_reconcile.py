@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import kopf
 import pytest
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator import ledger
-from pacekeeper_operator.cluster import JOBS, PODS, STATES
+from pacekeeper_operator.api import Cause
+from pacekeeper_operator.cluster import JOBS, PODS, STATES, Refused
+from pacekeeper_operator.decide import STEPS
+from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.manifests import Installation, state_object, worker_pod
-from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.observation import Observation, Policy
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import desk_for, reconcile
+from pacekeeper_operator.services.reconcile import clean_up, close_incidents, desk_for, reconcile
 from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import training
+from tests.support.worlds import change_worker, policy, training
 
 INSTALLATION = Installation("https://operator", "")
 
@@ -32,12 +40,31 @@ async def written(cluster: FakeCluster, world: Observation) -> None:
         await cluster.create(PODS, pod)
 
 
-async def test_a_list_of_pods_that_fails_is_no_news() -> None:
+async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, Desk]:
+    """An operator that has looked around, before its first pass."""
+    await written(cluster, world)
+    operator = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    operator.paused = ""
+    await operator.pods.read(cluster, ())
+    return operator, desk_for(operator, world.job, {})
+
+
+def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
+    found = cluster.objects["trainingjobs", "ns", "j"]["status"]["conditions"]
+    return next(item for item in found if item["type"] == name)
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:
     """A 429 at the operator's restart: nobody has gone because nobody could be seen."""
-    cluster, world = FakeCluster(), training(replicas=2, spares=1)
+    world = training(replicas=2, spares=1)
     await written(cluster, world)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
-    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", ""))
+    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
     with pytest.raises(kopf.TemporaryError):
         await operator.pods.read(cluster, ())
     assert not operator.pods.listed.is_set()
@@ -52,3 +79,66 @@ async def test_a_list_of_pods_that_fails_is_no_news() -> None:
     state = desk.memory.draft.state
     assert [w.name for w in state.placement.workers if not w.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
     assert not state.incidents.current
+
+
+async def test_a_step_that_fails_costs_its_own_work_only_and_is_told(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_observation: Observation, _policy: Policy) -> Draft:
+        raise ZeroDivisionError("a bug of ours")
+
+    steps = tuple((name, broken if name == "suspect" else step) for name, step in STEPS)
+    monkeypatch.setattr("pacekeeper_operator.decide.think.STEPS", steps)
+    world = change_worker(training(replicas=2, spares=1), "j-w1-0", gone=True)
+    thought = think(world, policy())
+    assert [incident.cause for incident in thought.draft.state.incidents.current] == [Cause.WORKER_LOST]
+    assert thought.failures == ("suspect: ZeroDivisionError('a bug of ours')",)
+
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    assert "a bug of ours" in condition(cluster, "Hindered")["message"]
+
+
+async def test_a_write_that_is_refused_keeps_nobody_from_saying_so(cluster: FakeCluster) -> None:
+    """Nothing is done that is not written, and the status is said all the same."""
+    world = training(replicas=2, spares=1)
+    operator, desk = await at_work(cluster, world)
+    await cluster.delete(PODS, "j-w1-0", "ns")
+    await operator.pods.read(cluster, ())
+    cluster.refusals["trainingjobstates"] = [Refused("etcdserver: request is too large")]
+    with pytest.raises(Refused):
+        await reconcile(operator, desk)
+    await desk.errands.settled()
+    assert condition(cluster, "Hindered")["status"] == "True"
+    assert "too large" in condition(cluster, "Hindered")["message"]
+    assert not [key for key in cluster.objects if key[0] == "incidents"], "it is not written, so it is not so"
+    await reconcile(operator, desk)
+    await desk.errands.settled()
+    assert [key for key in cluster.objects if key[0] == "incidents"]
+    assert condition(cluster, "Hindered")["status"] == "False"
+
+
+async def test_bookkeeping_that_cannot_be_read_is_told_with_its_remedy(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
+    with pytest.raises(InputError):
+        await reconcile(operator, desk)
+    assert "delete it" in condition(cluster, "Hindered")["message"]
+    await close_incidents_of_a_deleted_job(operator, desk)
+
+
+async def close_incidents_of_a_deleted_job(operator: Operator, desk: Desk) -> None:
+    """What cannot be read does not hold up its deletion: pods go by the API server's own word."""
+    with pytest.raises(InputError):
+        await close_incidents(operator, desk)
+    assert not await clean_up(operator, desk), "three pods were still there"
+    assert await clean_up(operator, desk)
+
+
+async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    before = dict(cluster.objects)
+    operator.leads = lambda: False
+    with pytest.raises(kopf.TemporaryError, match="Lease"):
+        await reconcile(operator, desk)
+    assert cluster.objects == before

@@ -424,15 +424,6 @@ class TestNodeLost:
         assert not decisions(think(world, policy()))
         assert decisions(think(replace(world, operator_age=60.0), policy()))
 
-    def test_many_nodes_at_once_trip_the_breaker(self) -> None:
-        world = self.lost(training(replicas=6, spares=3))
-        for name in ("j-w3-0", "j-w4-0"):
-            world = change_worker(world, name, reachable=False, node_reachable=False)
-        thought = think(world, policy(breaker_nodes=3))
-        assert not thought.draft.state.incidents.quarantines
-        assert any("breaker has tripped" in text for i in thought.draft.state.incidents.current for text in i.evidence)
-        assert seats(thought.draft)[1] not in {"j-w1-0"}  # the job is healed all the same
-
 
 class TestGpuError:
     def with_value(self, world: Observation, metric: str, value: float, node: str = "node-1") -> Observation:

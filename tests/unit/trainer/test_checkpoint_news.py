@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.checkpoint_news import NO_NEWS, NewsFile, Nobody, open_news, read_news
+from pacekeeper.checkpoint_news import NO_NEWS, NewsFile, Nobody, culprit, open_news, read_news
 from pacekeeper.environment import Environment
 from pacekeeper.runtime import Runtime
 
@@ -18,7 +18,7 @@ def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(t
     file.kept(10)
     kept = read_news(path)
     assert (kept.step, kept.failed_rank, kept.error) == (10, -1, "")
-    file.failed(3, "/checkpoints: full" + "!" * 1_000)
+    file.failed("/checkpoints: full" + "!" * 1_000, 3)
     assert read_news(path) == replace(kept, failed_rank=3, error="/checkpoints: full" + "!" * 482)
     file.kept(30)
     assert (read_news(path).step, read_news(path).failed_rank, read_news(path).error) == (30, -1, "")
@@ -27,7 +27,7 @@ def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(t
 def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints.json"
     NewsFile(path).kept(10)
-    NewsFile(path).failed(0, "full")
+    NewsFile(path).failed("full", 0)
     before = read_news(path)
     NewsFile(path).found(10)
     assert read_news(path) == before
@@ -58,3 +58,10 @@ def test_only_rank_0_under_a_launcher_tells(tmp_path: Path) -> None:
     assert isinstance(open_news(Environment(rank=0, runtime=Runtime(tmp_path))), NewsFile)
     assert isinstance(open_news(Environment(rank=1, runtime=Runtime(tmp_path))), Nobody)
     assert isinstance(open_news(Environment(rank=0)), Nobody)
+
+
+@pytest.mark.parametrize(
+    ("reason", "rank"), [("rank 12: OSError: full; rank 13: OSError: full", 12), ("the store is gone", -1), ("", -1)]
+)
+def test_the_rank_that_failed_first_is_known_from_the_reason(reason: str, rank: int) -> None:
+    assert culprit(reason) == rank

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
-from .network import interface_of
+from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
 from .ranks import Ranks
@@ -80,6 +80,8 @@ class Launcher:
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
         self._hosting = ""  # address that the host serves
+        self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
+        self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
         self._watch = Watch(settings, self._ranks.records, self.notify)
         self._gpus = open_gpus()
@@ -143,9 +145,8 @@ class Launcher:
         states = self._ranks.states()
         checkpoints = read_news(self._runtime.checkpoints)
         last, ranks = self._heartbeat.last, states.values()
-        self._heartbeat.write(
-            next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints), now
-        )
+        beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
+        self._heartbeat.write(replace(beat, meeting_port=self._meeting_port), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
@@ -210,9 +211,12 @@ class Launcher:
             self._client.leave()
             return
         address, port = _split(plan.store)
-        if plan.serves_store and self._hosting != plan.store:
-            await self._serve_meeting(plan.store)
-        self._client.attend(address, port)
+        if plan.serves_store:
+            if self._hosting != plan.store:
+                await self._serve_meeting(plan.store)
+            if self._host is not None:
+                self._host.admit(plan.membership, plan.secret)
+        self._client.attend(address, port, plan.membership, plan.secret)
         self._client.say(report(self._state, plan, self._settings))
 
     async def _serve_meeting(self, store: str) -> None:
@@ -221,12 +225,20 @@ class Launcher:
             self._host, self._hosting = None, ""
         host = MeetingHost(self._open_store)
         try:
-            await host.serve(*_split(store))
+            await host.serve(self._listener(*_split(store)))
         except OSError as error:
             log.warning("cannot serve the meeting at %s: %s; trying again", store, error)
             await asyncio.sleep(_BIND_PAUSE)
         else:
             self._host, self._hosting = host, store
+
+    def _listener(self, address: str, port: int) -> socket.socket:
+        """Raises OSError where the port is taken. The one that the heartbeat announces is not: it is held since the
+        launcher's start, because on the node's own network others want ports, too."""
+        if self._held is None or port != self._meeting_port:
+            return bind(address, port)
+        held, self._held = self._held, None
+        return held
 
     def _open_store(self) -> int:
         """A fresh store for the process group of a new round; the one before ends, its ranks are gone."""

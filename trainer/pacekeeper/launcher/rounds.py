@@ -385,7 +385,7 @@ def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
     finished = state.stage is LauncherState.FINISHED
     if view is None:
         if not finished:
-            _gather(turn)
+            _gather(turn, missing=())
         return
     turn.set(restarts=max(state.restarts, view.restarts))
     if view.phase is Phase.FINISHED:
@@ -402,12 +402,13 @@ def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
         return  # the others are still at it
     else:
         turn.set(round=max(state.round, view.round))
-        _gather(turn)
+        _gather(turn, view.missing)
 
 
-def _gather(turn: _Turn) -> None:
+def _gather(turn: _Turn, missing: tuple[str, ...]) -> None:
     if turn.state.stage is not LauncherState.GATHERING:
         turn.set(stage=LauncherState.GATHERING, gathering_since=turn.now)
     elif turn.now - turn.state.gathering_since >= turn.settings.gather_timeout:
-        error = f"the other launchers have not come together within {turn.settings.gather_timeout:g} s"
-        turn.notify_once(turn.fault(FaultKind.ROUND_FAILED, error=error))
+        who = f": {', '.join(missing)}" if missing else ""
+        error = f"the other launchers have not come together within {turn.settings.gather_timeout:g} s{who}"
+        turn.notify_once(turn.fault(FaultKind.ROUND_FAILED, error=error, missing=missing))

@@ -17,6 +17,8 @@ from pacekeeper_analysis.reports import Heartbeat
 LONGEST_PAUSE = 1.0
 """Seconds between two looks that count as silence. If more have passed, the sidecar was not there to listen: the whole
 worker, or its machine, stood still."""
+SILENT_FROM = 1.0
+"""Seconds; less is the pause between two signs of life."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ class LauncherSeen:
     @property
     def heartbeat(self) -> Heartbeat:
         """As it is to be sent now."""
-        return replace(self._heartbeat, launcher_silent_seconds=round(self._silence.seconds, 1))
+        seconds = self._silence.seconds
+        return replace(self._heartbeat, launcher_silent_seconds=round(seconds, 1) if seconds >= SILENT_FROM else 0.0)
 
     def _read(self) -> None:
         try:

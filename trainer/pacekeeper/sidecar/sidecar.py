@@ -13,7 +13,7 @@ import random
 import time
 from pathlib import Path
 
-from pacekeeper.runtime import read_json, write_json
+from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault
@@ -159,7 +159,7 @@ class Sidecar:
         plan = await self._client.plan(self._launcher.heartbeat, after, wait)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
-            write_json(self._runtime.plan, plan.to_json())
+            write_plan(self._runtime.plan, plan)
             self._plan = plan
 
     def _reported(self) -> list[Path]:
