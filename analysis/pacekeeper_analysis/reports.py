@@ -67,7 +67,6 @@ class Heartbeat:
     refused: Words = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
     bad_loss_rank: Position = -1  # a rank here whose loss is not finite; -1: none
     bad_loss_step: Position = -1  # first step of this round in which that was so
-    meeting_port: int = 0  # at which this launcher can serve the meeting of a membership; 0: an older launcher
     launcher_silent_seconds: Seconds = 0.0  # since its last sign of life, by the sidecar; 0 also: it starts, or is over
     unkillable_ranks: Annotated[tuple[Count, ...], Longest(MOST_RANKS)] = ()  # still there long after SIGKILL
     # Of the checkpoints of the whole job; only the worker of rank 0 tells.

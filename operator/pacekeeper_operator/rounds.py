@@ -50,4 +50,4 @@ def _meeting_port(observation: Observation, members: Sequence[Member]) -> int:
     """Where the first member says that its launcher can serve the meeting; an older launcher says nothing."""
     first = observation.worker(members[0].worker) if members else None
     told = first.heartbeat.meeting_port if first is not None and first.heartbeat is not None else 0
-    return told if 0 < told < 65536 else Plan.store_port
+    return told or Plan.store_port

@@ -14,8 +14,6 @@ from ..observation import FROZEN_SECONDS, Observation, Policy, WorkerView
 from . import loss
 from .loss import Loss
 
-SILENT_SECONDS = 3.0
-"""A launcher without a sign of life for so long may be about to be found frozen: what its peers say may come of it."""
 CONSEQUENCES = (FaultKind.STALLED, FaultKind.ROUND_FAILED, FaultKind.RANK_FAILED)
 """What a worker that stands still does to its peers."""
 
@@ -29,11 +27,11 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def suspected(observation: Observation) -> bool:
-    """A member is frozen, or about to be found so: whatever else is wrong, the others cannot meet now."""
+    """A member is frozen, or its sidecar misses its launcher already: the others cannot meet now."""
     return any(
         view.usable
         and view.heartbeat is not None
-        and (view.heartbeat.launcher_silent_seconds >= SILENT_SECONDS or bool(view.heartbeat.unkillable_ranks))
+        and (view.heartbeat.launcher_silent_seconds > 0 or bool(view.heartbeat.unkillable_ranks))
         for view in observation.members
     )
 

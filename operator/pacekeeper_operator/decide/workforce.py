@@ -10,7 +10,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
-from ..observation import Observation, PodView, Policy, WorkerView
+from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerView
 from ..state import Draft, Placement, Worker
 
 FIRST_BACKOFF_SECONDS = 10.0
@@ -101,10 +101,15 @@ def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: Po
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
     """It is being deleted, and its node will not say that it has ended."""
+    overdue = observation.now > pod.delete_by + OVERDUE_SECONDS
+    return pod.deleting and (overdue or _node_is_lost(observation, pod))
+
+
+def _node_is_lost(observation: Observation, pod: PodView) -> bool:
+    """By the word of the API server."""
     nodes = observation.surroundings.nodes
     node = nodes.get(pod.node)
-    lost = bool(nodes) and bool(pod.node) and (node is None or not node.ready)
-    return pod.deleting and (lost or observation.now > pod.delete_by + OVERDUE_SECONDS)
+    return bool(nodes) and bool(pod.node) and (node is None or not node.ready)
 
 
 def _starting_since(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> float:
@@ -155,13 +160,15 @@ def backoff(uid: str, attempts: int) -> float:
 
 
 def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
-    """A spare whose pod was taken away, or died, is none any more. (Who holds ranks is lost: `worker_lost`.)"""
+    """A spare whose pod died, or was taken away, with its node or alone, is none any more. (Who holds ranks is lost:
+    `worker_lost`.)"""
     seated = {member.worker for member in draft.plan.members}
     for view in observation.workers:
         pod = view.pod
         if pod is None or view.name in seated or view.record.leaving:
             continue
-        taken_away = pod.deleting or bool(pod.disrupted)
+        silent = view.silent_seconds > FRESH_SECONDS and _node_is_lost(observation, pod)
+        taken_away = pod.deleting or bool(pod.disrupted) or silent
         died = not taken_away and pod.ended and pod.exit_code != 0
         if taken_away or died:
             gone = replace(view.record, leaving="its pod has ended", dead=True)

@@ -27,6 +27,7 @@ _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
 _WAKING = (
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
+    *("launcher_silent_seconds", "unkillable_ranks"),
 )
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,16 +32,16 @@ from tests.support.worlds import (
     with_pods,
 )
 
-BARREN = {"completed_step": False, "exit_code": 1, "error": "RuntimeError: CUDA error"}
+BARREN: dict[str, Any] = {"completed_step": False, "exit_code": 1, "error": "RuntimeError: CUDA error"}
 
 
 def seats(thought: Thought) -> list[str]:
     return [member.worker for member in thought.draft.plan.members]
 
 
-def again(thought: Thought, world: Observation, **changes: object) -> Observation:
+def again(thought: Thought, world: Observation, **changes: Any) -> Observation:
     """The world after a pass was written."""
-    return replace(world.with_draft(thought.draft), **changes)  # type: ignore[arg-type]
+    return replace(world.with_draft(thought.draft), **changes)
 
 
 def made(thought: Thought) -> list[str]:
@@ -180,6 +181,16 @@ class TestFinished:
         later = think(change_members(again(thought, world), membership=2, round=2), policy())
         assert not later.draft.state.life.completed_at
 
+    def test_without_spares_all_wait_for_the_new_ones_and_nothing_flickers(self) -> None:
+        world = change_worker(training(4, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(world, "j-w1-0", gone=True)
+        thought = think(world, policy())
+        assert made(thought) == ["j-w0-1", "j-w1-1"]
+        world = change_worker(again(thought, world), "j-w2-0", heartbeat={"state": LauncherState.FINISHED})
+        later = think(world, policy())
+        assert later.draft == world.draft
+        assert made(later) == ["j-w0-1", "j-w1-1"]
+
     def test_who_ended_well_before_this_membership_has_not_finished_in_it(self) -> None:
         world = change_worker(training(), "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 0})
         thought = think(world, policy())
@@ -211,15 +222,13 @@ class TestFinished:
 
 
 class TestBarrenRounds:
-    def barren(
-        self, round_: int, world: Observation, worker: str = "j-w1-0", rank: int = 1, **changes: object
-    ) -> Thought:
+    def barren(self, round_: int, world: Observation, worker: str = "j-w1-0", rank: int = 1, **changes: Any) -> Thought:
         """The pass after a round without a completed step."""
         fault = crash(worker, rank, round_, membership=world.plan.membership, **{**BARREN, **changes})
         world = change_members(world, round=round_ + 1, first_step_at=0.0)
         return think(replace(world, faults=(fault,)), policy())
 
-    def twice(self, world: Observation, **changes: object) -> tuple[Thought, Observation]:
+    def twice(self, world: Observation, **changes: Any) -> tuple[Thought, Observation]:
         first = self.barren(1, world, **changes)
         assert not first.draft.state.life.failed_reason
         return self.barren(2, again(first, world), **changes), world
@@ -324,14 +333,22 @@ class TestSpares:
         heard = change_worker(self.silent(FRESH_SECONDS - 1), "j-w1-0", gone=True)
         assert seats(think(heard, policy()))[1] == "j-w4-0"
 
-    def suspended(self, **node: object) -> Observation:
+    def test_one_on_a_lost_node_is_made_anew(self) -> None:
+        world = self.silent()
+        down = {**world.surroundings.nodes, "node-4": NodeView("node-4", "u", ready=False)}
+        lost = replace(world, surroundings=replace(world.surroundings, nodes=down))
+        assert made(think(lost, policy())) == ["j-w4-1"]
+        assert made(think(world, policy())) == [], "it may be the operator that does not hear"
+        assert made(think(change_worker(lost, "j-w4-0", silent_seconds=0.0), policy())) == [], "it speaks"
+
+    def suspended(self, **node: Any) -> Observation:
         """Told to end; the pod of the spare stays in Terminating."""
         world = training(2, 1, job=job(2, 1, suspend=True))
         world = again(think(world, policy()), world)
         for name in ("j-w0-0", "j-w1-0"):
             world = change_worker(world, name, gone=True)
         world = change_worker(world, "j-w2-0", pod={"deleting": True, "delete_by": NOW + 30})
-        nodes = {**world.surroundings.nodes, "node-2": NodeView("node-2", "u", **node)}  # type: ignore[arg-type]
+        nodes = {**world.surroundings.nodes, "node-2": NodeView("node-2", "u", **node)}
         return replace(world, surroundings=replace(world.surroundings, nodes=nodes))
 
     def test_a_pod_on_a_lost_node_does_not_block_resuming(self) -> None:
@@ -446,7 +463,7 @@ class TestClocks:
 
 class TestAllowedLater:
     @pytest.mark.parametrize("first", [{"allow": frozenset({Remedy.RESTART_RANKS})}, {"mode": Mode.RECOMMEND}])
-    def test_a_remedy_that_was_not_allowed_is_taken_once_it_is(self, first: dict[str, object]) -> None:
+    def test_a_remedy_that_was_not_allowed_is_taken_once_it_is(self, first: dict[str, Any]) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         refused = think(world, policy(**first))
         assert (seats(refused)[1], refused.draft.state.incidents.current[0].applied) == ("j-w1-0", None)
@@ -465,7 +482,7 @@ class TestAllowedLater:
 
 
 class TestRounds:
-    def moved(self, **changes: object) -> Plan:
+    def moved(self, **changes: Any) -> Plan:
         return think(replace(change_worker(training(), "j-w0-0", gone=True), **changes), policy()).draft.plan
 
     def test_each_membership_has_a_secret_of_its_own(self) -> None:
@@ -483,7 +500,7 @@ class TestRounds:
         world = replace(change_worker(known, "j-w0-0", gone=True), metrics=silent)
         assert think(world, policy()).draft.plan.step_seconds == 0.4
 
-    @pytest.mark.parametrize(("told", "port"), [(31234, 31234), (0, Plan.store_port), (70_000, Plan.store_port)])
+    @pytest.mark.parametrize(("told", "port"), [(31234, 31234), (0, Plan.store_port)])
     def test_the_meeting_is_where_its_first_member_can_serve_it(self, told: int, port: int) -> None:
         world = change_worker(training(), "j-w4-0", heartbeat={"meeting_port": told})
         world = change_worker(world, "j-w0-0", gone=True)
