@@ -171,6 +171,7 @@ class Cause(StrEnum):
     ROUND_FAILED = "round-failed"  # the launchers could not start one
     OUT_OF_MEMORY = "out-of-memory"
     WORKER_LOST = "worker-lost"
+    WORKER_FROZEN = "worker-frozen"  # it is there, but its launcher stands still, or its ranks cannot be killed
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
     STRAGGLER = "straggler"
@@ -178,7 +179,6 @@ class Cause(StrEnum):
     VOLATILE = "volatile"  # slow ranks come and go
     GARBAGE = "garbage-collection"  # of different ranks in different steps
     UNEVEN_LENGTHS = "uneven-lengths"  # of sequences, dealt unevenly
-    ALL_SLOW = "all-slow"  # against the job's own first steps
 
 
 class Class(StrEnum):

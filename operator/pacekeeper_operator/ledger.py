@@ -122,7 +122,7 @@ def _write_placement(placement: Placement, job: str) -> Json:
     return content
 
 
-_MARKS = ("leaving", "dead", "force")
+_MARKS = ("leaving", "dead", "force", "starting_since")
 
 
 def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Json]:

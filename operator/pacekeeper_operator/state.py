@@ -33,6 +33,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Placement:
     vacant_since: float = 0.0  # since when a rank has no worker; 0: none
     checkpoint_asked_at: float = 0.0
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
+    gated: bool = False  # some pod is not to be scheduled yet: the time for placing does not run
 
     def worker(self, name: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.name == name), None)
