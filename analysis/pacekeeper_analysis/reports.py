@@ -1,16 +1,34 @@
 """What workers tell the operator: their present state with each poll, faults, and the evidence they are asked for.
 
-Times called `…_at` are seconds since the epoch by the worker's clock.
+Times called `…_at` are seconds since the epoch by the worker's clock. Workers are not trusted: what is read here has
+its field's type and keeps within the bounds that stand at the field, or it is an InputError that names the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 from .errors import InputError
+from .plan import SyncMode
+from .reading import Cut, Longest, OneOf, Within, read, read_tuple
+from .records import Collective, Phase
+
+LONGEST_WINDOW = 4096
+"""Steps of a rank's window that are taken."""
+MOST_RANKS = 1024
+"""Of one worker."""
+
+Name = Annotated[str, Longest(253)]
+Words = Annotated[str, Cut(2_000)]
+Count = Annotated[int, Within(0)]
+Position = Annotated[int, Within(-1)]
+"""A step, or a rank; -1: none."""
+Seconds = Annotated[float, Within(0, 1e12)]
+Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
+ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
 
 
 class LauncherState(StrEnum):
@@ -29,33 +47,40 @@ class LauncherState(StrEnum):
 class Heartbeat:
     """A worker's present state; the launcher writes it, the sidecar sends it with each poll of the plan."""
 
-    worker: str = ""
+    worker: Name = ""
     state: LauncherState = LauncherState.STARTING
-    plan_version: int = 0  # that the launcher follows
-    membership: int = 0
-    round: int = 0  # last round started or agreed; 0: none
-    restarts: int = 0  # rounds that the launchers started by themselves in this membership
-    step: int = -1  # last completed optimizer step of its slowest rank; -1: none
-    steps_in_round: int = 0
-    checkpoint_step: int = -1
-    snapshot_step: int = -1
-    restored_step: int = -1  # that the round started from
-    checkpoint_request: int = 0  # last one answered
-    global_batch: int = 0
-    round_started_at: float = 0.0
-    first_step_at: float = 0.0  # end of the first optimizer step of the round; 0: none yet
+    plan_version: Count = 0  # that the launcher follows
+    membership: Count = 0
+    round: Count = 0  # last round started or agreed; 0: none
+    restarts: Count = 0  # rounds that the launchers started by themselves in this membership
+    step: Position = -1  # last completed optimizer step of its slowest rank; -1: none
+    steps_in_round: Count = 0
+    checkpoint_step: Position = -1
+    snapshot_step: Position = -1
+    restored_step: Position = -1  # that the round started from
+    checkpoint_request: Count = 0  # last one answered
+    global_batch: Count = 0
+    round_started_at: Seconds = 0.0
+    first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
-    sync_mode: str = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet
-    refused: str = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
-    bad_loss_rank: int = -1  # a rank here whose loss is not finite; -1: none
-    bad_loss_step: int = -1  # first step of this round in which that was so
+    sync_mode: Mode = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet
+    refused: Words = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
+    bad_loss_rank: Position = -1  # a rank here whose loss is not finite; -1: none
+    bad_loss_step: Position = -1  # first step of this round in which that was so
+    launcher_silent_seconds: Seconds = 0.0  # since its last sign of life, by the sidecar; 0 also: it starts, or is over
+    unkillable_ranks: Annotated[tuple[Count, ...], Longest(MOST_RANKS)] = ()  # still there long after SIGKILL
+    # Of the checkpoints of the whole job; only the worker of rank 0 tells.
+    checkpoint_failed_rank: Position = -1  # on which the newest checkpoint could not be kept; -1: it was
+    checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
+    checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return _read(cls, data, {"state": LauncherState})
+        """Raises InputError that names the field."""
+        return read(cls, data)
 
 
 class FaultKind(StrEnum):
@@ -72,98 +97,106 @@ class FaultKind(StrEnum):
 class RankState:
     """What a rank was doing when its worker's ranks stalled."""
 
-    rank: int
-    phase: str  # a records.Phase by name
-    phase_seconds: float
-    step: int
-    collective: str  # a records.Collective by name; NONE: the rank is outside of collectives
-    group: int
-    sequence: int  # of the last collective entered in the group
-    collectives_entered: int  # in this round, over all groups: the lowest of the job was left behind
-    waiting_seconds: float  # since it entered the collective, or since its last sign of progress
-    process_state: str  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
+    rank: Count
+    phase: Annotated[str, OneOf(frozenset(phase.name for phase in Phase))]
+    phase_seconds: Seconds
+    step: Position
+    collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))]
+    """NONE: the rank is outside of collectives."""
+    group: Count
+    sequence: Position  # of the last collective entered in the group
+    collectives_entered: Count  # in this round, over all groups: the lowest of the job was left behind
+    waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
+    process_state: Annotated[str, Longest(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
     moving: bool  # its stack or its processor time changed between two looks
-    stack: str = ""  # innermost call last; "" where it could not be taken
+    stack: Annotated[str, Cut(16_000)] = ""  # innermost call last; "" where it could not be taken
 
 
 @dataclass(frozen=True)
 class Fault:
     """One thing that a worker noticed, sent until the operator has acknowledged it. `name` is unique in the job."""
 
-    name: str
+    name: Name
     kind: FaultKind
-    worker: str
-    round: int
-    noticed_at: float
-    membership: int = 0
-    rank: int = -1  # that failed; -1: concerns the worker
-    exit_code: int = 0  # negative: the signal
+    worker: Name
+    round: Count
+    noticed_at: Seconds
+    membership: Count = 0
+    rank: Position = -1  # that failed; -1: concerns the worker
+    exit_code: Annotated[int, Within(-1024, 2**31)] = 0  # negative: the signal
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
-    step: int = -1
-    error: str = ""  # the script's last lines
-    ranks: tuple[RankState, ...] = ()  # of a stall
-    unreachable: tuple[str, ...] = ()  # neighbours that did not answer, of a stall
-    xid: int = 0
+    step: Position = -1
+    error: Annotated[str, Cut(8_000)] = ""  # the script's last lines
+    ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
+    unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
+    missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
+    xid: Count = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        ranks = tuple(_read(RankState, item, {}) for item in data.get("ranks", ()))
-        return _read(cls, {**data, "ranks": ranks}, {"kind": FaultKind, "unreachable": tuple})
+        """Raises InputError that names the field."""
+        return read(cls, data)
 
 
 @dataclass(frozen=True)
 class RankWindow:
     """A rank's last steps, one number a step (seconds), oldest first; the lists by step are equally long."""
 
-    rank: int
-    steps: tuple[int, ...]
-    step_seconds: tuple[float, ...]
-    compute_seconds: tuple[float, ...]  # own work, without the waits for peers
-    samples: tuple[int, ...]
-    garbage_seconds: tuple[float, ...] = ()  # of each step; (): not recorded
-    lengths: tuple[float, ...] = ()  # of each step's samples, in sum (tokens, say); (): not known
-    squares: tuple[float, ...] = ()  # of these lengths, in sum; (): only the sums of the lengths are known
-    sync_mode: str = ""  # a plan.SyncMode, in force during the whole window
-    transfers: tuple[float, ...] = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
-    baseline_seconds: float = 0.0  # median time of the job's first steady steps as seen here; 0: not known
-    baseline_own_seconds: float = 0.0  # median own work in these steps; 0: not known
+    rank: Count
+    steps: Annotated[tuple[Count, ...], Longest(LONGEST_WINDOW)]
+    step_seconds: ByStep
+    compute_seconds: ByStep  # own work, without the waits for peers
+    samples: Annotated[tuple[Count, ...], Longest(LONGEST_WINDOW)]
+    garbage_seconds: ByStep = ()  # of each step; (): not recorded
+    lengths: ByStep = ()  # of each step's samples, in sum (tokens, say); (): not known
+    squares: ByStep = ()  # of these lengths, in sum; (): only the sums of the lengths are known
+    sync_mode: Mode = ""  # a plan.SyncMode, in force during the whole window
+    transfers: ByStep = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
+    baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps as seen here; 0: not known
+    baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
+
+    def __post_init__(self) -> None:
+        """Raises InputError where the lists by step differ in length."""
+        for name in ("step_seconds", "compute_seconds", "samples"):
+            self._check_length(name)
+        for name in ("garbage_seconds", "lengths", "squares"):
+            if getattr(self, name):
+                self._check_length(name)
+
+    def _check_length(self, name: str) -> None:
+        found = len(getattr(self, name))
+        if found != len(self.steps):
+            raise InputError(f"RankWindow.{name}: {found} numbers for {len(self.steps)} steps; give one a step")
 
 
 @dataclass(frozen=True)
 class Evidence:
     """What a sidecar answers to an evidence request: windows of its ranks, summarised (kilobytes, not traces)."""
 
-    request: str
-    worker: str
-    round: int
-    windows: tuple[RankWindow, ...] = ()
+    request: Name
+    worker: Name
+    round: Count
+    windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        by_step = ("steps", "step_seconds", "compute_seconds", "samples", "garbage_seconds", "lengths", "squares")
-        sequences = dict.fromkeys((*by_step, "transfers"), tuple)
-        windows = tuple(_read(RankWindow, item, sequences) for item in data.get("windows", ()))
-        return _read(cls, {**data, "windows": windows}, {})
+        """Raises InputError that names the field. A window that is not sound costs itself only: it is left out."""
+        if not isinstance(data, Mapping):
+            return read(cls, data)
+        windows = read_tuple(_sound, data.get("windows", ()), "Evidence.windows", MOST_RANKS)
+        told = read(cls, {**data, "windows": ()})
+        return replace(told, windows=tuple(window for window in windows if window is not None))
 
 
-Report = TypeVar("Report")
-
-
-def _read(cls: type[Report], data: Mapping[str, Any], converters: Mapping[str, Any]) -> Report:
-    """An instance of the dataclass `cls`; fields that it does not know are left out, so that versions may differ."""
-    names = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
+def _sound(window: object, path: str) -> RankWindow | None:
     try:
-        return cls(**{name: converters.get(name, _same)(value) for name, value in data.items() if name in names})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"not a {cls.__name__}: {error}; do sidecar and operator have the same version?") from error
-
-
-def _same(value: Any) -> Any:
-    return value
+        return read(RankWindow, window, path)
+    except InputError:
+        return None

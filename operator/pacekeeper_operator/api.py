@@ -133,6 +133,8 @@ class Reason(StrEnum):
     LOCAL_SGD = "TrainsInLocalSGD"
     NON_FINITE_LOSS = "NonFiniteLoss"
     PLAN_REFUSED = "PlanRefused"
+    CHECKPOINT_FAILING = "CheckpointFailing"
+    WORKERS_UNREACHED = "WorkersUnreached"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
     QUARANTINE_BREAKER = "QuarantineBreaker"
@@ -202,10 +204,64 @@ class Outcome(StrEnum):
 
 
 class QuarantinePhase(StrEnum):
+    SUSPECTED = "Suspected"  # a job blames the node, which is untouched until a witness has spoken
+    HELD = "Held"  # a witness has spoken, but breaker, budget or pause keep the node untouched
+    CLEARED = "Cleared"  # a probe pod has passed: the node is untouched, and is not probed again for a while
     PENDING = "Pending"  # waits for approval
     ACTIVE = "Active"  # tainted and cordoned
     PROBING = "Probing"  # a probe pod decides whether it is released
     RELEASED = "Released"
+
+
+class Witness(StrEnum):
+    """Who says that a node is bad."""
+
+    NONE = "None"  # a job, by what its workers say: nobody whom the platform trusts
+    NODE_CONDITION = "NodeCondition"  # the node is not Ready
+    GPU_SERIES = "GpuSeries"  # DCGM, from targets that the platform vouches for
+    PROBE = "Probe"  # a pod of the operator's own on the node
+    PERSON = "Person"  # whoever has made or approved the NodeQuarantine
+
+
+class Verdict(StrEnum):
+    """What has become of a node that a job blames; the reason of its condition `Quarantined`."""
+
+    QUARANTINED = "Quarantined"
+    AWAITS_APPROVAL = "AwaitsApproval"
+    SUSPECTED = "Suspected"  # no witness has spoken yet
+    CLEARED = "Cleared"  # a probe pod has passed, or nobody has confirmed it in time
+    BREAKER = "Breaker"
+    BUDGET_SPENT = "BudgetSpent"
+    PAUSED = "Paused"
+    OPTED_OUT = "OptedOut"
+    UNKNOWN_NODE = "UnknownNode"
+    RELEASING = "Releasing"  # an earlier quarantine of this node is just ending
+
+    @property
+    def final(self) -> bool:
+        """Nothing more will come of this suspicion."""
+        return self not in (
+            Verdict.SUSPECTED,
+            Verdict.AWAITS_APPROVAL,
+            Verdict.BREAKER,
+            Verdict.BUDGET_SPENT,
+            Verdict.PAUSED,
+        )
+
+
+class Inconclusive(StrEnum):
+    """Why a probe has said nothing about its node."""
+
+    IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
+    NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
+    OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+
+
+class QuarantineCondition(StrEnum):
+    """Types of a NodeQuarantine's conditions."""
+
+    WITNESSED = "Witnessed"  # the reason says by whom; Unknown: the last probe has said nothing
+    QUARANTINED = "Quarantined"  # the node is tainted and cordoned; the reason is a Verdict
 
 
 @dataclass(frozen=True)

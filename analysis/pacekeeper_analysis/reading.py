@@ -1,0 +1,167 @@
+"""Reads a dataclass from what somebody else has sent: every value has its field's type and keeps within its bounds.
+
+The bounds stand at the field, as annotations: `step: Annotated[int, Within(-1)]`. Whoever sent it may be broken or
+hostile, so nothing but InputError comes out of here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from .errors import InputError
+
+Record = TypeVar("Record")
+_Bounds = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Within:
+    """A number from `low` to `high`."""
+
+    low: float = -(2.0**63)
+    high: float = 2.0**53
+
+
+@dataclass(frozen=True)
+class Longest:
+    """A name of so many characters at most, all of them printable; or a list of so many items."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Words for people: more than `count` characters are cut off at the front, since the end says most."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these words."""
+
+    words: frozenset[str]
+
+
+def read(cls: type[Record], data: object, path: str = "") -> Record:
+    """`path` is where `data` stands in what was sent, for messages: `windows[3]`; "": it is all of it.
+
+    Fields that `cls` does not know are left out, so that versions may differ. Raises InputError that names the field.
+    """
+    path = path or cls.__name__
+    if not isinstance(data, Mapping):
+        raise InputError(f"{path}: must be an object, not {_brief(data)}")
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    missing = [name for name in _required(cls) if name not in data]  # type: ignore[arg-type]  # as above
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} must be given")
+    return cls(**{name: _value(hint, data[name], f"{path}.{name}") for name, hint in hints.items() if name in data})
+
+
+def read_tuple(
+    item: Callable[[object, str], Record], data: object, path: str, longest: int = 2**31
+) -> tuple[Record, ...]:
+    """A list, each of whose items `item` reads. Raises InputError."""
+    if not isinstance(data, (list, tuple)):
+        raise InputError(f"{path}: must be a list, not {_brief(data)}")
+    if len(data) > longest:
+        raise InputError(f"{path}: {len(data)} items are more than the {longest} that are taken")
+    return tuple(item(element, f"{path}[{position}]") for position, element in enumerate(data))
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
+def _required(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING)
+
+
+def _value(hint: Any, value: object, path: str, bounds: _Bounds = ()) -> Any:
+    if get_origin(hint) is Annotated:
+        inner, *more = get_args(hint)
+        return _value(inner, value, path, (*bounds, *more))
+    if get_origin(hint) is tuple:
+        longest = next((bound.count for bound in bounds if isinstance(bound, Longest)), 0)
+        return read_tuple(lambda item, place: _value(get_args(hint)[0], item, place), value, path, longest)
+    if is_dataclass(hint):
+        return read(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
+    if issubclass(hint, StrEnum):
+        return hint(_word(value, path, frozenset(hint)))
+    readers = {bool: _truth, int: _whole, float: _number, str: _text}
+    return readers[hint](value, path, bounds)
+
+
+def _truth(value: object, path: str, _: _Bounds) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{path}: {_brief(value)} must be true or false")
+    return value
+
+
+def _whole(value: object, path: str, bounds: _Bounds) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{path}: {_brief(value)} must be a whole number")
+    _check(value, path, bounds)
+    return value
+
+
+def _number(value: object, path: str, bounds: _Bounds) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InputError(f"{path}: {_brief(value)} must be a number")
+    _check(value, path, bounds)
+    return float(value)
+
+
+def _check(value: float, path: str, bounds: _Bounds) -> None:
+    within = next((bound for bound in bounds if isinstance(bound, Within)), Within())
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{path}: {value} must be finite")
+    if not within.low <= value <= within.high:
+        raise InputError(f"{path}: {_brief(value)} must be from {within.low:g} to {within.high:g}")
+
+
+def _text(value: object, path: str, bounds: _Bounds) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{path}: {_brief(value)} must be a string")
+    for bound in bounds:
+        match bound:
+            case OneOf():
+                return _word(value, path, bound.words)
+            case Cut():
+                return value[-bound.count :].encode(errors="replace").decode()  # half a surrogate pair is no text
+            case Longest() if len(value) > bound.count or not (value.isprintable() and _is_text(value)):
+                raise InputError(f"{path}: must be {bound.count} printable characters at most, not {_brief(value)}")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _word(value: object, path: str, words: frozenset[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        known = ", ".join(sorted(word or '""' for word in words))
+        raise InputError(
+            f"{path}: {_brief(value)} is not one of {known}; do sidecar and operator have the same version?"
+        )
+    return str(value)
+
+
+def _brief(value: object) -> str:
+    """For messages, whatever it is: some integers are too long to be written down."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):
+        return f"this {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}…"
