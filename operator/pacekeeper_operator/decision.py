@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.adapt import Trouble, Way
 
-from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice
+from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .observation import GpuValue
 from .subject import Subject
 
@@ -44,12 +44,13 @@ class Adapt:
 
 @dataclass(frozen=True)
 class QuarantineNode:
-    """No new ranks on the node. `refused` says why it is only written down; "": it is done."""
+    """A suspicion against the node. `refused` says why it is only written down; "": it is handed on."""
 
     node: str
     uid: str
     reason: str
     refused: str = ""
+    witness: Witness = Witness.NONE
 
 
 @dataclass(frozen=True)

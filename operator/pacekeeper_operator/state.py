@@ -13,7 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.plan import Plan
 
-from .api import Cause, Class, Mode, Outcome, RemedyPrice
+from .api import Cause, Class, Mode, Outcome, RemedyPrice, Witness
 
 MAX_SETTLED = 500
 MAX_PAST = 100
@@ -185,6 +185,7 @@ class Incident:
     outcome: Outcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
     quarantine: str = ""  # what became of the node, for people
+    verdict: str = ""  # the same as an api.Verdict; "": nothing yet
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ class WantedQuarantine:
     uid: str
     reason: str
     incident: str
+    witness: Witness = Witness.NONE
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..api import MAX_EVIDENCE, Class, Mode
 from ..decision import Decision
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
+from ..words import shortened
 from . import straggler
 from .remedies import apply
 
@@ -92,7 +93,7 @@ def _open(
         cause=decision.cause,
         class_=decision.class_,
         round=decision.round,
-        message=_shortened(decision.message, MAX_MESSAGE),
+        message=shortened(decision.message, MAX_MESSAGE),
         first_sign=min(decision.first_sign, observation.now),
         detected=observation.now if before is None else before.detected,
         decided=observation.now,
@@ -122,10 +123,6 @@ def _bounded(evidence: Sequence[str]) -> tuple[str, ...]:
             break
         kept.append(piece)
     return tuple(kept)
-
-
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 2] + " …"
 
 
 def with_words(incident: Incident, words: str) -> Incident:

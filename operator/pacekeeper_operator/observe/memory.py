@@ -30,6 +30,7 @@ class Contact:
     at: float  # of its last sign, seconds since the epoch
     polling: int = 0  # polls that are being held
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
+    stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
 
 
 @dataclass

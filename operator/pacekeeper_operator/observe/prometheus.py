@@ -36,6 +36,9 @@ FIGURES: Mapping[str, str] = {
     "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
+    "ranks": f"count {BY_JOB} (pacekeeper_rank_step)",
+    "least_step": f"min {BY_JOB} (pacekeeper_rank_step)",
+    "scrape_age": f"max {BY_JOB} (time() - timestamp(pacekeeper_rank_step))",
 }
 """One number a job."""
 SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
@@ -62,7 +65,9 @@ class Sample:
     def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
         figures = {name: values[key] for name, values in self.figures.items() if key in values}
-        return Metrics(**figures, slowest_rank=self.slowest.get(key), gpu=self.gpu, unavailable=self.unavailable)
+        return Metrics(
+            **figures, slowest_rank=self.slowest.get(key), gpu=self.gpu, unavailable=self.unavailable, at=self.at
+        )
 
 
 class Prometheus:

@@ -147,6 +147,8 @@ class Sidecars:
             job.wake.set()
         if contact.heartbeat.state is not heartbeat.state:
             contact.state_since = now
+        if contact.heartbeat.step < heartbeat.step:
+            contact.stepped_at = now
         contact.heartbeat, contact.at = heartbeat, now
         return contact
 
