@@ -25,3 +25,7 @@ PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus ans
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
+REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
+CERTIFICATE_ENDS = Gauge(
+    "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
+)

@@ -27,6 +27,9 @@ class Settings:
     """The Service in front of the endpoint for sidecars; its names stand in the serving certificate."""
     address: str = ""
     """Where sidecars reach the endpoint, host:port; "": the Service's name and the port."""
+    tls_secret: str = ""
+    """Secret of the operator's namespace with the endpoint's tls.crt and tls.key, and the ca.crt that workers are to
+    trust; read anew when it changes. "": the operator keeps an authority of its own."""
     image: str = "pacekeeper:0.1.0"
     """The operator's own image, which probe pods run."""
     image_pull_policy: str = ""
@@ -76,6 +79,8 @@ class Settings:
     """Who reads workers' metrics besides the operator (JSON); empty: whom `prometheus_url` names."""
 
     def __post_init__(self) -> None:
+        if not self.lease_seconds > 0:
+            raise InputError(f"PACEKEEPER_LEASE_SECONDS: {self.lease_seconds} must be above 0, like 10s")
         if not 0 <= self.quarantine_max_share <= 1:
             raise InputError(
                 f"PACEKEEPER_QUARANTINE_MAX_SHARE: {self.quarantine_max_share} must lie between 0 and 1, like 0.1"
@@ -100,7 +105,7 @@ class Settings:
             f"{self.service_name}.{self.namespace}",
             f"{self.service_name}.{self.namespace}.svc",
         ]
-        given = [self.address.rsplit(":", 1)[0]] if self.address else []
+        given = [self.address.rsplit(":", 1)[0].strip("[]")] if self.address else []
         return (*given, *names, "localhost", "127.0.0.1")
 
     @classmethod

@@ -66,6 +66,17 @@ class MortalApi(Api):
         return answer
 
 
+class At(Runtime):
+    """A moment at which time stands still."""
+
+    def __init__(self, moment: float) -> None:
+        super().__init__()
+        self.moment = moment
+
+    def now(self) -> float:
+        return self.moment
+
+
 @pytest.fixture
 async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
     configuration = client.Configuration()
@@ -137,7 +148,7 @@ def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
 
 async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, **changes: Any) -> Ruling:
     """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
-    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, Witness.GPU_SERIES)
+    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
     return await suspect(api, Runtime(), settings, replace(blame, **changes))
 
 
@@ -145,7 +156,7 @@ async def settle(api: Api, settings: Settings, node: str = NODE, now: float | No
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(api, node, settings, moment) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile(api, At(moment), settings, node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
@@ -180,7 +191,7 @@ class TestLife:
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
         assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
-        await settle(api, settings, now=time.time() + HOUR + 1)
+        await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
@@ -190,8 +201,8 @@ class TestLife:
     async def test_a_probe_without_an_image_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
         settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=Mode.ACT)
         await hold(api, cluster, settings)
-        expiry = time.time() + HOUR + 1
-        await reconcile(api, NODE, settings, expiry)
+        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        await reconcile(api, At(expiry), settings, NODE)
 
         def waits() -> bool:
             return any("ImagePull" in json.dumps(pod["status"]) for pod in cluster.list("pods", namespace))
@@ -428,7 +439,7 @@ async def release(api: Api, settings: Settings) -> None:
 
 
 async def expire(api: Api, settings: Settings) -> None:
-    await settle(api, settings, now=time.time() + HOUR + 1)
+    await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
 
 class TestKilled:

@@ -14,20 +14,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pacekeeper import exchange
 from pacekeeper.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
 from pacekeeper_analysis.errors import InputError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, unpickle_nothing
 
 RANKS = 3
-
-
-def refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("unpickles")
 
 
 def group() -> dist.ProcessGroup:
     """Of all ranks; from here on whoever unpickles something fails."""
     dist.init_process_group("gloo")
-    pickle.loads = pickle.load = refuse
-    pickle.Unpickler = dist.distributed_c10d._unpickler = refuse  # type: ignore[misc,assignment]
+    unpickle_nothing()
     its = dist.distributed_c10d._get_default_group()
     with pytest.raises(AssertionError, match="unpickles"):
         dist.all_gather_object(["", "", ""], "words", group=its)

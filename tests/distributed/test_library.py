@@ -26,7 +26,7 @@ from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, unpickle_nothing
 
 RANKS = 4
 BATCH = 16
@@ -321,6 +321,7 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
 
     def run(until: int, folders: list[str]) -> Callable[[int], Any]:
         def rank_main(rank: int) -> Any:
+            unpickle_nothing()
             os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(Runtime(tmp_path / folders[rank]).make().root))
             job = pk.init(
                 mesh={"shard": -1} if sharded else None,

@@ -13,8 +13,7 @@ import dataclasses
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -171,23 +170,17 @@ def _put(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None
     return skeleton
 
 
-@contextmanager
-def _within(place: object) -> Iterator[None]:
-    try:
-        yield
-    except _NotPlain as error:
-        error.path.append(str(place))
-        raise
-
-
 def _dict(value: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
     tag = "ordered" if isinstance(value, OrderedDict) else "counter" if isinstance(value, Counter) else "dict"
     return {tag: [[_take(key, tensors), _item(key, item, tensors)] for key, item in value.items()]}
 
 
 def _item(place: object, value: Any, tensors: list[torch.Tensor]) -> Any:
-    with _within(place):
+    try:
         return _take(value, tensors)
+    except _NotPlain as error:
+        error.path.append(str(place))
+        raise
 
 
 def _list(value: Sequence[Any], tensors: list[torch.Tensor]) -> list[Any]:

@@ -91,11 +91,13 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
 async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuarantine) -> float:
     """Asked until the answer is final: a suspicion may wait for its witness, or for a person."""
     wanted = effect.wanted
+    incident = None if desk.memory.draft is None else desk.memory.draft.state.incidents.find(wanted.incident)
     blame = quarantine.Blame(
         wanted.node,
         wanted.uid,
         wanted.reason,
         ObjectRef(wanted.incident, desk.job.namespace),
+        0.0 if incident is None else incident.decided,  # one that is over is not said anew
         wanted.witness,
         wanted.weak,
     )

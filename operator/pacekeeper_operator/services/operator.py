@@ -112,7 +112,7 @@ class Operator:
                     paused_at = now
                 await self._ask_prometheus()
                 if now - expired_at > RETENTION_SECONDS:
-                    await incidents.expire(self.cluster, self.runtime.now())
+                    await incidents.expire(self.cluster, self.settings.watch_namespaces, self.runtime.now())
                     expired_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)

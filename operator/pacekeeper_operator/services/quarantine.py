@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import kopf
@@ -29,7 +30,7 @@ from ..api import (
     Verdict,
     Witness,
 )
-from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, NotFound, Object
+from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, Denied, NotFound, Object
 from ..decide.node_quarantine import RESYNC_SECONDS, decide, ruling
 from ..decide.node_steps import (
     Approve,
@@ -49,7 +50,7 @@ from ..decide.node_steps import (
     Unguard,
     Wait,
 )
-from ..decide.node_suspicion import with_sign, witness_of
+from ..decide.node_suspicion import SUSPICION_SECONDS, with_sign, witness_of
 from ..manifests import ProbeImage, probe_pod
 from ..observation import Ruling
 from ..runtime import Runtime
@@ -75,6 +76,7 @@ class Blame:
     uid: str
     reason: str
     incident: ObjectRef  # its namespace is whose word it is
+    at: float  # when it was found, seconds since the epoch: what is said again does not become younger
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
 
@@ -82,15 +84,18 @@ class Blame:
 async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling:
     """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
 
-    The node stays untouched until a witness confirms it: `watch_over` sees to that.
+    The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
+    nothing is not raised anew by the same words.
     """
-    sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], runtime.now())
+    sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
     sign = replace(sign, witness=blame.witness, weak=blame.weak)
     known = await cluster.find(QUARANTINES, blame.node)
+    if known is None and runtime.now() >= blame.at + SUSPICION_SECONDS:
+        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
     if known is None:
         return await _refusal(cluster, settings, blame) or await _create(cluster, settings, blame, sign)
     found = Quarantine.parse(known)
-    if found.over:
+    if found.over or found.node_uid not in (None, blame.uid):
         return Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
     signs = with_sign(found.spec.signs, sign)
     if found.suspicion and signs != found.spec.signs:
@@ -135,13 +140,15 @@ class Fleet:
         return Around(rules, others, self._nodes, self._paused)
 
 
-async def reconcile(cluster: Cluster, name: str, settings: Settings, now: float, fleet: Fleet | None = None) -> float:
+async def reconcile(
+    cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet | None = None
+) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
-    Level-triggered and idempotent. `now`: seconds since the epoch. math.inf: there is no such NodeQuarantine.
+    Level-triggered and idempotent. math.inf: there is no such NodeQuarantine.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
-    fleet = fleet or Fleet(cluster, settings)
+    fleet, now = fleet or Fleet(cluster, settings), runtime.now()
     for _ in range(MAX_STEPS):
         body = await cluster.find(QUARANTINES, name)
         if body is None:
@@ -153,7 +160,7 @@ async def reconcile(cluster: Cluster, name: str, settings: Settings, now: float,
         if isinstance(step, Wait):
             return step.seconds
         try:
-            await _carry_out(cluster, step, body, node, settings)
+            await _carry_out(cluster, runtime, settings, step, body, node)
         except (Conflict, NotFound) as error:
             log.info("quarantine of %s: looking anew: %s", name, error)
     return AGAIN_SECONDS
@@ -167,7 +174,7 @@ async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, cha
         delay = RETRY_SECONDS
         try:
             if not swept:
-                await _sweep(cluster)
+                await _sweep(cluster, runtime)
                 swept = True
             delay = await _look_at_all(cluster, runtime, settings)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
@@ -220,17 +227,19 @@ async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
     for metadata in quarantines:
         await _try_reconcile(cluster, runtime, Settings(), metadata["name"], Fleet(cluster, Settings()))
     if not quarantines:
-        await _sweep(cluster)
+        await _sweep(cluster, runtime)
     return [metadata["name"] for metadata in quarantines]
 
 
-async def _sweep(cluster: Cluster) -> None:
+async def _sweep(cluster: Cluster, runtime: Runtime) -> None:
     """Releases nodes with our marks and no NodeQuarantine: somebody has taken a finalizer away by force."""
     for body in await cluster.list(NODES):
         name = body["metadata"]["name"]
         if Node.parse(body).marked and not await _exists(cluster, name):
             await _release(cluster, body)
-            await _tell(cluster, None, body, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+            await _tell(
+                cluster, runtime, None, body, "NodeReleased", "it carried our marks, but there is no NodeQuarantine"
+            )
 
 
 async def _exists(cluster: Cluster, name: str) -> bool:
@@ -240,7 +249,7 @@ async def _exists(cluster: Cluster, name: str) -> bool:
 async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet) -> float:
     """One that fails does not hold up the others."""
     try:
-        return await reconcile(cluster, name, settings, runtime.now(), fleet)
+        return await reconcile(cluster, runtime, settings, name, fleet)
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
@@ -320,7 +329,9 @@ async def _all(cluster: Cluster) -> list[Quarantine]:
     return found
 
 
-async def _carry_out(cluster: Cluster, step: Step, body: Object, node: Object | None, settings: Settings) -> None:
+async def _carry_out(
+    cluster: Cluster, runtime: Runtime, settings: Settings, step: Step, body: Object, node: Object | None
+) -> None:
     """One step. It is based upon `body` and `node` as they were read: Conflict, where one of them has changed since."""
     name, finalizers = body["metadata"]["name"], body["metadata"].get("finalizers", [])
     match step:
@@ -335,12 +346,12 @@ async def _carry_out(cluster: Cluster, step: Step, body: Object, node: Object | 
             await _hold(cluster, node)
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
-                await _tell(cluster, body, node, "QuarantineRestored", note, warning=True)
+                await _tell(cluster, runtime, body, node, "QuarantineRestored", note, warning=True)
         case Release(reason) if node is not None:
             await _release(cluster, node)
-            await _tell(cluster, body, node, "NodeReleased", reason)
+            await _tell(cluster, runtime, body, node, "NodeReleased", reason)
         case Report():
-            await _report(cluster, step, body, node)
+            await _report(cluster, runtime, step, body, node)
         case StartProbe(pod, share) if node is not None:
             await _start_probe(cluster, pod, body, node, settings, share)
         case EndProbe(pod):
@@ -349,12 +360,12 @@ async def _carry_out(cluster: Cluster, step: Step, body: Object, node: Object | 
             await cluster.delete(QUARANTINES, name, uid=body["metadata"]["uid"])
 
 
-async def _report(cluster: Cluster, report: Report, body: Object, node: Object | None) -> None:
+async def _report(cluster: Cluster, runtime: Runtime, report: Report, body: Object, node: Object | None) -> None:
     await _patch(cluster, body, {"status": report.status.to_patch()}, subresource="status")
     if report.event:
         why = f" ({body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
         note = f"{report.status.message}{why}"
-        await _tell(cluster, body, node, report.event, note, warning=report.warning)
+        await _tell(cluster, runtime, body, node, report.event, note, warning=report.warning)
 
 
 async def _patch(cluster: Cluster, body: Object, changes: Object, subresource: str = "") -> None:
@@ -416,15 +427,25 @@ async def _start_probe(cluster: Cluster, pod: str, body: Object, node: Object, s
 
 
 async def _gpus_taken(cluster: Cluster, node: str) -> int:
-    """GPUs that pods on the node hold."""
-    pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
+    try:
+        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    except Denied:
+        return sys.maxsize
     running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
     limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
     return sum(int(limit.get(GPU, 0)) for limit in limits)
 
 
 async def _tell(
-    cluster: Cluster, body: Object | None, node: Object | None, reason: str, note: str, *, warning: bool = False
+    cluster: Cluster,
+    runtime: Runtime,
+    body: Object | None,
+    node: Object | None,
+    reason: str,
+    note: str,
+    *,
+    warning: bool = False,
 ) -> None:
     """Events about the node and its quarantine, which `kubectl describe` shows."""
     for regarding in (body, node):
@@ -435,4 +456,4 @@ async def _tell(
                 "name": regarding["metadata"]["name"],
                 "uid": regarding["metadata"]["uid"],
             }
-            await events.tell_about(cluster, Runtime(), reference, reason, note, reason, warning=warning)
+            await events.tell_about(cluster, runtime, reference, reason, note, reason, warning=warning)

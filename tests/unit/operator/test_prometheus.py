@@ -194,3 +194,9 @@ class TestScrapes:
             assert scrape["honor_labels"] is False
             named = {r["target_label"] for r in scrape["relabel_configs"] if "target_label" in r}
             assert named >= {"namespace", "pod", "node", "trainingjob"}
+
+    def test_no_variable_of_the_operator_is_given_twice(self) -> None:
+        (deployment,) = [o for o in helm_template("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        names = [item["name"] for item in container["env"]]
+        assert len(names) == len(set(names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -24,7 +24,7 @@ from pacekeeper_operator.api import (
     Verdict,
     Witness,
 )
-from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Object, Objects
+from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Listing, Object, Objects
 from pacekeeper_operator.decide.node_quarantine import decide
 from pacekeeper_operator.decide.node_steps import (
     Approve,
@@ -319,7 +319,11 @@ class World(FakeCluster):
 
     def node(self, name: str, ready: str = "True", gpus: int = 0, labels: Mapping[str, str] | None = None) -> None:
         status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"nvidia.com/gpu": str(gpus)}}
-        body = {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels or {}}, "spec": {}, "status": status}
+        body = {
+            "metadata": {"name": name, "uid": f"uid-{name}", "labels": dict(labels or {})},
+            "spec": {},
+            "status": status,
+        }
         self._store(("nodes", "", name), body)
 
     async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
@@ -327,9 +331,9 @@ class World(FakeCluster):
             raise kopf.TemporaryError("the API server does not answer")
         return await super().find(kind, name, namespace)
 
-    async def list(self, kind: Kind, namespace: str = "", **named: Any) -> Objects:
+    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
         self.lists.append(kind.plural)
-        return await super().list(kind, namespace, **named)
+        return await super().listing(kind, namespace, **named)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         if kind is PODS and "nodeName" in body["spec"]:
@@ -372,7 +376,7 @@ SETTINGS = Settings(quarantine_mode=Mode.ACT, quarantine_max_nodes=5, quarantine
 
 
 def blame(node: str = "node-1", namespace: str = "team-a", **changes: Any) -> Blame:
-    said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("gpt-r3-gpu-error", namespace))
+    said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("gpt-r3-gpu-error", namespace), START)
     return replace(said, **changes)
 
 
@@ -399,7 +403,7 @@ class TestService:
         await run(world, clock, 30)
         assert not world.held()
         assert "NodeCleared" in world.events()
-        ruling = await suspect(world, clock, SETTINGS, blame(incident=ObjectRef("again", "team-a")))
+        ruling = await suspect(world, clock, SETTINGS, blame(incident=ObjectRef("again", "team-a"), at=clock.now()))
         assert ruling.verdict is Verdict.CLEARED
         await run(world, clock, 600)
         assert world.quarantine() is None
@@ -408,7 +412,7 @@ class TestService:
     async def test_a_flood_of_faults_brings_one_probe_in_ten_minutes(self, world: World, clock: Clock) -> None:
         names = set()
         for i in range(300):
-            await suspect(world, clock, SETTINGS, blame(incident=ObjectRef(f"i-{i}", "team-a")))
+            await suspect(world, clock, SETTINGS, blame(incident=ObjectRef(f"i-{i}", "team-a"), at=clock.now()))
             await run(world, clock, 2)
             found = world.quarantine()
             assert found is not None
@@ -450,16 +454,32 @@ class TestService:
     async def test_power_lost_at_once_touches_no_node(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
             await run(world, clock, 2)
         await run(world, clock, 700)
         assert not world.held()
         assert await world.list(QUARANTINES) == []
 
+    async def test_jobs_that_ask_on_and_on_do_not_wear_the_breaker_down(self, world: World, clock: Clock) -> None:
+        """Each suspicion is dropped in its turn; what is said again then is no new sign."""
+        said = []
+        for i, pause in ((1, 20), (2, 20), (3, 0)):
+            world.node(f"node-{i}", ready="Unknown")
+            said.append(blame(f"node-{i}", at=clock.now()))
+            await suspect(world, clock, SETTINGS, said[-1])
+            clock.time += pause / 4
+        rulings = []
+        for _ in range(300):
+            rulings = [await suspect(world, clock, SETTINGS, words) for words in said]
+            await run(world, clock, 5)
+            assert not world.held()
+        assert {ruling.verdict for ruling in rulings} == {Verdict.CLEARED}
+        assert await world.list(QUARANTINES) == []
+
     async def test_the_third_node_after_two_earlier_ones_is_quarantined(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
             await run(world, clock, 90)
         assert world.held() == {"node-1", "node-2", "node-3"}
 
@@ -467,7 +487,7 @@ class TestService:
         tight = replace(SETTINGS, quarantine_max_nodes=1)
         for i in (1, 2):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, tight, blame(f"node-{i}"))
+            await suspect(world, clock, tight, blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 20, tight)
         assert world.held() == {"node-1"}
         ruling = await look(world, "node-2", "uid-node-2")
@@ -484,7 +504,7 @@ class TestService:
             world._store(("configmaps", SETTINGS.namespace, PAUSE), {"metadata": {"name": PAUSE}})
         await run(world, clock, 20)
         assert not world.held()
-        assert (await suspect(world, clock, SETTINGS, blame("node-2"))).verdict is Verdict.PAUSED
+        assert (await suspect(world, clock, SETTINGS, blame("node-2", at=clock.now()))).verdict is Verdict.PAUSED
         assert world.quarantine("node-2") is None
         found = await look(world, "node-1", "uid-node-1")
         assert found is not None
@@ -493,7 +513,7 @@ class TestService:
     async def test_many_blamed_nodes_cost_one_look_at_the_cluster(self, world: World, clock: Clock) -> None:
         for i in range(7, 40):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 15)
         world.lists.clear()
         await service._look_at_all(world, clock, SETTINGS)
@@ -507,7 +527,8 @@ class TestService:
         await fleet.around(found, DOWN)
         for other in ("node-2", "node-3"):
             await suspect(world, clock, SETTINGS, blame(other))
-        await service.reconcile(world, "node-1", SETTINGS, START + 10, fleet)
+        clock.time = START + 10
+        await service.reconcile(world, clock, SETTINGS, "node-1", fleet)
         assert not world.held()
         assert (await look(world, "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
 
@@ -515,7 +536,7 @@ class TestService:
         for i in range(7, 40):
             world.node(f"node-{i}")
             world.kubelet[f"node-{i}"] = {"phase": "Running"}
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}"))
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 3)
         assert len(world.probes()) == PROBES_AT_ONCE
 
@@ -597,5 +618,5 @@ def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool,
         "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
         "status": {"conditions": [{"type": "Ready", "status": ready}]},
     }
-    found = kopf.Body(body)
+    found = kopf.Body(cast(Any, body))
     assert _concerns_quarantines(spec=found.spec, status=found.status) is wakes
