@@ -83,6 +83,19 @@ def test_an_evicted_pod_is_replaced_by_the_spare_without_burning_the_budget(calm
     assert calm.worker(1) != lost
 
 
+def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_its_node_is_not_blamed(calm: Job) -> None:
+    """Its sidecar polls on, so nobody but that sidecar can tell; its peers could not begin a round without it."""
+    known, frozen, spent = calm.incident_names(), calm.worker(1), calm.status["restarts"]
+    calm.freeze(1)
+    incident = calm.until_over("worker-frozen", known)
+    assert (incident["spec"]["worker"], incident["spec"]["class"]) == (frozen, "Unknown")
+    assert status_of(incident)["remedy"] == "ReplaceWorker"
+    calm.until(lambda: frozen not in {pod["metadata"]["name"] for pod in calm.pods()}, 60, f"{frozen} has gone")
+    calm.until_calm(spares=1)
+    assert calm.status["restarts"] == spent + 1, "its peers' complaints cost nothing more"
+    assert len(calm.incident_names() - known) == 1
+
+
 def test_an_operator_that_dies_after_each_write_of_a_recovery_loses_and_repeats_nothing(
     calm: Job, operator_process: OperatorProcess
 ) -> None:

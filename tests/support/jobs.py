@@ -203,6 +203,11 @@ class Job:
         """SIGSTOP, as soon as the rank runs."""
         self._signal(rank, signal.SIGSTOP)
 
+    def freeze(self, rank: int) -> None:
+        """SIGSTOP to all processes of the trainer's container, launcher included; the sidecar goes on."""
+        for pid in faults.container_pids(self.namespace, self.worker(rank), "trainer"):
+            faults.signal_process(pid, signal.SIGSTOP)
+
     def _signal(self, rank: int, number: signal.Signals) -> None:
         worker = self.worker(rank)
 

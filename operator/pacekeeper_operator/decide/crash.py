@@ -10,7 +10,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, CountRestart, Decision, FailJob, ReplaceWorker
-from ..observation import Observation, Policy
+from ..observation import FRESH_SECONDS, Observation, Policy
 from ..subject import Subject
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
@@ -38,7 +38,8 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Seq
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     moves = chosen is not None and chosen.option is move
-    end = _hopeless(observation, policy, fault, blame.repeats and not moves)
+    waits = not blame.why_not_move and _spare_comes(observation, policy)
+    end = _hopeless(observation, policy, fault, blame.repeats and not moves and not waits)
     actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
         actions = (end,)
@@ -104,6 +105,12 @@ def _follows_rank(observation: Observation, fault: Fault) -> bool:
     past = observation.state.incidents.past
     moved = (item for item in past if item.cause is Cause.OUT_OF_MEMORY and item.worker != fault.worker)
     return fault.out_of_memory and any(item.rank == fault.rank for item in moved)
+
+
+def _spare_comes(observation: Observation, policy: Policy) -> bool:
+    """One that is not warm yet. The rounds until it is count as others do."""
+    coming = any(view.heartbeat is None or view.silent_seconds <= FRESH_SECONDS for view in observation.spares)
+    return coming and not policy.refusal(Remedy.REPLACE_WORKER)
 
 
 def _hopeless(observation: Observation, policy: Policy, fault: Fault, repeats: bool) -> FailJob | None:

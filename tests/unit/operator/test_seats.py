@@ -257,6 +257,16 @@ class TestBarrenRounds:
         assert thought.draft.state.life.failed_reason == "ScriptFailed"
         assert "CUDA error" in thought.draft.state.life.failed_message
 
+    def test_a_spare_that_is_on_its_way_is_waited_for(self) -> None:
+        starting = change_worker(training(), "j-w4-0", heartbeat={"state": LauncherState.STARTING})
+        thought, world = self.twice(starting)
+        assert not thought.draft.state.life.failed_reason
+        warm = change_worker(again(thought, world), "j-w4-0", heartbeat={"state": LauncherState.WARM})
+        assert seats(self.barren(3, warm))[1] == "j-w4-0"
+        silent = change_worker(starting, "j-w4-0", silent_seconds=FRESH_SECONDS + 1)
+        gone, _ = self.twice(silent)
+        assert gone.draft.state.life.failed_reason == "ScriptFailed"
+
     def test_two_signals_say_nothing_of_the_script(self) -> None:
         thought, _ = self.twice(training(spares=0), exit_code=-9, error="")
         assert not thought.draft.state.life.failed_reason
