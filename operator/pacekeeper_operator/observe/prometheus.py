@@ -64,7 +64,7 @@ class Sample:
 
     def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
-        figures = {name: values[key] for name, values in self.figures.items() if key in values}
+        figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
         return Metrics(
             **figures, slowest_rank=self.slowest.get(key), gpu=self.gpu, unavailable=self.unavailable, at=self.at
         )
