@@ -44,12 +44,12 @@ class Adapt:
 
 @dataclass(frozen=True)
 class QuarantineNode:
-    """A suspicion against the node. `refused` says why it is only written down; "": it is handed on."""
+    """A suspicion against the node. `withheld` says why it is only written down; "": it is handed on."""
 
     node: str
     uid: str
     reason: str
-    refused: str = ""
+    withheld: str = ""
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's word
 

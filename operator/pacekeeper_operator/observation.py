@@ -198,7 +198,6 @@ class Policy:
     max_restarts: int
     restart_window: float
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
-    breaker_nodes: int = 3
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
 

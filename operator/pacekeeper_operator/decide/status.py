@@ -136,12 +136,12 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
     )
     failed = Reason(state.life.failed_reason) if state.life.failed_reason else Reason.TRAINING
     yield _Found(Condition.FAILED, bool(state.life.failed_reason), failed, state.life.failed_message)
-    refused = state.placement.template_rejected == observation.job.generation
+    rejected = state.placement.template_rejected == observation.job.generation
     yield _Found(
         Condition.INVALID_TEMPLATE,
-        refused,
-        Reason.REFUSED if refused else Reason.ACCEPTED,
-        state.placement.rejection if refused else "",
+        rejected,
+        Reason.REFUSED if rejected else Reason.ACCEPTED,
+        state.placement.rejection if rejected else "",
     )
     yield _hindered(observation)
     yield _metrics(observation)

@@ -75,7 +75,6 @@ def policy(operator: Operator, job: Job) -> Policy:
         max_restarts=wish.max_restarts,
         restart_window=wish.restart_window,
         paused=operator.paused,
-        breaker_nodes=settings.breaker_nodes,
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
     )

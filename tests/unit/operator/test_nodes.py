@@ -8,12 +8,13 @@ import pytest
 
 from pacekeeper_analysis.reports import Fault, Heartbeat
 from pacekeeper_operator.api import Cause, Class, Remedy, Witness
-from pacekeeper_operator.decide.node_lost import PATIENCE_SECONDS, SILENT_SECONDS, suspected
+from pacekeeper_operator.decide.node_lost import PATIENCE_SECONDS, SILENT_SECONDS, suspected, unheard_seconds
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.workforce import surplus
 from pacekeeper_operator.observation import Metrics, Observation, Surroundings
 from pacekeeper_operator.observe import gather, reachability
 from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_operator.observe.prometheus import Sample, query
 from pacekeeper_operator.services.sidecars import Caller, Sidecars
 from pacekeeper_operator.state import Draft, Incident, Past
 from tests.support.fake_cluster import FakeCluster
@@ -149,6 +150,14 @@ class TestSingleWorker:
     )
     def test_nobody_does(self, metrics: dict[str, float]) -> None:
         assert decisions(think(self.world(**metrics), policy()))[0].worker == "j-w0-0"
+
+    def test_what_prometheus_has_told_of_it(self) -> None:
+        """The age of a scrape is that at the time of the question."""
+        told = {"ranks": 1.0, "least_step": 900.0, "scrape_age": 5.0}
+        sample = Sample(NOW - 2, {name: {("ns", "j"): value} for name, value in told.items()}, unavailable="")
+        world = replace(self.world(), metrics=sample.of("ns", "j"))
+        assert unheard_seconds(world, world.members[0]) == 7.0
+        assert all(f'"figure", "{name}"' in query("") for name in told)
 
     def test_without_witnesses_it_is_not_lost_soon(self) -> None:
         assert not decisions(think(looked_at(training(1, 1), "j-w0-0"), policy()))

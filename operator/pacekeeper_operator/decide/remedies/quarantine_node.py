@@ -12,8 +12,8 @@ from .applied import Applied
 
 
 def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
-    if action.refused:
-        return Applied(observation.draft, f"no quarantine of {action.node}: {action.refused}")
+    if action.withheld:
+        return Applied(observation.draft, f"no quarantine of {action.node}: {action.withheld}")
     incident = decision.incident_name(observation.job)
     wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
     others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
