@@ -134,6 +134,8 @@ class Reason(StrEnum):
     LOCAL_SGD = "TrainsInLocalSGD"
     NON_FINITE_LOSS = "NonFiniteLoss"
     PLAN_REFUSED = "PlanRefused"
+    CHECKPOINT_FAILING = "CheckpointFailing"
+    WORKERS_UNREACHED = "WorkersUnreached"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
     QUARANTINE_BREAKER = "QuarantineBreaker"

@@ -192,6 +192,10 @@ async def connect() -> AsyncIterator[Cluster]:
         yield Cluster(connection)
 
 
+def _go_on() -> None:
+    return None
+
+
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
     scope = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
     return "/".join(part for part in (f"{kind.path}{scope}", kind.plural, name, subresource) if part)

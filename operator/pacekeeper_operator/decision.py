@@ -44,7 +44,7 @@ class Adapt:
 
 @dataclass(frozen=True)
 class QuarantineNode:
-    """No new ranks on the node. `refused` says why it is only written down; "": it is done."""
+    """A suspicion against the node. `refused` says why it is only written down; "": it is handed on."""
 
     node: str
     uid: str

@@ -13,6 +13,10 @@ from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, L
 from .api import Cause, Job, Mode, Remedy, Verdict
 from .state import Draft, State, Worker
 
+HEARD_SECONDS = 5.0
+"""Whoever has polled within this time is heard: polls are held for three seconds. It must be shorter than any silence
+that counts, or somebody's last word before the operator was cut off would prove that it is not."""
+
 
 @dataclass(frozen=True)
 class PodView:
@@ -60,6 +64,12 @@ class WorkerView:
     state_seconds: float = math.inf  # since it was first heard to be in the state that it is in
     reachable: bool | None = None  # by the operator's own probe; None: there was no reason to probe
     node_reachable: bool | None = None
+    stepped_seconds: float = math.inf  # since it was first heard to have completed its last step; infinity: not known
+
+    @property
+    def node(self) -> str:
+        """By the API server's word; "": it has none yet."""
+        return self.pod.node if self.pod is not None else self.record.node
 
     @property
     def name(self) -> str:
@@ -99,8 +109,6 @@ class NodeView:
     name: str
     uid: str
     ready: bool = True
-    cordoned: bool = False
-    never_quarantine: bool = False  # the platform team's opt-out
     address: str = ""
 
 
@@ -137,6 +145,10 @@ class Metrics:
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
+    ranks: float | None = None  # of the job that tell of their steps
+    least_step: float | None = None  # of these ranks
+    scrape_age: float | None = None  # seconds since all of these ranks were scraped, when Prometheus was asked
+    at: float = 0.0  # when Prometheus was asked
 
 
 @dataclass(frozen=True)
@@ -146,8 +158,10 @@ class Surroundings:
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first
-    hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → other jobs with a hang on it lately
+    hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs
+    hung_elsewhere: frozenset[str] = frozenset()  # nodes on which jobs of other namespaces have hung lately
     past_seconds: Mapping[Cause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents
+    reached_elsewhere: bool = False  # the operator has just heard another job's worker, or reached another node
 
 
 @dataclass(frozen=True)
@@ -227,6 +241,7 @@ class Observation:
     def with_draft(self, draft: Draft) -> Observation:
         """The same world under a changed plan: workers know their new records, what has been dealt with is gone."""
         views = {view.name: view for view in self.workers}
+        settled = frozenset(draft.state.incidents.settled)
         return replace(
             self,
             draft=draft,
@@ -234,7 +249,7 @@ class Observation:
                 replace(views[record.name], record=record) if record.name in views else WorkerView(record)
                 for record in draft.state.placement.workers
             ),
-            faults=tuple(fault for fault in self.faults if fault.name not in draft.state.incidents.settled),
+            faults=tuple(fault for fault in self.faults if fault.name not in settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
         )
 
@@ -336,11 +351,26 @@ class Observation:
         return self.metrics.step_seconds or 0.0
 
     @property
-    def restart_cost(self) -> float:
-        """Seconds of training that a new round costs now: steps since the last checkpoint, and the restart."""
-        snapshot = max((v.heartbeat.snapshot_step for v in self.members if v.heartbeat is not None), default=-1)
-        kept = max(self.checkpoint_step, snapshot)
-        return max(0, self.step - max(kept, 0)) * self.step_seconds + self.restart_seconds
+    def checkpoint_age(self) -> float:
+        """Seconds since the newest checkpoint that is kept; 0: not known."""
+        ages = (view.heartbeat.checkpoint_age_seconds for view in self.members if view.heartbeat is not None)
+        return max(0.0, max(ages, default=0.0))
+
+    def restart_cost(self, *, snapshots: bool = True) -> float:
+        """Seconds of training that a new round costs now: what was trained since the state was kept, and the restart.
+
+        `snapshots`: those in the workers' memory are of use, because all of the workers stay. A worker that goes takes
+        its part of a sharded model along, and which models are sharded nobody tells the operator.
+        """
+        beats = [view.heartbeat for view in self.members if view.heartbeat is not None]
+        snapshot = max((beat.snapshot_step for beat in beats), default=-1) if snapshots else -1
+        steps = self.step - max(self.checkpoint_step, snapshot, 0)
+        if steps <= 0:
+            return self.restart_seconds
+        lost = steps * self.step_seconds
+        if not lost and snapshot <= self.checkpoint_step:  # where nobody tells the time of a step
+            lost = self.checkpoint_age
+        return lost + self.restart_seconds
 
 
 STANDSTILL = math.inf

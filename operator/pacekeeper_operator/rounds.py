@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis.plan import Member, meeting_place
 
 from .observation import Observation
 from .state import Draft
@@ -17,6 +17,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
     heartbeats = [view.heartbeat for view in observation.workers if view.heartbeat is not None]
     same = [member.worker for member in members] == [member.worker for member in plan.members]
     membership = max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1
+    store_port, secret = _meeting_place(observation, members, membership)
     return (
         draft.with_plan(
             membership=membership,
@@ -25,8 +26,8 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             shares=plan.shares if same else None,
             evidence_request="",
             step_seconds=observation.step_seconds or plan.step_seconds,
-            secret=_secret(observation, membership),
-            store_port=_meeting_port(observation, members),
+            store_port=store_port,
+            secret=secret,
         )
         .with_life(finished=())
         .with_placement(placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_asked_at=0.0)
@@ -41,13 +42,8 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
     )
 
 
-def _secret(observation: Observation, membership: int) -> str:
-    """By which the members of this membership, and of no other, know each other; hex."""
-    return hashlib.sha256(f"{observation.dice}/{membership}".encode()).hexdigest()
-
-
-def _meeting_port(observation: Observation, members: Sequence[Member]) -> int:
-    """Where the first member says that its launcher can serve the meeting; an older launcher says nothing."""
-    first = observation.worker(members[0].worker) if members else None
-    told = first.heartbeat.meeting_port if first is not None and first.heartbeat is not None else 0
-    return told or Plan.store_port
+def _meeting_place(observation: Observation, members: Sequence[Member], membership: int) -> tuple[int, str]:
+    """Where the members meet, and the secret by which they, and nobody else, know each other there."""
+    views = (observation.worker(member.worker) for member in members)
+    ports = [view.heartbeat.meeting_port if view is not None and view.heartbeat is not None else 0 for view in views]
+    return meeting_place(ports, hashlib.sha256(f"{observation.dice}/{membership}".encode()).hexdigest())

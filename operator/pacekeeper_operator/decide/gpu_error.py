@@ -1,5 +1,8 @@
 """A GPU has reported an error: DCGM's counters in Prometheus, or NVML's events from the launcher.
 
+What launchers report, and series that a target may have labelled itself, choose remedies inside of the job. Of the
+node they raise a suspicion; only series that the platform vouches for are a witness against it.
+
 The gauge of XIDs holds the last one for ever and the counters never fall, so only a change is news, and what a node had
 before the job looked at it for the first time is none.
 """
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
-from ..api import Cause, Class, Remedy
+from ..api import Cause, Class, Remedy, Witness
 from ..decision import Action, Decision, ReplaceWorker
 from ..observation import GpuValue, Observation, Policy
 from ..state import Draft
@@ -61,6 +64,10 @@ class GpuFault:
     workers: tuple[str, ...]  # of the job, on this node
     fault: Fault | None = None
     value: GpuValue | None = None
+
+    @property
+    def witness(self) -> Witness:
+        return Witness.GPU_SERIES if self.value is not None and self.value.vouched else Witness.NONE
 
     @property
     def name(self) -> str:
@@ -114,7 +121,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     if found.fatal and not policy.refusal(Remedy.REPLACE_WORKER):
         actions = tuple(ReplaceWorker(w, found.words, dead=False, disruption=True) for w in found.workers)
     if found.fatal and found.node:
-        actions = (*actions, quarantine.propose(observation, policy, found.node, found.words))
+        actions = (*actions, quarantine.propose(observation, policy, found.node, found.words, found.witness))
     moved = tuple(action.worker for action in actions if isinstance(action, ReplaceWorker))
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(

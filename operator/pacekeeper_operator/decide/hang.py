@@ -13,6 +13,7 @@ from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker,
 from ..observation import Observation, Policy
 from ..state import Past
 from ..subject import Subject
+from ..words import NAMED, listed
 from . import quarantine
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
@@ -42,8 +43,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         actions = (ReplaceWorker(worker, "it hung again", dead=True),)
     elif chosen is not None:
         actions = (RestartRanks(),)
-    if past.node_is_suspect and node and chosen is not None:
-        actions = (*actions, _quarantine(observation, policy, node))
+    if node and chosen is not None:
+        actions = (*actions, *_blame(observation, policy, node, past))
     return Decision(
         subject=Subject(Cause.HANG, observation.round),
         class_=Class.APPLICATION
@@ -56,7 +57,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         actions=actions,
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=(*verdict.evidence, *_stacks(stalls, verdict.ranks)),
+        evidence=(*verdict.evidence[:NAMED], *_stacks(stalls, verdict.ranks[:NAMED])),
         rank=rank,
         worker=worker,
         node=node,
@@ -108,8 +109,7 @@ def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str
 def _say(verdict: HangVerdict) -> str:
     if not verdict.ranks:
         return "all ranks wait in the same collective and none comes out of it"
-    names = ", ".join(str(rank) for rank in verdict.ranks)
-    return f"rank {names} holds all others ({verdict.kind})"
+    return f"rank {listed(verdict.ranks)} holds all others ({verdict.kind})"
 
 
 def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
@@ -128,5 +128,10 @@ def _first_sign(stalls: Sequence[Fault]) -> float:
     )
 
 
-def _quarantine(observation: Observation, policy: Policy, node: str) -> QuarantineNode:
-    return quarantine.propose(observation, policy, node, "ranks of several workers hung on it")
+def _blame(observation: Observation, policy: Policy, node: str, past: _Past) -> tuple[QuarantineNode, ...]:
+    """What other namespaces' jobs have seen on the node is not believed, and not told: it is a reason to ask."""
+    if past.node_is_suspect:
+        return (quarantine.propose(observation, policy, node, "ranks of several workers hung on it"),)
+    if node in observation.surroundings.hung_elsewhere:
+        return (quarantine.propose(observation, policy, node, "a rank hung on it, as others have before"),)
+    return ()

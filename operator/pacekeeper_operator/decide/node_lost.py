@@ -1,71 +1,169 @@
-"""A worker answers nobody any more: neither its peers nor the operator reach it, although its pod seems to run."""
+"""A worker answers nobody any more, although its pod seems to run.
+
+That the operator does not reach it proves nothing: the operator, or the path to that node, may be cut off while the
+ranks train on. Somebody else has to say so too, and nobody may show that it lives: see `_proof`.
+"""
 
 from __future__ import annotations
 
-from pacekeeper_analysis.reports import FaultKind
+import math
+from dataclasses import replace
 
-from ..api import Cause, Class, Remedy
+from pacekeeper_analysis.reports import Fault, FaultKind
+
+from ..api import Cause, Class, Remedy, Witness
 from ..decision import Action, Decision, ReplaceWorker
-from ..observation import Observation, Policy, WorkerView
+from ..observation import HEARD_SECONDS, Observation, Policy, WorkerView
 from ..subject import Subject
+from ..words import NAMED, listed
 from . import quarantine
 from .pricing import choose_at_standstill, replace_lost_option, written
 
 SILENT_SECONDS = 10.0
-"""Without peers who could say so (they may be lost too), so long a silence stands for their word."""
+"""A shorter silence is no reason for anything."""
+PATIENCE_SECONDS = 120.0
+"""So long a silence, or that of three steps, is enough where nobody at all shows whether the worker lives. Its node is
+not blamed then, and its pod is ended by the kubelet, so that a worker that did live ends before another takes over."""
 
 
 def suspected(observation: Observation) -> bool:
     """Whether there is a reason to probe the members at all."""
-    if observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED):
+    if _complaints(observation):
         return True
     return any(view.alive and view.silent_seconds > SILENT_SECONDS for view in observation.members)
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    stalls = observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED)
-    named = {address for fault in stalls for address in fault.unreachable}
-    lost = [view for view in observation.members if view.usable and view.reachable is False]
-    if len(lost) == len(observation.plan.members) > 1:
-        return None  # it is the operator that reaches nobody
-    for view in lost:
-        silent = observation.operator_age > policy.grace_after_start and view.silent_seconds > SILENT_SECONDS
-        if (view.pod is not None and view.pod.address in named) or silent:
-            return _replace(observation, policy, view)
-    return None
+    found = ((view, _proof(observation, policy, view)) for view in observation.members if _in_doubt(view))
+    lost = [(view, proof) for view, proof in found if proof]
+    if not lost:
+        return None
+    decision = _replace(observation, policy, *lost[0])
+    # What the peers say may be about the others, too, who are judged next.
+    return decision if len(lost) > 1 else replace(decision, settles=tuple(fault.name for fault in observation.faults))
 
 
-def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Decision:
-    node = view.pod.node if view.pod is not None else view.record.node
-    node_lost = view.node_reachable is False
-    stalls = observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED)
-    words = f"node {node} is lost" if node_lost else "nobody reaches it, although its node answers"
+def unreached(observation: Observation) -> tuple[WorkerView, ...]:
+    """Members that the operator neither hears nor reaches."""
+    return tuple(v for v in observation.members if v.reachable is False and v.silent_seconds > SILENT_SECONDS)
+
+
+def unheard_seconds(observation: Observation, view: WorkerView) -> float:
+    """Since the last sign that the worker lives: its own word, a step of its peers, who take none without it for long,
+    or Prometheus' look at its steps."""
+    peers = (peer.stepped_seconds for peer in observation.members if peer.name != view.name)
+    return min(view.silent_seconds, _scraped_seconds(observation, view), min(peers, default=math.inf))
+
+
+def _in_doubt(view: WorkerView) -> bool:
+    return view.usable and view.reachable is False
+
+
+def _proof(observation: Observation, policy: Policy, view: WorkerView) -> str:
+    """Who else says that a worker that the operator does not reach is lost, in words; "": nobody does, so far."""
+    if _named(observation, view):
+        return "its peers do not reach it either"
+    unheard = unheard_seconds(observation, view)
+    if observation.operator_age <= policy.grace_after_start or unheard <= SILENT_SECONDS:
+        return ""
+    if _node_is_down(observation, view):
+        return "its node is not Ready"
+    if _cut_off(observation):
+        return ""
+    if _complaints(observation):
+        return "the job stands still, and nobody hears of it"
+    if _fails_as_a_whole(observation):
+        return "none of the job's workers nor of their nodes answers, and others do"
+    patience = max(PATIENCE_SECONDS, 3 * observation.step_seconds)
+    return f"there has been no sign of it for {patience:.0f} s" if unheard > patience else ""
+
+
+def _complaints(observation: Observation) -> tuple[Fault, ...]:
+    return observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED)
+
+
+def _named(observation: Observation, view: WorkerView) -> bool:
+    address = "" if view.pod is None else view.pod.address
+    return any(address in fault.unreachable for fault in _complaints(observation) if fault.worker != view.name)
+
+
+def _node_is_down(observation: Observation, view: WorkerView) -> bool:
+    """By the word of the API server, which counts while it hears of any node at all."""
+    nodes = observation.surroundings.nodes
+    node = nodes.get(view.node)
+    return any(other.ready for other in nodes.values()) and (node is None or not node.ready)
+
+
+def _cut_off(observation: Observation) -> bool:
+    """It is the operator that reaches nobody: of no job a worker, nor any node. That it reaches the API server tells
+    nothing of its way to them."""
+    answers = any(view.reachable or view.node_reachable for view in observation.workers)
+    speaks = any(view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS for view in observation.workers)
+    return not (answers or speaks or observation.surroundings.reached_elsewhere)
+
+
+def _fails_as_a_whole(observation: Observation) -> bool:
+    """Several nodes at once, which no single broken path explains."""
+    silent = unreached(observation)
+    down = {view.node for view in silent if view.node_reachable is False}
+    return len(down) > 1 and len(silent) == len(observation.plan.members)
+
+
+def _scraped_seconds(observation: Observation, view: WorkerView) -> float:
+    """Since Prometheus last saw all ranks of the job, each beyond the steps that the worker has told of itself."""
+    metrics, told = observation.metrics, -1 if view.heartbeat is None else view.heartbeat.step
+    if metrics.unavailable or metrics.scrape_age is None or (metrics.ranks or 0) < observation.plan.world_size:
+        return math.inf
+    if metrics.least_step is None or metrics.least_step <= told:
+        return math.inf
+    return observation.now - metrics.at + metrics.scrape_age
+
+
+def _replace(observation: Observation, policy: Policy, view: WorkerView, proof: str) -> Decision:
+    down = _node_is_down(observation, view)
+    silent = view.node_reachable is False
+    blamed = down or (silent and (_named(observation, view) or _fails_as_a_whole(observation)))
+    words = f"node {view.node} is lost: {proof}" if blamed else f"the operator does not reach it, and {proof}"
     choice = choose_at_standstill((replace_lost_option(observation, policy),))
     actions: tuple[Action, ...] = ()
     if not policy.refusal(Remedy.REPLACE_WORKER):
-        actions = (ReplaceWorker(view.name, words, dead=True, force=node_lost, disruption=True),)
-    if node_lost:
-        reason = "neither its workers nor its kubelet answer"
-        actions = (*actions, quarantine.propose(observation, policy, node, reason))
+        actions = (ReplaceWorker(view.name, words, dead=True, force=blamed and silent, disruption=True),)
+    if blamed:
+        witness = Witness.NODE_CONDITION if down else Witness.NONE
+        reason = "neither its workers nor its kubelet answer" if silent else "it is not Ready"
+        actions = (*actions, quarantine.propose(observation, policy, view.node, reason, witness))
     member = next(member for member in observation.plan.members if member.worker == view.name)
     return Decision(
-        subject=Subject(Cause.NODE_LOST if node_lost else Cause.WORKER_LOST, observation.round, worker=view.name),
+        subject=Subject(Cause.NODE_LOST if blamed else Cause.WORKER_LOST, observation.round, worker=view.name),
         class_=Class.INFRASTRUCTURE,
-        message=f"worker {view.name} (rank {', '.join(map(str, member.ranks))}) is lost: {words}",
-        first_sign=min(
-            (f.noticed_at - max((s.waiting_seconds for s in f.ranks), default=0.0) for f in stalls),
-            default=observation.now - view.silent_seconds,
-        ),
+        message=f"worker {view.name} (rank {listed(member.ranks)}) is lost: {words}",
+        first_sign=_first_sign(observation, view),
         actions=actions,
-        remedy=Remedy.REPLACE_WORKER if actions else None,
+        remedy=Remedy.REPLACE_WORKER if not policy.refusal(Remedy.REPLACE_WORKER) else None,
         remedies=written(choice.prices, choice.chosen),
-        evidence=(
-            *(f"{fault.worker} cannot reach {', '.join(fault.unreachable)}" for fault in stalls if fault.unreachable),
-            f"the operator's probe of {view.name} failed; no word of it for {view.silent_seconds:.1f} s",
-        ),
+        evidence=_evidence(observation, view),
         rank=member.ranks[0],
         worker=view.name,
-        node=node or None,
-        settles=tuple(fault.name for fault in observation.faults),
+        node=view.node or None,
         last_step=observation.step,
+    )
+
+
+def _first_sign(observation: Observation, view: WorkerView) -> float:
+    return min(
+        (
+            fault.noticed_at - max((state.waiting_seconds for state in fault.ranks), default=0.0)
+            for fault in _complaints(observation)
+        ),
+        default=observation.now - unheard_seconds(observation, view),
+    )
+
+
+def _evidence(observation: Observation, view: WorkerView) -> tuple[str, ...]:
+    complaints = [fault for fault in _complaints(observation) if fault.unreachable]
+    kubelet = {None: "was not asked", True: "answers", False: "does not answer"}[view.node_reachable]
+    return (
+        *(f"{fault.worker} cannot reach {listed(fault.unreachable)}" for fault in complaints[:NAMED]),
+        f"the operator's probe of {view.name} failed; no word of it for {view.silent_seconds:.1f} s",
+        f"the kubelet of {view.node} {kubelet}",
     )

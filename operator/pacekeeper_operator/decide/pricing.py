@@ -24,7 +24,7 @@ def restart_option(observation: Observation, policy: Policy, *, helps: bool = Tr
     """The next round by the same workers. `helps` is False where it was tried before and the fault came again."""
     return Option(
         Remedy.RESTART_RANKS,
-        observation.restart_cost,
+        observation.restart_cost(),
         1.0 if helps else STANDSTILL,
         refused or policy.refusal(Remedy.RESTART_RANKS),
     )
@@ -35,16 +35,18 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
     no_spare = "" if _spare_is_warm(observation) else "no spare is warm"
     return Option(
         Remedy.REPLACE_WORKER,
-        observation.restart_cost + SPARE_SECONDS,
+        observation.restart_cost() + SPARE_SECONDS,
         1.0,
         refused or policy.refusal(Remedy.REPLACE_WORKER) or no_spare,
     )
 
 
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
-    """The same for a worker that is gone: without a spare its ranks wait for the worker that is made in its place."""
+    """The same for a worker that is gone, and what it held in memory with it: without a spare its ranks wait for the
+    worker that is made in its place."""
     wait = SPARE_SECONDS if _spare_is_warm(observation) else NEW_WORKER_SECONDS
-    return Option(Remedy.REPLACE_WORKER, observation.restart_cost + wait, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
+    cost = observation.restart_cost(snapshots=False) + wait
+    return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
 
 def _spare_is_warm(observation: Observation) -> bool:

@@ -29,6 +29,3 @@ def _refusal(observation: Observation, policy: Policy, node: str) -> str:
     if policy.refusal(Remedy.QUARANTINE_NODE):
         return policy.refusal(Remedy.QUARANTINE_NODE)
     return "" if node in observation.surroundings.nodes else "the node is not known any more"
-
-
-BREAKER = "the breaker has tripped"

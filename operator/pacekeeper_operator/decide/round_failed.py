@@ -8,6 +8,7 @@ from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, RestartRanks
 from ..observation import Observation, Policy
 from ..subject import Subject
+from ..words import NAMED, listed
 from . import frozen
 from .pricing import choose_at_standstill, restart_option, written
 
@@ -37,7 +38,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     option = restart_option(observation, policy)
     choice = choose_at_standstill((option,))
     used = observation.state.budget.within(observation.now, policy.restart_window)
-    who = ", ".join(sorted({fault.worker for fault in failed} | {view.name for view in given_up}))
+    who = listed(sorted({fault.worker for fault in failed} | {view.name for view in given_up}))
     message = f"the launchers could not start a round by themselves (told by {who})"
     actions: tuple[Action, ...] = ()
     if used >= policy.max_restarts:
@@ -52,7 +53,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         actions=actions,
         remedy=Remedy.RESTART_RANKS if choice.chosen else None,
         remedies=written(choice.prices, choice.chosen),
-        evidence=tuple(fault.error for fault in failed if fault.error),
+        evidence=tuple(fault.error for fault in failed if fault.error)[:NAMED],
         settles=tuple(fault.name for fault in failed),
         last_step=observation.step,
     )

@@ -10,12 +10,13 @@ from ..state import Draft
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
-    return observation.draft.settle(tuple(f.name for f in observation.faults if _says_nothing(observation, f)))
+    seated = frozenset(member.worker for member in observation.plan.members)
+    stale = (fault.name for fault in observation.faults if _says_nothing(observation, fault, fault.worker in seated))
+    return observation.draft.settle(tuple(stale))
 
 
-def _says_nothing(observation: Observation, fault: Fault) -> bool:
+def _says_nothing(observation: Observation, fault: Fault, seated: bool) -> bool:
     over = observation.state.life.over or observation.plan.stop is not Stop.NO
-    seated = any(member.worker == fault.worker for member in observation.plan.members)
     if over or 0 < fault.membership < observation.plan.membership:
         return True
     if not seated:

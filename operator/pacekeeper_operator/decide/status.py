@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 
-from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, WorkerCounts, format_time
+from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, Verdict, WorkerCounts, format_time
 from ..observation import NOT_ASKED, Observation, Policy
-from .quarantine import BREAKER
+from ..words import listed, shortened
+from . import node_lost
 from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
@@ -152,7 +153,7 @@ def _hindered(observation: Observation) -> _Found:
     words = "; ".join(f"{trouble.what}: {trouble.why}" for trouble in troubles[:3])
     more = f"; and {len(troubles) - 3} more" if len(troubles) > 3 else ""
     reason = Reason.POD_DENIED if any(t.pods for t in troubles) else Reason.NOT_DONE if troubles else Reason.ALL_DONE
-    return _Found(Condition.HINDERED, bool(troubles), reason, f"{words}{more}"[:MAX_MESSAGE])
+    return _Found(Condition.HINDERED, bool(troubles), reason, f"{words}{more}")
 
 
 def _running(observation: Observation, phase: Phase) -> _Found:
@@ -203,16 +204,16 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
     """The first reason that holds, gravest first."""
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
-    tripped = next((e for i in state.incidents.current for e in i.evidence if BREAKER in e), "")
-    if tripped:
-        return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, tripped)
+    held = next((i for i in state.incidents.current if i.verdict == Verdict.BREAKER), None)
+    if held is not None:
+        return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)
     if policy.paused:
         return _Found(Condition.DEGRADED, True, Reason.PAUSED, policy.paused)
     if phase is not Phase.RUNNING:
         return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
-    bad = _bad_input(observation)
-    if bad is not None:
-        return bad
+    grave = _bad_input(observation) or _checkpoints(observation) or _unreached(observation)
+    if grave is not None:
+        return grave
     if len(plan.members) < spec.replicas:
         words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
@@ -259,6 +260,34 @@ def _bad_input(observation: Observation) -> _Found | None:
     return None
 
 
+def _checkpoints(observation: Observation) -> _Found | None:
+    """The job trains on, but what it trains from now on is not kept."""
+    beats = (view.heartbeat for view in observation.members if view.heartbeat is not None)
+    bad = next((beat for beat in beats if beat.checkpoint_error), None)
+    if bad is None:
+        return None
+    who = f"rank {bad.checkpoint_failed_rank}" if bad.checkpoint_failed_rank >= 0 else "a rank"
+    kept = f"the newest good one is of step {observation.checkpoint_step}" if observation.checkpoint_step >= 0 else ""
+    if bad.checkpoint_age_seconds >= 0:
+        kept += f", {_age(bad.checkpoint_age_seconds)} old"
+    words = f"{who} could not keep its part of the newest checkpoint: {bad.checkpoint_error}; {kept or 'there is none'}"
+    return _Found(Condition.DEGRADED, True, Reason.CHECKPOINT_FAILING, words)
+
+
+def _age(seconds: float) -> str:
+    """Roughly: a message that changes with each second would be written with each."""
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else "less than a minute"
+
+
+def _unreached(observation: Observation) -> _Found | None:
+    """Workers that are taken to train on, though the operator cannot tell them anything."""
+    names = [view.name for view in node_lost.unreached(observation)]
+    if not names:
+        return None
+    words = f"the operator neither hears nor reaches {listed(names)}: nobody else says that they are lost"
+    return _Found(Condition.DEGRADED, True, Reason.WORKERS_UNREACHED, words)
+
+
 def _metrics(observation: Observation) -> _Found:
     away = observation.metrics.unavailable
     if away == NOT_ASKED:
@@ -274,7 +303,7 @@ def _dated(found: _Found, before: JobStatus, generation: int, now: float) -> Con
     status = "Unknown" if found.holds is None else "True" if found.holds else "False"
     old = next((condition for condition in before.conditions if condition.type == found.type), None)
     since = old.last_transition_time if old is not None and old.status == status else now
-    return ConditionStatus(found.type, status, found.reason, found.message, since, generation)
+    return ConditionStatus(found.type, status, found.reason, shortened(found.message, MAX_MESSAGE), since, generation)
 
 
 def _sync_mode(observation: Observation) -> SyncMode:

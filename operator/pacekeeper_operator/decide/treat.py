@@ -11,6 +11,7 @@ from ..api import MAX_EVIDENCE, Class, Mode
 from ..decision import Decision
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
+from ..words import shortened
 from . import straggler
 from .remedies import apply
 
@@ -105,7 +106,7 @@ def _open(
         cause=decision.cause,
         class_=decision.class_,
         round=decision.round,
-        message=_shortened(decision.message, MAX_MESSAGE),
+        message=shortened(decision.message, MAX_MESSAGE),
         first_sign=observation.in_time(decision.first_sign),
         detected=observation.now if before is None else before.detected,
         decided=observation.now,
@@ -135,10 +136,6 @@ def _bounded(evidence: Sequence[str]) -> tuple[str, ...]:
             break
         kept.append(piece)
     return tuple(kept)
-
-
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 2] + " …"
 
 
 def with_words(incident: Incident, words: str) -> Incident:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..api import LABEL_JOB, Cause, Class, Job, Phase
 from ..cluster import PODS, Cluster
-from ..observation import Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
+from ..manifests import metrics_port
+from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
 from ..state import Draft, Incident, Past, Worker
-from . import probe
+from . import reachability
 from .memory import JobMemory, Memory
 from .pods import view_pod
 from .store import Shelf
@@ -19,6 +22,8 @@ SUSPECT_SECONDS = 60.0
 """Nodes that were found failing within so many seconds of one another fail at once."""
 HUNG_SECONDS = 3600.0
 """A hang that is older says nothing about its node any more."""
+NODES_ELSEWHERE = 8
+"""So many nodes without a worker of the job are asked at most, where none of its own answers."""
 
 
 def of(shelf: Shelf[PodView], job: Job) -> tuple[PodView, ...]:
@@ -74,23 +79,38 @@ def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_start
         contact.heartbeat if contact else None,
         silent_seconds=0.0 if contact and contact.polling else now - last_sign,
         state_seconds=now - contact.state_since if contact else 0.0,
+        stepped_seconds=now - contact.stepped_at if contact and contact.stepped_at else math.inf,
     )
 
 
 async def look_closely(observation: Observation) -> Observation:
-    """The same with the operator's own probes of all members and their nodes, all at once."""
+    """The same with the operator's own probes of all workers and their nodes, all at once; of other nodes, too, where
+    none of these answers: it may be the operator that reaches nobody."""
 
     async def probed(view: WorkerView) -> WorkerView:
         if view.pod is None or not view.pod.address or view.pod.ended:
             return view
         node = observation.surroundings.nodes.get(view.pod.node)
         reachable, node_reachable = await asyncio.gather(
-            probe.reaches_worker(view.pod.address),
-            probe.reaches_node(node.address) if node is not None and node.address else _unknown(),
+            reachability.reaches_worker(view.pod.address, metrics_port(observation.job, view.name)),
+            reachability.reaches_node(node.address) if node is not None and node.address else _unknown(),
         )
         return replace(view, reachable=reachable, node_reachable=node_reachable)
 
-    return replace(observation, workers=tuple(await asyncio.gather(*map(probed, observation.workers))))
+    looked = replace(observation, workers=tuple(await asyncio.gather(*map(probed, observation.workers))))
+    if any(view.reachable or view.node_reachable for view in looked.workers):
+        return looked
+    around = looked.surroundings
+    answers = await asyncio.gather(*map(reachability.reaches_node, _elsewhere(looked)))
+    return replace(looked, surroundings=replace(around, reached_elsewhere=around.reached_elsewhere or any(answers)))
+
+
+def _elsewhere(observation: Observation) -> Sequence[str]:
+    """Addresses of some nodes without a worker of the job, from all over the cluster."""
+    own = {view.node for view in observation.workers}
+    others = [node.address for name, node in sorted(observation.surroundings.nodes.items()) if name not in own]
+    known = [address for address in others if address]
+    return known[:: max(1, math.ceil(len(known) / NODES_ELSEWHERE))]
 
 
 async def _unknown() -> None:
@@ -98,22 +118,24 @@ async def _unknown() -> None:
 
 
 def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float) -> Surroundings:
-    """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, and not
-    waited for: that ranks of its have hung on a node is asked about, no more."""
+    """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, nor waited
+    for: that it has hung on a node is a reason to ask about the node, no more. That it is heard at all shows that the
+    operator is not cut off."""
     suspects: set[str] = set()
-    hung: dict[str, int] = {}
+    hung: Counter[str] = Counter()
+    hung_elsewhere: set[str] = set()
     durations: dict[Cause, tuple[float, ...]] = {}
-    older = ""
+    older, heard = "", False
     for (namespace, name), other in memory:
         if other.draft is None or other.job is None:
             continue
         incidents = other.draft.state.incidents
         if other.job.uid != job.uid:
-            for past in incidents.past:
-                if past.cause is Cause.HANG and past.node and now - past.at < HUNG_SECONDS:
-                    hung[past.node] = hung.get(past.node, 0) + 1
-        if namespace != job.namespace:
-            continue
+            heard = heard or _is_heard(other, now)
+            if namespace != job.namespace:
+                hung_elsewhere |= set(_hung_on(other, now))
+                continue
+            hung.update(_hung_on(other, now))
         blamed = [(i.node, i.detected) for i in incidents.current if _blames_the_node(i)]
         blamed += [(past.node, past.at) for past in incidents.past if _blames_the_node(past)]
         suspects |= {node or "" for node, at in blamed if now - at < SUSPECT_SECONDS}
@@ -126,8 +148,21 @@ def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeVie
         suspects=frozenset(suspects),
         older_job_waits=older,
         hung_nodes=hung,
+        hung_elsewhere=frozenset(hung_elsewhere),
         past_seconds=durations,
+        reached_elsewhere=heard,
     )
+
+
+def _is_heard(other: JobMemory, now: float) -> bool:
+    return any(now - contact.at < HEARD_SECONDS for contact in other.contacts.values())
+
+
+def _hung_on(other: JobMemory, now: float) -> Sequence[str]:
+    """The nodes on which its ranks have hung lately."""
+    assert other.draft is not None
+    hangs = (past for past in other.draft.state.incidents.past if past.cause is Cause.HANG)
+    return tuple(past.node for past in hangs if past.node and now - past.at < HUNG_SECONDS)
 
 
 def _blames_the_node(incident: Incident | Past) -> bool:

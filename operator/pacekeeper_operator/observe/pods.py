@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..api import LABEL_JOB, LABEL_NO_QUARANTINE, TRAINER, parse_time
+from ..api import LABEL_JOB, TRAINER, parse_time
 from ..observation import NodeView, PodView
 
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
@@ -49,8 +49,6 @@ def view_node(node: Mapping[str, Any]) -> NodeView:
         name=metadata["name"],
         uid=metadata["uid"],
         ready=ready.get("status") == "True",
-        cordoned=bool(node.get("spec", {}).get("unschedulable")),
-        never_quarantine=metadata.get("labels", {}).get(LABEL_NO_QUARANTINE) == "true",
         address=addresses.get("InternalIP", ""),
     )
 

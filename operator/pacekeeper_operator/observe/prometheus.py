@@ -51,6 +51,9 @@ FIGURES: Mapping[str, str] = {
     "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
+    "ranks": f"count {BY_JOB} (pacekeeper_rank_step)",
+    "least_step": f"min {BY_JOB} (pacekeeper_rank_step)",
+    "scrape_age": f"max {BY_JOB} (time() - timestamp(pacekeeper_rank_step))",
 }
 """One number a job."""
 SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
@@ -96,6 +99,7 @@ class Sample:
             gpu=self.gpu,
             gpu_unvouched=self.unvouched,
             unavailable=self.unavailable,
+            at=self.at,
         )
 
 

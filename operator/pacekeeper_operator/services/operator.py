@@ -79,7 +79,10 @@ class Operator:
         """What Prometheus has said of the job lately."""
         if now - self.sample.at > STALE_SECONDS:
             return Metrics(unavailable=NOT_ASKED)
-        return self.sample.of(job.namespace, job.name)
+        memory = self.memory.find(job.namespace, job.name)
+        plan = None if memory is None else memory.plan
+        ranks = {} if plan is None else {member.worker: member.ranks for member in plan.members}
+        return self.sample.of(job.namespace, job.name, ranks)
 
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""

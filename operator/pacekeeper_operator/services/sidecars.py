@@ -173,6 +173,8 @@ class Sidecars:
             job.wake.set()
         if contact.said.state is not said.state:
             contact.state_since = now
+        if contact.said.step < said.step:
+            contact.stepped_at = now
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
         contact.said, contact.at = said, now
         return contact

@@ -14,7 +14,7 @@ import yaml
 
 from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT
 from pacekeeper_operator.certificates import SECRET
-from pacekeeper_operator.observe.probe import KUBELET_PORT
+from pacekeeper_operator.observe.reachability import KUBELET_PORT
 from pacekeeper_operator.services.leadership import LEASE
 from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.settings import Settings

@@ -65,14 +65,14 @@ def test_a_pod_that_cannot_be_placed() -> None:
 def test_a_node() -> None:
     node = {
         "metadata": {"name": "n", "uid": "u", "labels": {}},
-        "spec": {"unschedulable": True},
+        "spec": {},
         "status": {
             "conditions": [{"type": "Ready", "status": "Unknown"}],
             "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
         },
     }
     view = view_node(node)
-    assert (view.ready, view.cordoned, view.address) == (False, True, "192.0.2.1")
+    assert (view.ready, view.address) == (False, "192.0.2.1")
 
 
 def test_silence_counts_from_the_operators_own_start() -> None:

@@ -118,7 +118,7 @@ async def test_a_bad_row_costs_that_row(url: str, bad: dict[str, Any]) -> None:
     FakePrometheus.rows = [bad, row("step_seconds", 0.5, **JOB), row("slowest", 0.1, rank="2", pod="k-w0-0", **OTHER)]
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
     assert not sample.unavailable
-    assert sample.of("ns", "j") == Metrics(step_seconds=0.5, gpu_unvouched=sample.unvouched)
+    assert sample.of("ns", "j") == Metrics(step_seconds=0.5, gpu_unvouched=sample.unvouched, at=sample.at)
     assert sample.of("ns", "k").slowest_rank == 2
 
 

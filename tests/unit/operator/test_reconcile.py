@@ -8,12 +8,10 @@ import kopf
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator import ledger
 from pacekeeper_operator.api import Cause
-from pacekeeper_operator.cluster import JOBS, PODS, STATES, Refused
+from pacekeeper_operator.cluster import PODS, Refused
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.manifests import Installation, state_object, worker_pod
 from pacekeeper_operator.observation import Observation, Policy
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
@@ -24,20 +22,7 @@ from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
 from tests.support.worlds import change_worker, policy, training
-
-INSTALLATION = Installation("https://operator", "")
-
-
-async def written(cluster: FakeCluster, world: Observation) -> None:
-    """The API server holds the job, its plan and its pods."""
-    await cluster.create(JOBS, {"metadata": {"namespace": world.job.namespace, "name": world.job.name}})
-    await cluster.create(STATES, state_object(world.job, ledger.write(world.draft, world.job.name)))
-    for record in world.state.placement.workers:
-        pod = worker_pod(world.job, record.ordinal, record.incarnation, INSTALLATION)
-        pod["metadata"] |= {"uid": record.uid, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        pod["spec"]["nodeName"] = record.node
-        pod["status"] = {"phase": "Running", "podIP": f"10.0.0.{record.ordinal}"}
-        await cluster.create(PODS, pod)
+from tests.support.written import INSTALLATION, written
 
 
 async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, Desk]:

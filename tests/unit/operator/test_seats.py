@@ -508,6 +508,12 @@ class TestRounds:
         assert plan.secret != self.moved(dice="eight").secret
         assert plan.secret not in repr(plan)
 
+    def test_nobody_has_one_where_a_member_would_be_locked_out_by_it(self) -> None:
+        """An older launcher, or sidecar, does not hand it on."""
+        world = change_worker(training(), "j-w2-0", heartbeat={"meeting_port": 0})
+        plan = think(replace(change_worker(world, "j-w0-0", gone=True), dice="seven"), policy()).draft.plan
+        assert plan.secret == ""
+
     def test_the_known_step_time_goes_with_it(self) -> None:
         assert self.moved().step_seconds == 0.1
         silent = replace(training().metrics, step_seconds=None)

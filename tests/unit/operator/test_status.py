@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.plan import Stop
-from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason
-from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason, Verdict
+from pacekeeper_operator.decide.pricing import SPARE_SECONDS, replace_lost_option, restart_option
+from pacekeeper_operator.decide.status import MAX_MESSAGE, report
 from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation
+from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation, Trouble
 from tests.support.worlds import (
     NOW,
     change_members,
@@ -131,3 +132,71 @@ def test_a_plan_that_the_ranks_refuse_is_told_in_their_words() -> None:
     degraded = conditions(world)[Condition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.PLAN_REFUSED)
     assert "shares sum to 33, not 32" in degraded.message
+
+
+def test_a_checkpoint_that_fails_is_told_with_rank_path_reason_and_the_age_of_the_last_good_one() -> None:
+    told = {"checkpoint_failed_rank": 3, "checkpoint_error": "/checkpoints/step-500: No space left on device"}
+    world = change_worker(training(), "j-w0-0", heartbeat={**told, "checkpoint_age_seconds": 725.0})
+    status = report(world, policy(), JobStatus())
+    degraded = {c.type: c for c in status.conditions}[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.CHECKPOINT_FAILING)
+    for words in ("rank 3", "/checkpoints/step-500", "No space left on device", "step 490", "12 min old"):
+        assert words in degraded.message
+    assert status.phase is Phase.RUNNING, "it trains on"
+    assert not decisions(think(world, policy()))
+
+
+def test_a_checkpoint_that_fails_before_any_was_kept() -> None:
+    told = {"checkpoint_failed_rank": 0, "checkpoint_error": "/checkpoints: Read-only file system"}
+    world = change_worker(change_members(training(), checkpoint_step=-1), "j-w0-0", heartbeat=told)
+    assert "there is none" in conditions(world)[Condition.DEGRADED].message
+
+
+class TestWhatARestartCosts:
+    def test_it_grows_while_checkpoints_fail(self) -> None:
+        costs = [change_members(training(), step=step).restart_cost() for step in (500, 600, 1500)]
+        assert costs == pytest.approx([5 + 1, 5 + 11, 5 + 101])
+
+    def test_by_the_age_of_the_newest_where_nobody_tells_the_time_of_a_step(self) -> None:
+        world = change_worker(training(metrics=Metrics()), "j-w0-0", heartbeat={"checkpoint_age_seconds": 725.0})
+        assert world.restart_cost() == pytest.approx(5 + 725)
+        assert change_members(world, snapshot_step=499).restart_cost() == pytest.approx(5), "a snapshot is younger"
+
+    def test_what_a_lost_worker_held_in_memory_is_lost_with_it(self) -> None:
+        world = change_members(training(), step=600, snapshot_step=599)
+        assert restart_option(world, policy()).cost_seconds == pytest.approx(5 + 0.1)
+        assert replace_lost_option(world, policy()).cost_seconds == pytest.approx(5 + 11 + SPARE_SECONDS)
+
+
+def test_a_breaker_that_holds_a_node_back_is_told_by_its_verdict_not_by_words() -> None:
+    thought = think(change_worker(training(), "j-w1-0", gone=True), policy())
+    (incident,) = thought.draft.state.incidents.current
+    prose = replace(incident, evidence=("ValueError: the breaker has tripped",))
+    world = thought.observation.with_draft(thought.draft.with_incident(prose))
+    assert conditions(world)[Condition.DEGRADED].reason != Reason.QUARANTINE_BREAKER
+    held = replace(incident, verdict=Verdict.BREAKER, quarantine="node-1 is untouched: 3 nodes at once")
+    world = thought.observation.with_draft(thought.draft.with_incident(held))
+    degraded = conditions(world)[Condition.DEGRADED]
+    assert (degraded.reason, degraded.message) == (Reason.QUARANTINE_BREAKER, held.quarantine)
+
+
+def test_workers_that_the_operator_does_not_reach_are_told_while_they_train() -> None:
+    world = training()
+    for view in world.members[:3]:
+        world = change_worker(world, view.name, reachable=False, silent_seconds=60.0)
+    degraded = conditions(world)[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.WORKERS_UNREACHED)
+    assert "j-w0-0, j-w1-0, j-w2-0" in degraded.message
+
+
+@pytest.mark.parametrize("letters", [10, 100_000])
+def test_no_message_is_longer_than_a_condition_may_be(letters: int) -> None:
+    thought = think(replace(training(), faults=stalls(training(), culprit=2)), policy())
+    (incident,) = thought.draft.state.incidents.current
+    draft = thought.draft.with_incident(replace(incident, message="x" * letters))
+    draft = draft.with_placement(template_rejected=1, rejection="y" * letters)
+    world = replace(
+        thought.observation.with_draft(draft), troubles=tuple(Trouble("create a", "z" * letters) for _ in range(9))
+    )
+    for condition in report(world, policy(), JobStatus()).conditions:
+        assert len(condition.message) <= MAX_MESSAGE

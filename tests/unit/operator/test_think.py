@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.plan import Stop
-from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
+from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.api import Cause, Class, Mode, Outcome, Remedy, RunPolicySpec
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.workforce import TURN_SECONDS, missing, surplus
-from pacekeeper_operator.observation import GpuValue, Metrics, Observation, Policy
+from pacekeeper_operator.observation import Metrics, Observation, Policy
 from pacekeeper_operator.state import Draft, Past
 from tests.support.worlds import (
     NOW,
@@ -382,119 +382,6 @@ class TestWorkerLost:
             world = replace(world, workers=tuple(members.get(view.name, view) for view in world.workers))
         warm = change_worker(world, "j-w4-4", heartbeat={"state": LauncherState.WARM})
         assert think(warm, policy()).draft.state.placement.failed_starts == 0
-
-
-class TestNodeLost:
-    def lost(self, world: Observation | None = None, node_reachable: bool = False) -> Observation:
-        world = world or training()
-        world = replace(
-            world,
-            faults=(
-                stall("j-w0-0", 0, unreachable=("10.0.0.1",)),
-                stall("j-w2-0", 2, unreachable=("10.0.0.1",)),
-            ),
-        )
-        for view in world.workers:
-            world = change_worker(world, view.name, reachable=True, node_reachable=True)
-        return change_worker(world, "j-w1-0", reachable=False, node_reachable=node_reachable, silent_seconds=4.0)
-
-    def test_a_spare_takes_over_the_pod_is_struck_off_and_the_node_quarantined(self) -> None:
-        world = self.lost()
-        thought = think(world, policy())
-        assert seats(thought.draft)[1] == "j-w4-0"
-        (view,) = surplus(thought.observation)
-        assert (view.name, view.record.force) == ("j-w1-0", True)
-        assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
-        assert thought.draft.state.incidents.current[0].cause is Cause.NODE_LOST
-
-    def test_a_node_that_answers_is_not_touched(self) -> None:
-        thought = think(self.lost(node_reachable=True), policy())
-        assert seats(thought.draft)[1] == "j-w4-0"
-        assert not thought.draft.state.incidents.quarantines
-        assert thought.draft.state.incidents.current[0].cause is Cause.WORKER_LOST
-
-    def test_an_operator_that_reaches_nobody_blames_nobody(self) -> None:
-        world = self.lost()
-        for view in world.members:
-            world = change_worker(world, view.name, reachable=False, node_reachable=False)
-        assert not decisions(think(world, policy()))
-
-    def test_silence_alone_means_nothing_to_a_young_operator(self) -> None:
-        world = change_worker(replace(training(), operator_age=5.0), "j-w1-0", reachable=False, silent_seconds=60.0)
-        assert not decisions(think(world, policy()))
-        assert decisions(think(replace(world, operator_age=60.0), policy()))
-
-
-class TestGpuError:
-    def with_value(self, world: Observation, metric: str, value: float, node: str = "node-1") -> Observation:
-        return replace(world, metrics=replace(world.metrics, gpu=(GpuValue(node, "0", metric, value),)))
-
-    def test_a_fatal_xid_means_checkpoint_spare_and_quarantine(self) -> None:
-        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0)
-        thought = think(world, policy())
-        assert thought.draft.plan.checkpoint_request == 1
-        assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
-        answered = change_members(again(thought, world), checkpoint_request=1)
-        assert seats(think(answered, policy()).draft)[1] == "j-w4-0"
-
-    def test_a_spare_on_a_broken_gpu_goes_and_the_job_does_not_look_like_recovering(self) -> None:
-        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, node="node-4"), policy())
-        (incident,) = thought.draft.state.incidents.current
-        assert (incident.remedy, incident.outcome) == (Remedy.REPLACE_WORKER, Outcome.RECOVERED)
-        assert thought.draft.state.placement.failed_starts == 0
-        assert [worker.name for worker in missing(thought.observation)] == ["j-w4-1"]
-        assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-4"]
-
-    def test_without_leave_to_replace_the_node_alone_is_dealt_with(self) -> None:
-        allowed = policy(allow=frozenset({Remedy.RESTART_RANKS}))
-        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0), allowed)
-        (incident,) = thought.draft.state.incidents.current
-        assert incident.remedy is None
-        assert incident.outcome is not None
-        assert thought.draft.plan.membership == 1
-
-    @pytest.mark.parametrize("xid", [13, 31, 43, 45, 68])
-    def test_an_xid_of_the_application_touches_nothing(self, xid: int) -> None:
-        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", float(xid)), policy())
-        assert not thought.draft.state.incidents.quarantines
-        assert thought.draft.plan.membership == 1
-        assert thought.draft.state.incidents.current[0].class_ is Class.APPLICATION
-
-    def test_a_counter_that_falls_is_no_error(self) -> None:
-        world = self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0)
-        seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
-        assert not decisions(think(world.with_draft(world.draft.with_gpus(values=seen)), policy()))
-
-    def test_a_job_that_stands_still_gets_no_checkpoint_and_waits_for_none(self) -> None:
-        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0)
-        world = again(think(world, policy()), world, faults=stalls(world, culprit=1))
-        thought = think(world, policy())
-        assert seats(thought.draft)[1] == "j-w4-0"
-        assert len(thought.draft.state.incidents.current) == 1
-
-    def test_a_gauge_that_never_resets_fires_once(self) -> None:
-        world = self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 45.0)
-        thought = think(world, policy())
-        assert len(decisions(thought)) == 1
-        assert not decisions(think(replace(again(thought, world), now=NOW + 1), policy()))
-
-    def test_what_a_node_showed_before_the_job_came_is_no_news(self) -> None:
-        world = training()
-        world = world.with_draft(world.draft.with_gpus(nodes=()))
-        assert not decisions(think(self.with_value(world, "DCGM_FI_DEV_XID_ERRORS", 79.0), policy()))
-
-    def test_an_uncorrectable_memory_error_is_fatal(self) -> None:
-        thought = think(self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0), policy())
-        assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
-
-    def test_a_node_without_a_worker_of_the_job_is_not_its_business(self) -> None:
-        assert not decisions(think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, "node-9"), policy()))
-
-    def test_the_launchers_own_word_is_enough(self) -> None:
-        fault = Fault("g", FaultKind.GPU_ERROR, "j-w1-0", 1, NOW, membership=1, xid=79)
-        thought = think(replace(training(), faults=(fault,)), policy())
-        assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
-        assert "g" in thought.draft.state.incidents.settled
 
 
 class TestRecommend:

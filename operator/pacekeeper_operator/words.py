@@ -1,0 +1,19 @@
+"""Words for people about many things at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NAMED = 8
+"""So many are named; whoever wants to know them all asks the API server."""
+
+
+def listed(things: Sequence[object]) -> str:
+    """`1, 2, 3`, or the first eight `and 592 more`."""
+    names = ", ".join(map(str, things[:NAMED]))
+    return f"{names} and {len(things) - NAMED} more" if len(things) > NAMED else names
+
+
+def shortened(text: str, limit: int) -> str:
+    """The beginning of what is longer than `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 2] + " …"
