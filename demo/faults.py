@@ -12,6 +12,8 @@ from testcluster import faults, release
 
 TRAINER = "trainer"
 XID_FALLEN_OFF_THE_BUS = 79
+BASELINE_STEPS = 30
+"""A fault that is found by a comparison with how the job trained before needs a before."""
 STEP_MEGABITS = 22
 """What a rank sends of a step: 470,000 gradients of 32 bits, 1.5 times over (a ring of four ranks)."""
 
@@ -37,6 +39,7 @@ class Fault:
     inject: Callable[[], str]
     undo: Callable[[], None] = lambda: None
     timeout: float = 120.0
+    steady_steps: int = 10  # that the job shall have trained undisturbed before
     relief: Relief | None = None
 
 
@@ -152,7 +155,14 @@ def all_faults() -> list[Fault]:
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
         Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault("straggler", "CPU quota cut to 65 %", ("straggler",), ("Rebalance",), slowed.inject),
+        Fault(
+            "straggler",
+            "CPU quota cut to 65 %",
+            ("straggler",),
+            ("Rebalance",),
+            slowed.inject,
+            steady_steps=BASELINE_STEPS,
+        ),
         Fault(
             "straggler beyond shares",
             "CPU quota cut to 20 %",
@@ -160,6 +170,7 @@ def all_faults() -> list[Fault]:
             replaced,
             crawling.inject,
             timeout=180,
+            steady_steps=BASELINE_STEPS,
         ),
         Fault(
             "slow link",
@@ -169,6 +180,7 @@ def all_faults() -> list[Fault]:
             link.inject,
             link.undo,
             timeout=180,
+            steady_steps=BASELINE_STEPS,
             relief=Relief("link well again", "tc tbf removed", link.relieve),
         ),
         Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),

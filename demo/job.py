@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from demo import kube
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_operator import ledger
 
 NAMESPACE = "demo"
 NAME = "gpt"
+STOP_FILE = "/checkpoints/enough"
+"""The script's --stop-file in examples/gpt.yaml."""
 SELECTOR = f'{{namespace="{NAMESPACE}",trainingjob="{NAME}"}}'
 """The job's series in Prometheus."""
 
@@ -50,9 +53,9 @@ class Job:
 
 def worker_of_rank(rank: int) -> str:
     """The pod that holds `rank` under the plan in force."""
-    for member in _plan()["members"]:
-        if rank in member["ranks"]:
-            return str(member["worker"])
+    for member in _plan().members:
+        if rank in member.ranks:
+            return member.worker
     raise kube.DemoError(f"no worker holds rank {rank}")
 
 
@@ -94,12 +97,17 @@ def loss() -> float | None:
     return _metric("avg", "pacekeeper_rank_loss")
 
 
+def stop() -> str:
+    """Have the script end by itself, and return what was done, in words."""
+    worker = worker_of_rank(0)
+    kube.kubectl("exec", worker, "-c", "trainer", "-n", NAMESPACE, "--", "touch", STOP_FILE)
+    return f"touch {STOP_FILE} in {worker}"
+
+
 def _metric(over_ranks: str, name: str) -> float | None:
     found = kube.query(f"{over_ranks}({name}{SELECTOR})")
     return float(found[0]["value"][1]) if found else None
 
 
-def _plan() -> dict[str, Any]:
-    body = kube.get("configmap", f"{NAME}-plan", NAMESPACE)
-    plan: dict[str, Any] = json.loads(body["data"]["plan.json"])
-    return plan
+def _plan() -> Plan:
+    return ledger.read(kube.get("trainingjobstate", NAME, NAMESPACE), NAME).draft.plan

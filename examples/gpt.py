@@ -141,6 +141,8 @@ def main() -> None:
                 held_out_loss = evaluate(model, evaluation, job)
             if job.rank == 0:
                 print(f"step {job.step}: held-out loss {held_out_loss:.4f}", flush=True)
+            if arguments.stop_file is not None and agreed(arguments.stop_file.exists()):
+                break
         if job.rank == 0 and step.number % arguments.print_every == 0:
             now = time.perf_counter()
             milliseconds, since = (now - since) / arguments.print_every * 1000, now
@@ -158,6 +160,13 @@ def evaluate(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.
     dist.all_reduce(loss)
     model.train()
     return loss.item() / job.world_size
+
+
+def agreed(wanted: bool) -> bool:
+    """Whether any rank wants it; the ranks may look at different moments."""
+    votes = torch.tensor(int(wanted))
+    dist.all_reduce(votes)
+    return votes.item() > 0
 
 
 def mesh(shard: int) -> dict[str, int]:
@@ -192,6 +201,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=Config.dropout)
     parser.add_argument("--bytes", type=int, default=2_000_000, help="of source code to learn")
     parser.add_argument("--eval-every", type=int, default=100, help="steps")
+    parser.add_argument("--stop-file", type=Path, help="once it exists, training ends behind the next evaluation")
     parser.add_argument("--print-every", type=int, default=10, help="steps")
     parser.add_argument(
         "--shard", type=int, nargs="?", const=-1, default=1, help="ranks that share a replica by FSDP2; no number: all"

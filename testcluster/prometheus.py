@@ -40,29 +40,35 @@ def _config() -> dict[str, Any]:
         "scrape_configs": [
             # Pacekeeper's sidecars and operator: every container port with this name.
             _pods("pacekeeper", _keep("__meta_kubernetes_pod_container_port_name", "pk-metrics")),
-            # The exporter's own labels (pod, namespace: those of the GPU's user) win over those of the scraped pod,
-            # as in the usual ServiceMonitor of dcgm-exporter.
             _pods(
                 "dcgm-exporter",
+                _keep("__meta_kubernetes_namespace", "gpu-monitoring"),
                 _keep("__meta_kubernetes_pod_label_app_kubernetes_io_name", "dcgm-exporter"),
                 _keep("__meta_kubernetes_pod_container_port_name", "metrics"),
-            )
-            | {"honor_labels": True},
+            ),
         ],
     }
 
 
 def _pods(job: str, *choose: dict[str, Any]) -> dict[str, Any]:
+    """As the chart's PodMonitors have it: who speaks is what Prometheus has found, never what the target says."""
     relabel = [*choose, _keep("__meta_kubernetes_pod_phase", "Pending|Running")]
     for label, source in (
         ("namespace", "namespace"),
         ("pod", "pod_name"),
         ("container", "pod_container_name"),
         ("node", "pod_node_name"),
+        ("trainingjob", "pod_label_pacekeeper_dev_job"),
     ):
         relabel.append({"source_labels": [f"__meta_kubernetes_{source}"], "target_label": label})
     discovery = {"role": "pod", "kubeconfig_file": str(credentials.PROMETHEUS.kubeconfig)}
-    return {"job_name": job, "kubernetes_sd_configs": [discovery], "relabel_configs": relabel}
+    return {
+        "job_name": job,
+        "honor_labels": False,
+        "sample_limit": 10000,
+        "kubernetes_sd_configs": [discovery],
+        "relabel_configs": relabel,
+    }
 
 
 def _keep(label: str, pattern: str) -> dict[str, Any]:

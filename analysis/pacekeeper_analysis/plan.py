@@ -7,13 +7,16 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
 from .errors import InputError
 from .lengths import SequenceCost
+
+SECRET_BYTES = 32
+"""Of a membership's secret; in the plan they are hexadecimal digits."""
 
 
 class SyncMode(StrEnum):
@@ -63,7 +66,7 @@ class Plan:
     membership: int = 0
     round: int = 1
     members: tuple[Member, ...] = ()  # in rank order; empty: nobody trains
-    store_port: int = 29400  # the store of a membership is served by the launcher of members[0]
+    store_port: int = 29400  # members[0] serves the launchers' meeting there; the port that its heartbeat announces
     restarts: int = 0
     sync_mode: SyncMode = SyncMode.SYNC
     sync_every: int = 16  # EDiT: steps of each rank between two synchronisations
@@ -74,9 +77,12 @@ class Plan:
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
+    secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
 
     def __post_init__(self) -> None:
+        _check_secret(self.secret)
         ranks = [rank for member in self.members for rank in member.ranks]
         if sorted(ranks) != list(range(len(ranks))):
             raise InputError(f"plan.members: ranks {ranks} must be 0 … {len(ranks) - 1}, each exactly once")
@@ -96,6 +102,10 @@ class Plan:
     def world_size(self) -> int:
         return sum(len(member.ranks) for member in self.members)
 
+    def sealed(self, before: Plan, secret: str) -> Plan:
+        """With `secret` (hex) where this is another membership than that of `before`, and with its own otherwise."""
+        return replace(self, secret=before.secret if self.membership == before.membership else secret)
+
     def part(self, worker: str) -> WorkerPlan:
         """What `worker` is told: its own ranks and where to meet the others."""
         position = next((i for i, member in enumerate(self.members) if member.worker == worker), None)
@@ -107,6 +117,7 @@ class Plan:
             "checkpoint_request": self.checkpoint_request,
             "evidence_request": self.evidence_request,
             "profile_request": self.profile_request,
+            "step_seconds": self.step_seconds,
             "sync_every": self.sync_every,
             "sync_seconds": self.sync_seconds,
             "garbage_every": self.garbage_every,
@@ -128,6 +139,7 @@ class Plan:
             sync_mode=self.sync_mode,
             shares=self.shares if 0 in member.ranks else None,
             sequence_cost=self.sequence_cost if 0 in member.ranks else None,
+            secret=self.secret,
             **common,
         )
 
@@ -176,10 +188,13 @@ class WorkerPlan:
     checkpoint_request: int = 0
     evidence_request: str = ""
     profile_request: str = ""
+    step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
+    secret: str = field(default="", repr=False)  # that members prove themselves by to each other, hex; spares get none
 
     def __post_init__(self) -> None:
         _check_terms(self.sequence_cost)
+        _check_secret(self.secret)
 
     def to_json(self) -> dict[str, Any]:
         return {name: _jsonable(value) for name, value in asdict(self).items()}
@@ -205,6 +220,16 @@ class WorkerPlan:
             ) from error
 
 
+def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
+    """The `store_port` and `secret` of a new membership, from the `meeting_port`s of its members' heartbeats in rank
+    order. `secret`: a fresh one.
+
+    A member that announces none has an older launcher, or an older sidecar, which would not hand the secret on: then
+    nobody gets one, because those who had it would not let that member in.
+    """
+    return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
+
+
 def _terms(given: Any) -> tuple[float, float, float] | None:
     """Raises InputError where these are not three numbers."""
     if given is None:
@@ -225,6 +250,14 @@ def _check_terms(terms: tuple[float, float, float] | None) -> None:
             SequenceCost(*terms)
         except InputError as error:
             raise InputError(f"plan.sequence_cost: {error}") from error
+
+
+def _check_secret(secret: object) -> None:
+    """Raises InputError, without the secret in it, where this is none."""
+    try:
+        bytes.fromhex(secret)  # type: ignore[arg-type]  # what is no string is refused here
+    except (TypeError, ValueError):
+        raise InputError("plan.secret: must be hexadecimal digits; the operator makes it, do not edit it") from None
 
 
 def _jsonable(value: Any) -> Any:

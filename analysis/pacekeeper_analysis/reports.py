@@ -73,6 +73,8 @@ class Heartbeat:
     checkpoint_failed_rank: Position = -1  # on which the newest checkpoint could not be kept; -1: it was
     checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
+    meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
+    sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -132,6 +134,7 @@ class Fault:
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
     xid: Count = 0
+    sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,9 +7,10 @@ import asyncio
 import logging
 import os
 import sys
-import time
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from dataclasses import replace
+from functools import partial
 
 import kopf
 from prometheus_client import start_http_server
@@ -21,6 +22,7 @@ from .handlers import pods, quarantines, startup, trainingjobs  # noqa: F401  # 
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
+from .runtime import Runtime
 from .services import leadership
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -28,6 +30,8 @@ from .services.sidecars import Sidecars
 from .settings import Settings
 
 RELEASE_SECONDS = 120.0
+LEAVING_SECONDS = 8.0
+"""So long the operator may take to leave in order once one of its tasks has died."""
 
 
 def main() -> int:
@@ -42,54 +46,82 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    asyncio.run(run(settings) if arguments.command == "run" else _release_all())
-    return 0
+    return asyncio.run(run(settings, Runtime()) if arguments.command == "run" else _release_all())
 
 
-async def run(settings: Settings) -> None:
-    """Until a signal ends it, or the Lease is lost."""
-    lost = asyncio.Event()
+async def run(settings: Settings, runtime: Runtime) -> int:
+    """Until a signal ends it, or one of its tasks dies: of a lost Lease, say. The process's exit status."""
+    serving = runtime.start(_serve(settings, runtime), "the operator")
+    failed = asyncio.ensure_future(runtime.failed.wait())
+    await asyncio.wait([serving, failed], return_when=asyncio.FIRST_COMPLETED)
+    failed.cancel()
+    if not serving.done():
+        await asyncio.wait([serving], timeout=LEAVING_SECONDS)
+        serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    if isinstance(runtime.failure, InputError):
+        print(f"error: {runtime.failure}", file=sys.stderr)
+        return 2
+    return 1 if runtime.failed.is_set() else 0
+
+
+async def _serve(settings: Settings, runtime: Runtime) -> None:
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(cluster.connect())
-        await stack.enter_async_context(leadership.hold(api, settings, lost))
-        authority = await certificates.ensure(api, settings.namespace)
+        lease = await stack.enter_async_context(leadership.hold(api, settings, runtime))
+        api.before_write = lease.require
+        shown = certificates.Certificates(api, settings, runtime)
+        await shown.begin()
         operator = Operator(
             settings=settings,
             cluster=api,
-            memory=Memory(time.time()),
+            memory=Memory(runtime.now()),
             installation=Installation(
                 operator_url=settings.endpoint,
-                authority=authority.certificate,
+                authority=shown.trusted,
                 sidecar_image=settings.sidecar_image,
                 sidecar_pull_policy=settings.sidecar_pull_policy,
             ),
-            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_node_label),
+            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label),
+            runtime=runtime,
         )
-        context = authority.serving_context(settings.hosts, datetime.now(UTC))
-        sidecars = Sidecars(api, operator.memory)
-        await stack.enter_async_context(server.serve(sidecars, settings.port, context))
+        shown.told = partial(_tell, operator)
+        sidecars = Sidecars(api, operator.memory, runtime)
+        await stack.enter_async_context(server.serve(sidecars, runtime, settings.port, shown.context))
         start_http_server(settings.metrics_port)
         logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
-        operator.memory.started_at = time.time()
-        tasks = [operator.runtime.start(operator.watch_over(), "watch over")]
-        tasks.append(operator.runtime.start(operator.resync(), "resync"))
-        try:
-            await kopf.operator(
-                clusterwide=True,
-                standalone=True,
-                memo=kopf.Memo(operator=operator),
-                liveness_endpoint=f"http://0.0.0.0:{settings.liveness_port}/healthz",
-                stop_flag=lost,
-            )
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        operator.memory.started_at = runtime.now()
+        beside = (
+            runtime.start(operator.watch_over(), "watch over"),
+            runtime.start(operator.resync(), "resync"),
+            runtime.start(shown.keep(), "the certificates' keeper"),
+        )
+        stack.push_async_callback(_end, beside)
+        await kopf.operator(
+            clusterwide=not settings.watch_namespaces,
+            namespaces=settings.watch_namespaces,
+            standalone=True,
+            memo=kopf.Memo(operator=operator),
+            liveness_endpoint=f"http://0.0.0.0:{settings.liveness_port}/healthz",
+            stop_flag=runtime.failed,
+        )
 
 
-async def _release_all() -> None:
+def _tell(operator: Operator, trusted: str) -> None:
+    """Workers that are made from now on trust these authorities."""
+    operator.installation = replace(operator.installation, authority=trusted)
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _release_all() -> int:
     async with cluster.connect() as api:
-        await release_all(api, RELEASE_SECONDS)
+        await release_all(api, Runtime(), RELEASE_SECONDS)
+    return 0
 
 
 if __name__ == "__main__":

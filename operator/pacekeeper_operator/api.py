@@ -52,6 +52,7 @@ MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
+"""Of a sidecar with a network of its own; `manifests.metrics_port` says that of any worker."""
 METRICS_PORT_NAME = "pk-metrics"
 
 
@@ -172,6 +173,7 @@ class Cause(StrEnum):
     ROUND_FAILED = "round-failed"  # the launchers could not start one
     OUT_OF_MEMORY = "out-of-memory"
     WORKER_LOST = "worker-lost"
+    WORKER_FROZEN = "worker-frozen"  # it is there, but its launcher stands still, or its ranks cannot be killed
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
     STRAGGLER = "straggler"
@@ -179,7 +181,6 @@ class Cause(StrEnum):
     VOLATILE = "volatile"  # slow ranks come and go
     GARBAGE = "garbage-collection"  # of different ranks in different steps
     UNEVEN_LENGTHS = "uneven-lengths"  # of sequences, dealt unevenly
-    ALL_SLOW = "all-slow"  # against the job's own first steps
 
 
 class Class(StrEnum):
@@ -490,6 +491,18 @@ class IncidentStatus:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """What one namespace's jobs say against a node, last."""
+
+    namespace: str
+    incident: str
+    reason: str
+    at: float
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+
+
+@dataclass(frozen=True)
 class QuarantineSpec:
     """A NodeQuarantine is named after its node."""
 
@@ -498,24 +511,26 @@ class QuarantineSpec:
     incident_ref: ObjectRef | None = None
     expires_after: float = 3600.0  # seconds, from cordonedAt
     approved: bool = False
+    signs: tuple[Sign, ...] = ()  # (): somebody has made it by hand, and needs no witness
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        return from_json(cls, spec, "spec", {"expires_after": parse_duration})
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"expires_after": format_duration})
+        return to_json(self, {"expires_after": format_duration, "at": format_time})
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One look at a quarantined node by a pod that was pinned to it."""
+    """One look at a node by a pod that was pinned to it."""
 
     pod: str
     started: float
     finished: float | None = None
-    passed: bool | None = None
+    passed: bool | None = None  # None: it still runs, or has said nothing about the node
     message: str = ""
+    inconclusive: Inconclusive | None = None
 
 
 @dataclass(frozen=True)

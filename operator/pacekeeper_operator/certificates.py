@@ -1,20 +1,30 @@
-"""The certificate authority that sidecars trust, and the endpoint's serving certificate under it.
+"""The certificate authority that sidecars trust, and the endpoint's serving certificate under it; both renewed in time.
 
-The authority is made once and kept in a Secret of the operator's namespace: a restarted or upgraded operator presents a
-new serving certificate under the same authority, so that no worker needs to be told. Serving keys never leave the
-process.
+The authority is kept in a Secret of the operator's namespace: a restarted or upgraded operator presents a new serving
+certificate under the same authority, so that no worker needs to be told. Serving keys never leave the process.
+
+*A new authority* is made when two thirds of the old one's life are over. Workers that run know only the old one, so it
+signs the new one's key as its last act (the *bridge*), which the endpoint presents beside its certificate: whoever
+trusts the old authority follows the bridge, and whoever trusts the new one needs none. New workers are given both.
+
+A Secret that somebody made (`tls_secret`; cert-manager's have the same form) takes the place of all this: it is read
+again and again, and shown as it is.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import ipaddress
+import logging
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
 
 import kopf
 from cryptography import x509
@@ -28,75 +38,300 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from .cluster import SECRETS, Cluster, Conflict
+from pacekeeper_analysis.errors import InputError
+
+from . import metrics
+from .cluster import SECRETS, Cluster, Object
+from .runtime import Runtime
+from .settings import Settings
 
 SECRET = "pacekeeper-ca"
 AUTHORITY_DAYS = 3650
 SERVING_DAYS = 365
+RENEW_SHARE = 2 / 3
+"""Of a certificate's life: then the next one is made."""
+LOOK_SECONDS = 30.0
+FIRST_LOOK_SECONDS = 2.0
 _CLOCK_SKEW = timedelta(minutes=5)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Authority:
-    """A certificate authority."""
+class Serving:
+    """What the endpoint shows, and what sidecars trust. All PEM."""
 
-    certificate: str  # PEM; what sidecars trust
-    key: str  # PEM
+    chain: str  # its certificate first
+    key: str
+    trusted: str
 
-    def serving_context(self, hosts: Sequence[str], now: datetime) -> ssl.SSLContext:
-        """A server's TLS context with a fresh certificate for `hosts` (names or addresses)."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        issuer = x509.load_pem_x509_certificate(self.certificate.encode())
-        issuer_key = load_pem_private_key(self.key.encode(), password=None)
-        assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
-        certificate = (
-            _builder("pacekeeper", key.public_key(), now, SERVING_DAYS)
-            .issuer_name(issuer.subject)
-            .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
-            .sign(issuer_key, hashes.SHA256())
-        )
+    def context(self) -> ssl.SSLContext:
+        """A server's. Raises ssl.SSLError where key and certificate do not belong together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         with tempfile.TemporaryDirectory() as folder:  # the ssl module reads keys from files only
             path = Path(folder) / "serving.pem"
             path.touch(mode=0o600)
-            path.write_bytes(_private_pem(key) + certificate.public_bytes(Encoding.PEM))
+            path.write_text(self.key.rstrip() + "\n" + self.chain)
             context.load_cert_chain(path)
         return context
 
+    def due(self, now: datetime) -> bool:
+        return _is_due(x509.load_pem_x509_certificate(self.chain.encode()), now)
 
-async def ensure(cluster: Cluster, namespace: str) -> Authority:
-    """The authority of this installation; made by whoever comes first."""
-    for _ in range(3):
-        secret = await cluster.find(SECRETS, SECRET, namespace)
-        if secret is not None:
-            data = {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
-            return Authority(data["tls.crt"], data["tls.key"])
-        authority = create(datetime.now(UTC))
-        try:
-            await cluster.create(
-                SECRETS,
-                {
-                    "apiVersion": "v1",
-                    "kind": "Secret",
-                    "type": "kubernetes.io/tls",
-                    "metadata": {"name": SECRET, "namespace": namespace},
-                    "stringData": {"tls.crt": authority.certificate, "tls.key": authority.key},
-                },
-            )
-        except Conflict:
-            continue
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority. All PEM."""
+
+    certificate: str
+    key: str
+    trusted: str  # its own certificate first, then that of the authority before it, if there was one
+    bridge: str = ""  # its key, as signed by the authority before it
+
+    @classmethod
+    def from_secret(cls, secret: Object) -> Authority:
+        """Raises InputError."""
+        certificate, key = _text(secret, "tls.crt"), _text(secret, "tls.key")
+        authority = cls(certificate, key, _text(secret, "ca.crt", certificate), _text(secret, "bridge.crt", ""))
+        if authority._signer().public_key() != authority._parsed().public_key():
+            raise InputError("tls.key does not belong to tls.crt")
         return authority
-    raise kopf.TemporaryError(f"Secret {namespace}/{SECRET} appears and vanishes", delay=5)
+
+    def to_secret(self, namespace: str, version: str = "") -> Object:
+        """`version`: the resourceVersion of the one that it replaces."""
+        data = {"tls.crt": self.certificate, "tls.key": self.key, "ca.crt": self.trusted, "bridge.crt": self.bridge}
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "kubernetes.io/tls",
+            "metadata": {"name": SECRET, "namespace": namespace} | ({"resourceVersion": version} if version else {}),
+            "data": {name: base64.b64encode(text.encode()).decode() for name, text in data.items()},
+        }
+
+    def due(self, now: datetime) -> bool:
+        return _is_due(self._parsed(), now)
+
+    def renewed(self, now: datetime) -> Authority:
+        """The next one, which whoever trusts this one can follow; nobody can once this one has ended."""
+        old = self._parsed()
+        if now >= old.not_valid_after_utc:
+            return create(now)
+        key = ec.generate_private_key(ec.SECP256R1())
+        new = _root(key, old.subject, now)
+        # Since it has its issuer's name, the bridge does not count where the old authority bounds its path's length.
+        builder = _builder(old.subject, key.public_key(), now, min(_end(now, AUTHORITY_DAYS), old.not_valid_after_utc))
+        bridge = _sign(_as_authority(builder), old.subject, self._signer(), key.public_key())
+        return Authority(new, _private_pem(key), new + self.certificate, bridge)
+
+    def serving(self, hosts: Sequence[str], now: datetime) -> Serving:
+        """A fresh certificate for `hosts` (names or addresses)."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer = self._parsed()
+        builder = (
+            _builder(_name("pacekeeper"), key.public_key(), now, _end(now, SERVING_DAYS))
+            .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        )
+        certificate = _sign(builder, issuer.subject, self._signer(), key.public_key())
+        return Serving(certificate + self.bridge, _private_pem(key), self.trusted)
+
+    def _parsed(self) -> x509.Certificate:
+        try:
+            return x509.load_pem_x509_certificate(self.certificate.encode())
+        except ValueError as error:
+            raise InputError(f"tls.crt is not a certificate: {error}") from error
+
+    def _signer(self) -> ec.EllipticCurvePrivateKey:
+        try:
+            key = load_pem_private_key(self.key.encode(), password=None)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"tls.key is not a private key: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise InputError("tls.key is not a key on an elliptic curve")
+        return key
 
 
 def create(now: datetime) -> Authority:
-    """A new authority."""
+    """An authority that nobody trusts yet."""
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder("pacekeeper-ca", key.public_key(), now, AUTHORITY_DAYS)
+    certificate = _root(key, _name("pacekeeper-ca"), now)
+    return Authority(certificate, _private_pem(key), certificate)
+
+
+class Source(Protocol):
+    """Where the serving certificate comes from."""
+
+    async def look(self, now: datetime) -> Serving:
+        """What is to be shown now. Raises InputError, kopf.TemporaryError or kopf.PermanentError."""
+
+
+class OwnAuthority:
+    """Signs with the installation's own authority, which it makes, renews, and writes anew where it was deleted."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._authority: Authority | None = None
+        self._serving: Serving | None = None
+
+    async def look(self, now: datetime) -> Serving:
+        authority = await self._kept(now)
+        if authority != self._authority or self._serving is None or self._serving.due(now):
+            self._serving = authority.serving(self._settings.hosts, now)
+        self._authority = authority
+        return self._serving
+
+    async def _kept(self, now: datetime) -> Authority:
+        """The authority as it is written now. Raises Conflict where another operator writes at the same time."""
+        namespace = self._settings.namespace
+        found = await self._cluster.find(SECRETS, SECRET, namespace)
+        if found is None:
+            authority = self._authority or create(now)
+            log.warning("Secret %s/%s does not exist, and is written", namespace, SECRET)
+            await self._cluster.create(SECRETS, authority.to_secret(namespace))
+            return authority
+        try:
+            authority = Authority.from_secret(found)
+        except InputError as error:
+            raise InputError(
+                f"Secret {namespace}/{SECRET}: {error}; restore it from a backup, or delete it: an operator that still "
+                "runs writes its own anew, any other makes a new authority, and running workers have to be replaced"
+            ) from error
+        if authority.due(now):
+            authority = authority.renewed(now)
+            await self._cluster.replace(SECRETS, authority.to_secret(namespace, found["metadata"]["resourceVersion"]))
+            log.info("Secret %s/%s has a new authority, vouched for by the old one", namespace, SECRET)
+        return authority
+
+
+class GivenSecret:
+    """Shows what stands in a Secret that somebody else keeps."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._name = settings.tls_secret
+        self._namespace = settings.namespace
+
+    async def look(self, now: datetime) -> Serving:  # noqa: ARG002  # whoever keeps it renews it
+        found = await self._cluster.find(SECRETS, self._name, self._namespace)
+        if found is None:
+            raise kopf.TemporaryError(f"Secret {self._namespace}/{self._name} (tls_secret) does not exist (yet)")
+        try:
+            return Serving(_text(found, "tls.crt"), _text(found, "tls.key"), _text(found, "ca.crt"))
+        except InputError as error:
+            raise InputError(
+                f"Secret {self._namespace}/{self._name} (tls_secret): {error}; it must hold tls.crt, tls.key and ca.crt"
+            ) from error
+
+
+class Certificates:
+    """What the endpoint shows: `context` is for the server, and follows what is renewed without a new server."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, runtime: Runtime) -> None:
+        self.told: Callable[[str], None] = lambda _: None
+        """Called with what workers are to trust from now on (PEM) when that has changed."""
+        source: Source = GivenSecret(cluster, settings) if settings.tls_secret else OwnAuthority(cluster, settings)
+        self._source = source
+        self._host = urlsplit(settings.endpoint).hostname or ""
+        self._runtime = runtime
+        self._shown: Serving | None = None
+        self._current = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.sni_callback = self._choose
+
+    @property
+    def trusted(self) -> str:
+        """What workers are to trust: PEM."""
+        return "" if self._shown is None else self._shown.trusted
+
+    async def begin(self) -> None:
+        """Returns once there is something to be shown. Raises InputError."""
+        while self._shown is None:
+            try:
+                await self._look()
+            except (kopf.TemporaryError, kopf.PermanentError) as error:
+                log.warning("there is no certificate for the endpoint yet: %s", error)
+                await self._runtime.sleep(FIRST_LOOK_SECONDS)
+
+    async def keep(self) -> None:
+        """Renew what is due and follow what has changed, until cancelled. What is shown stays where that fails."""
+        while True:
+            await self._runtime.sleep(LOOK_SECONDS)
+            try:
+                await self._look()
+            except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
+                log.error("the endpoint's certificate stays as it is: %s", error)
+
+    async def _look(self) -> None:
+        serving = await self._source.look(datetime.fromtimestamp(self._runtime.now(), UTC))
+        if serving == self._shown:
+            return
+        current = _proven(serving, self._host)
+        self._current, before, self._shown = current, self._shown, serving
+        metrics.CERTIFICATE_ENDS.labels("serving").set(_ends(serving.chain))
+        metrics.CERTIFICATE_ENDS.labels("authority").set(_ends(serving.trusted))
+        if before is None or before.trusted != serving.trusted:
+            self.told(serving.trusted)
+
+    def _choose(self, connection: ssl.SSLObject, _host: str | None, _context: ssl.SSLContext) -> None:
+        """Called in each handshake, with and without a name."""
+        connection.context = self._current
+
+
+def _proven(serving: Serving, host: str) -> ssl.SSLContext:
+    """The context with which a sidecar that trusts what it is given does connect. Raises InputError."""
+    try:
+        context, trusting = serving.context(), ssl.create_default_context(cadata=serving.trusted)
+        _shake_hands(context, trusting, host)
+    except (ssl.SSLError, ValueError) as error:
+        raise InputError(f"no worker would trust the certificate for {host}: {error}") from error
+    return context
+
+
+def _shake_hands(context: ssl.SSLContext, trusting: ssl.SSLContext, host: str) -> None:
+    """In memory, as a client that calls `host` does."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(back, there, server_hostname=host)
+    server = context.wrap_bio(there, back, server_side=True)
+    for side in (client, server, client, server):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    client.do_handshake()  # raises where it is not complete
+
+
+def _text(secret: Object, key: str, default: str | None = None) -> str:
+    """Raises InputError where the Secret does not have it as text."""
+    encoded = (secret.get("data") or {}).get(key)
+    if not encoded:
+        if default is None:
+            raise InputError(f"{key} is missing")
+        return default
+    try:
+        return base64.b64decode(encoded, validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"{key} is not text: {error}") from error
+
+
+def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return now >= begins + (ends - begins) * RENEW_SHARE
+
+
+def _ends(pem: str) -> float:
+    """Of the first certificate, seconds since the epoch."""
+    return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
+
+
+def _root(key: ec.EllipticCurvePrivateKey, name: x509.Name, now: datetime) -> str:
+    builder = _as_authority(_builder(name, key.public_key(), now, _end(now, AUTHORITY_DAYS)))
+    return _sign(builder, name, key, key.public_key())
+
+
+def _as_authority(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
     usage = x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=True,
@@ -108,25 +343,40 @@ def create(now: datetime) -> Authority:
         encipher_only=False,
         decipher_only=False,
     )
-    certificate = (
-        builder.issuer_name(_name("pacekeeper-ca"))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .sign(key, hashes.SHA256())
+    return builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).add_extension(
+        usage, critical=True
     )
-    return Authority(certificate.public_bytes(Encoding.PEM).decode(), _private_pem(key).decode())
 
 
-def _builder(name: str, key: ec.EllipticCurvePublicKey, now: datetime, days: int) -> x509.CertificateBuilder:
+def _builder(name: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, end: datetime) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
-        .subject_name(_name(name))
+        .subject_name(name)
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .not_valid_after(end)
     )
+
+
+def _sign(
+    builder: x509.CertificateBuilder,
+    issuer: x509.Name,
+    signer: ec.EllipticCurvePrivateKey,
+    key: ec.EllipticCurvePublicKey,
+) -> str:
+    """PEM. The two identifiers tell authorities of one name apart."""
+    certificate = (
+        builder.issuer_name(issuer)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+    return certificate.public_bytes(Encoding.PEM).decode()
+
+
+def _end(now: datetime, days: int) -> datetime:
+    return now + timedelta(days=days)
 
 
 def _name(common_name: str) -> x509.Name:
@@ -140,5 +390,5 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()

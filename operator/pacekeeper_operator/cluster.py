@@ -6,12 +6,10 @@ decide upon have classes of their own.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -73,6 +71,9 @@ STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
+_OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
+"""What an operator writes that does not lead: it changes nothing that another decides upon."""
+
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -83,6 +84,8 @@ class Cluster:
 
     def __init__(self, connection: client.ApiClient) -> None:
         self._connection = connection
+        self.before_write: Callable[[], None] = _go_on
+        """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         return await self._call("GET", _path(kind, namespace, name))
@@ -160,6 +163,8 @@ class Cluster:
         body: Object | Objects | None = None,
         style: str = "application/json",
     ) -> Object:
+        if method != "GET" and not path.startswith(_OF_ANYBODY):
+            self.before_write()
         headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         try:
             await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
@@ -187,16 +192,8 @@ async def connect() -> AsyncIterator[Cluster]:
         yield Cluster(connection)
 
 
-async def update(cluster: Cluster, kind: Kind, name: str, namespace: str, change: Any, tries: int = 5) -> Object:
-    """Read, `change(object)` in place, and write by compare-and-swap; anew where somebody was faster."""
-    for attempt in range(tries):
-        body = await cluster.get(kind, name, namespace)
-        change(body)
-        try:
-            return await cluster.replace(kind, body)
-        except Conflict:
-            await asyncio.sleep(0.05 * 2**attempt)
-    raise kopf.TemporaryError(f"{kind.plural} {namespace}/{name} keeps changing", delay=2)
+def _go_on() -> None:
+    return None
 
 
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:

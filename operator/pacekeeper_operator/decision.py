@@ -51,6 +51,7 @@ class QuarantineNode:
     reason: str
     withheld: str = ""
     witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's word
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def _write_placement(placement: Placement, job: str) -> Json:
         **_write_names([worker.name for worker in workers], job),
         "uids": " ".join(worker.uid for worker in workers),
         "nodes": " ".join(worker.node for worker in workers),
+        # Of thousands at once, while a job starts.
+        "startingSince": write_runs([int(worker.starting_since) for worker in workers]),
         "marks": {
             str(i): marks
             for i, worker in enumerate(workers)
@@ -129,12 +131,14 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
     columns = content["workers"]
     names = _read_names(columns, job)
     uids, nodes, marks = columns["uids"].split(" "), columns["nodes"].split(" "), columns.get("marks", {})
+    starting = read_runs(columns.get("startingSince", "")) or [0] * len(names)
     workers = tuple(
         Worker(
             name,
             *_numbers(name, job),
             uid=uids[i],
             node=nodes[i],
+            starting_since=float(starting[i]),
             **{key: value for key, value in marks.get(str(i), {}).items() if key in _MARKS},
         )
         for i, name in enumerate(names)

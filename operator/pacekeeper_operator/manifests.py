@@ -1,12 +1,14 @@
 """Pure builders: from a job and the installation's settings to the objects that the API server is sent.
 
 A worker is the user's pod template with what Pacekeeper adds to it; nothing that the user wrote is lost or changed.
+What must not be in a template is refused, with the reason (`refused_template`), and never left out silently.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +30,15 @@ from .api import (
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
-PROBE_SECONDS = 60
+PROBE_SECONDS = 120
+"""A probe pod ends itself, should there be no operator to end it."""
 
-_RUNTIME = "pacekeeper-runtime"
-_TOKEN = "pacekeeper-token"
+_OURS = "pacekeeper-"
+"""What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""
+_RUNTIME = f"{_OURS}runtime"
+_TOKEN = f"{_OURS}token"
+_NODE_PORTS = range(20_000, 29_000)
+"""Metrics ports of workers in their node's network: below those that systems give out and that Services take."""
 _HOSTNAME = "kubernetes.io/hostname"
 _RESTRICTED: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
@@ -54,6 +61,15 @@ class Installation:
     )
 
 
+@dataclass(frozen=True)
+class ProbeImage:
+    """What probe pods run."""
+
+    name: str
+    pull_policy: str = ""  # "": the API server's default
+    pull_secrets: tuple[str, ...] = ()  # names of Secrets in the operator's namespace
+
+
 def worker_pod(
     job: Job,
     ordinal: int,
@@ -74,11 +90,12 @@ def worker_pod(
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
+    if _shares_the_nodes_network(job):
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar would not find the operator's name
     environment = _environment(job, spec["terminationGracePeriodSeconds"])
-
     storage = _storage(job, trainer)
-
-    sidecar = _sidecar(trainer, environment, installation)
+    name = worker_name(job, ordinal, incarnation)
+    sidecar = _sidecar(trainer, environment, installation, metrics_port(job, name))
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
     mounts = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
@@ -91,7 +108,7 @@ def worker_pod(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": worker_name(job, ordinal, incarnation),
+            "name": name,
             "namespace": job.namespace,
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
             "annotations": metadata.get("annotations", {}),
@@ -101,13 +118,31 @@ def worker_pod(
     }
 
 
-def refused_template(job: Job) -> str:
-    return ""
-
-
 def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
     """Never used twice by a job: a replacement has the next incarnation."""
     return f"{job.name}-w{ordinal}-{incarnation}"
+
+
+def metrics_port(job: Job, worker: str) -> int:
+    """At which the sidecar of the worker with this name serves its metrics.
+
+    In the node's network (`hostNetwork`) each worker has a port of its own. It is declared, so that the scheduler
+    itself keeps two with one port on different nodes; a replacement, whose name is another, gets another one.
+    """
+    if not _shares_the_nodes_network(job):
+        return METRICS_PORT
+    return _NODE_PORTS[zlib.crc32(f"{job.namespace}/{worker}".encode()) % len(_NODE_PORTS)]
+
+
+def refused_template(job: Job) -> str:
+    """What of the template would get around what holds for all jobs, with the remedy; "": nothing.
+
+    The API server's own checks (the CRD's rules, the dry run) come besides.
+    """
+    try:
+        return next((f"spec.template.spec.{words}" for words in _refusals(job.spec.template["spec"])), "")
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"spec.template: is not a pod template ({error!r}); compare it with `kubectl explain pod.spec`"
 
 
 def state_object(job: Job, content: Object, resource_version: str = "") -> Object:
@@ -129,17 +164,18 @@ def probe_pod(
     namespace: str,
     node: Object,
     quarantine: Object,
-    image: str,
+    image: ProbeImage,
     command: Sequence[str],
     resources: Mapping[str, Any] | None = None,
 ) -> Object:
-    """A short-lived pod on a quarantined `node`: it succeeds if the node can be used again.
+    """A short-lived pod on a `node` that is suspected or quarantined: it succeeds if the node can be used.
 
     It is bound to the node by name (a cordon keeps the scheduler away) and goes with its NodeQuarantine.
     """
-    container = {
+    container: Object = {
         "name": "probe",
-        "image": image,
+        "image": image.name,
+        **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}),
         "command": list(command),
         "resources": dict(resources or {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}),
         "securityContext": dict(_RESTRICTED),
@@ -160,6 +196,7 @@ def probe_pod(
             "activeDeadlineSeconds": PROBE_SECONDS,
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
+            "imagePullSecrets": [{"name": secret} for secret in image.pull_secrets],
             "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532},
             "tolerations": [
                 {"key": TAINT_QUARANTINE, "operator": "Exists"},
@@ -170,7 +207,50 @@ def probe_pod(
     }
 
 
-def _sidecar(trainer: Object, environment: list[Object], installation: Installation) -> Object:
+def _refusals(spec: Object) -> Iterator[str]:
+    if spec.get("nodeName"):
+        yield (
+            "nodeName: it would pass the scheduler by, and with it taints, cordons and resources; remove it and use "
+            f"nodeSelector: {{{_HOSTNAME}: …}}"
+        )
+    for name in ("shareProcessNamespace", "hostPID"):
+        if spec.get(name):
+            yield f"{name}: with it other containers could read the sidecar's token; remove it"
+    for i, toleration in enumerate(spec.get("tolerations") or ()):
+        if toleration.get("key") == TAINT_QUARANTINE:
+            yield f"tolerations[{i}]: {TAINT_QUARANTINE} marks nodes that are out of service; remove the toleration"
+    yield from _refused_volumes(spec.get("volumes") or ())
+    for name in ("initContainers", "containers", "ephemeralContainers"):
+        for i, container in enumerate(spec.get(name) or ()):
+            yield from (f"{name}[{i}].{words}" for words in _refused_container(container))
+
+
+def _refused_volumes(volumes: Sequence[Object]) -> Iterator[str]:
+    for i, volume in enumerate(volumes):
+        if str(volume.get("name")).startswith(_OURS):
+            yield f"volumes[{i}].name: {volume['name']} is Pacekeeper's own; rename the volume"
+        for source in (volume.get("projected") or {}).get("sources") or ():
+            if (source.get("serviceAccountToken") or {}).get("audience") == TOKEN_AUDIENCE:
+                yield (
+                    f"volumes[{i}].projected: audience {TOKEN_AUDIENCE} is for the sidecar alone; "
+                    "remove the token, or use an audience of your own"
+                )
+
+
+def _refused_container(container: Object) -> Iterator[str]:
+    if container.get("name") == SIDECAR:
+        yield f"name: {SIDECAR} is the sidecar that Pacekeeper adds; remove the container, or rename it"
+    for name in ("volumeMounts", "volumeDevices"):
+        for i, mount in enumerate(container.get(name) or ()):
+            if str(mount.get("name")).startswith(_OURS):
+                yield f"{name}[{i}]: {mount['name']} is mounted by Pacekeeper where it is needed; remove the mount"
+
+
+def _shares_the_nodes_network(job: Job) -> bool:
+    return bool((job.spec.template.get("spec") or {}).get("hostNetwork"))
+
+
+def _sidecar(trainer: Object, environment: list[Object], installation: Installation, port: int) -> Object:
     """A native sidecar: up before the trainer starts, ended after it, and no obstacle to the pod's completion."""
     identity = ("runAsUser", "runAsGroup", "runAsNonRoot")  # as the trainer's: they share files
     context = trainer.get("securityContext", {})
@@ -184,9 +264,9 @@ def _sidecar(trainer: Object, environment: list[Object], installation: Installat
             _variable("PACEKEEPER_OPERATOR", installation.operator_url),
             _variable("PACEKEEPER_CA", installation.authority),
             _variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
-            _variable("PACEKEEPER_METRICS_PORT", METRICS_PORT),
+            _variable("PACEKEEPER_METRICS_PORT", port),
         ],
-        "ports": [{"name": METRICS_PORT_NAME, "containerPort": METRICS_PORT}],
+        "ports": [{"name": METRICS_PORT_NAME, "containerPort": port}],
         "resources": copy.deepcopy(dict(installation.sidecar_resources)),
         "securityContext": {**_RESTRICTED, **{key: context[key] for key in identity if key in context}},
         "startupProbe": _healthy(period=1, failures=60),
@@ -246,9 +326,9 @@ def _storage(job: Job, trainer: Object) -> list[tuple[str, Object]]:
     # Memory volumes need no size limit of their own: what is in them counts against the containers' memory limits.
     storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": _RUNTIME, "emptyDir": {"medium": "Memory"}})]
     if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
-        storage.append(("/dev/shm", {"name": "pacekeeper-shm", "emptyDir": {"medium": "Memory"}}))
+        storage.append(("/dev/shm", {"name": f"{_OURS}shm", "emptyDir": {"medium": "Memory"}}))
     if claim := job.spec.checkpoint.volume_claim_name:
-        volume = {"name": "pacekeeper-checkpoints", "persistentVolumeClaim": {"claimName": claim}}
+        volume = {"name": f"{_OURS}checkpoints", "persistentVolumeClaim": {"claimName": claim}}
         storage.append((job.spec.checkpoint.path, volume))
     return storage
 

@@ -22,4 +22,10 @@ RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job tha
 STEP_FAILURES = Counter("pacekeeper_step_failures", "Steps of a pass that failed of a bug of the operator's own.")
 JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
+PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
+GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
+REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
+CERTIFICATE_ENDS = Gauge(
+    "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
+)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
-from .api import Cause, Job, Mode, Remedy
+from .api import Cause, Job, Mode, Remedy, Verdict
 from .state import Draft, State, Worker
 
 HEARD_SECONDS = 5.0
@@ -39,10 +39,18 @@ class PodView:
     waiting_message: str = ""
     job: str = ""  # by its label
     owner: str = ""  # UID of its job
+    gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)
+    started: bool = False  # its trainer's container runs
 
     @property
     def ended(self) -> bool:
         return self.exit_code is not None or self.phase in ("Succeeded", "Failed")
+
+
+FRESH_SECONDS = 10.0
+"""A worker that has been silent for longer may be gone: nobody gives it ranks."""
+FROZEN_SECONDS = 8.0
+"""A launcher that has given its sidecar no sign of life for so long is taken for frozen; it gives two a second."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,14 @@ class WorkerView:
             and bool(self.pod.address)
             and self.heartbeat is not None
             and self.heartbeat.state is LauncherState.WARM
+            and self.silent_seconds <= FRESH_SECONDS
+            and not self.frozen
         )
+
+    @property
+    def frozen(self) -> bool:
+        """Its sidecar speaks, but its launcher has stood still for too long."""
+        return self.heartbeat is not None and self.heartbeat.launcher_silent_seconds >= FROZEN_SECONDS
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,14 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class Ruling:
+    """What has become of a node that a job blames. The words name nobody else's job."""
+
+    verdict: Verdict
+    words: str
+
+
+@dataclass(frozen=True)
 class TemplateVerdict:
     """The API server's word on the pods of a generation of the job."""
 
@@ -201,7 +224,7 @@ class Observation:
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
-    quarantine_words: Mapping[str, str] = field(default_factory=dict)  # node → what became of handing it on
+    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     troubles: tuple[Trouble, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess
@@ -302,6 +325,16 @@ class Observation:
         """Of these kinds and the present membership, in the order in which they were noticed."""
         chosen = [f for f in self.faults if f.kind in kinds and f.membership in (0, self.plan.membership)]
         return tuple(sorted(chosen, key=lambda fault: fault.noticed_at))
+
+    def is_younger(self, fault: Fault, seconds: float) -> bool:
+        """Noticed less than `seconds` ago. Clocks differ: what is dated in the future says nothing about its age, and
+        nobody waits for it to come true."""
+        return 0.0 <= self.now - fault.noticed_at < seconds
+
+    def in_time(self, at: float) -> float:
+        """A moment that a worker tells, as far as this operator's own clock can confirm it: neither in the future nor
+        before the last restart."""
+        return min(max([at, self.state.life.start_time, *self.state.budget.restarts[-1:]]), self.now)
 
     def budget_is_spent(self, policy: Policy) -> bool:
         """No further restart counts within the window."""

@@ -61,8 +61,8 @@ def network_policy(job: Job, operator_namespace: str, scrapers: Sequence[Peer]) 
 
 
 def policy_name(job: Job) -> str:
-    """Not the job's own name: that one is likely to be taken by a policy of the user's."""
-    return f"{job.name}-workers"
+    """Not the job's own name: that one is likely to be taken by a policy of the user's, which is not ours to change."""
+    return f"pacekeeper-{job.name}"
 
 
 def same(found: Object, wanted: Object) -> bool:

@@ -1,4 +1,4 @@
-"""What a probe pod runs on a quarantined node; it ends well if the node can be used again.
+"""What a probe pod runs on a node that is suspected or quarantined; it ends well if the node can be used.
 
 That it runs at all shows that kubelet, container runtime and image are well. Standard library only.
 """
@@ -20,7 +20,7 @@ class Unfit(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pacekeeper_operator.probe", description=__doc__)
-    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs the node has")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs of the node the pod was given")
     gpus = parser.parse_args().gpus
     try:
         check_network(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pacekeeper_analysis.plan import Member
+import hashlib
+from collections.abc import Sequence
+
+from pacekeeper_analysis.plan import Member, meeting_place
 
 from .observation import Observation
 from .state import Draft
@@ -13,14 +16,20 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
     draft, plan = observation.draft, observation.plan
     heartbeats = [view.heartbeat for view in observation.workers if view.heartbeat is not None]
     same = [member.worker for member in members] == [member.worker for member in plan.members]
+    membership = max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1
+    store_port, secret = _meeting_place(observation, members, membership)
     return (
         draft.with_plan(
-            membership=max([plan.membership, *(beat.membership for beat in heartbeats)]) + 1,
+            membership=membership,
             round=max([draft.state.placement.round_seen, *(beat.round for beat in heartbeats)]) + 1,
             members=members,
             shares=plan.shares if same else None,
             evidence_request="",
+            step_seconds=observation.step_seconds or plan.step_seconds,
+            store_port=store_port,
+            secret=secret,
         )
+        .with_life(finished=())
         .with_placement(placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_asked_at=0.0)
         .with_budget(in_membership=0)
         .with_adaptation(
@@ -31,3 +40,10 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             tolerated_behind=draft.state.adaptation.tolerated_behind if same else 0.0,
         )
     )
+
+
+def _meeting_place(observation: Observation, members: Sequence[Member], membership: int) -> tuple[int, str]:
+    """Where the members meet, and the secret by which they, and nobody else, know each other there."""
+    views = (observation.worker(member.worker) for member in members)
+    ports = [view.heartbeat.meeting_port if view is not None and view.heartbeat is not None else 0 for view in views]
+    return meeting_place(ports, hashlib.sha256(f"{observation.dice}/{membership}".encode()).hexdigest())

@@ -60,6 +60,15 @@ class Runtime:
         async with asyncio.timeout(seconds):
             return await work
 
+    async def either(self, *waits: Awaitable[Any]) -> None:
+        """Returns when one of them is over; the others are cancelled."""
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             return

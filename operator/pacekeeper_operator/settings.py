@@ -19,14 +19,23 @@ class Settings:
 
     namespace: str = "pacekeeper-system"
     """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Jobs are kept in these namespaces only, and nothing of others is seen; empty: in all."""
     identity: str = ""
     """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
     service_name: str = "pacekeeper"
     """The Service in front of the endpoint for sidecars; its names stand in the serving certificate."""
     address: str = ""
     """Where sidecars reach the endpoint, host:port; "": the Service's name and the port."""
+    tls_secret: str = ""
+    """Secret of the operator's namespace with the endpoint's tls.crt and tls.key, and the ca.crt that workers are to
+    trust; read anew when it changes. "": the operator keeps an authority of its own."""
     image: str = "pacekeeper:0.1.0"
     """The operator's own image, which probe pods run."""
+    image_pull_policy: str = ""
+    """Of probe pods; "": the API server's default."""
+    image_pull_secrets: str = ""
+    """Of probe pods: names of Secrets in the operator's namespace, comma separated."""
     sidecar_image: str = ""
     """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
     sidecar_pull_policy: str = ""
@@ -38,14 +47,13 @@ class Settings:
 
     prometheus_url: str = ""
     """Empty: no metrics; stragglers and GPU errors are then not seen, and conditions say so."""
+    dcgm_namespace: str = ""
+    """Where the platform's dcgm-exporter runs; "": no GPU series are read, since anybody can make some."""
     dcgm_node_label: str = "Hostname"
-    """Label of DCGM's metrics that holds the node's name."""
+    """Label of DCGM's metrics that holds the node's name where the scrape does not set `node`."""
     log_level: str = "INFO"
     sample_seconds: float = 2.0
     """How often Prometheus is asked while a job runs."""
-
-    watch_namespaces: tuple[str, ...] = ()
-    """Whose jobs this operator looks after, comma separated; none: those of all namespaces."""
 
     mode: Mode = Mode.ACT
     """The most that any job may allow."""
@@ -54,7 +62,7 @@ class Settings:
     quarantine_max_share: float = 0.1
     """Quarantined nodes over all nodes; one node is always allowed."""
     breaker_nodes: int = 3
-    """So many nodes lost or failing at once are a network's or a power's fault, not theirs: no quarantines."""
+    """So many nodes that are blamed at once are a network's or a power's fault, not theirs: no quarantines."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
     paused: bool = False
@@ -71,6 +79,8 @@ class Settings:
     """Who reads workers' metrics besides the operator (JSON); empty: whom `prometheus_url` names."""
 
     def __post_init__(self) -> None:
+        if not self.lease_seconds > 0:
+            raise InputError(f"PACEKEEPER_LEASE_SECONDS: {self.lease_seconds} must be above 0, like 10s")
         if not 0 <= self.quarantine_max_share <= 1:
             raise InputError(
                 f"PACEKEEPER_QUARANTINE_MAX_SHARE: {self.quarantine_max_share} must lie between 0 and 1, like 0.1"
@@ -95,7 +105,7 @@ class Settings:
             f"{self.service_name}.{self.namespace}",
             f"{self.service_name}.{self.namespace}.svc",
         ]
-        given = [self.address.rsplit(":", 1)[0]] if self.address else []
+        given = [self.address.rsplit(":", 1)[0].strip("[]")] if self.address else []
         return (*given, *names, "localhost", "127.0.0.1")
 
     @classmethod
@@ -122,6 +132,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return Mode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
+            case "tuple[str, ...]":
+                return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:
                 return text
     except InputError as error:

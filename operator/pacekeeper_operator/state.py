@@ -13,7 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.plan import Plan
 
-from .api import Cause, Class, Mode, Outcome, RemedyPrice, Witness
+from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
 MAX_SETTLED = 500
 MAX_PAST = 100
@@ -33,6 +33,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Placement:
     vacant_since: float = 0.0  # since when a rank has no worker; 0: none
     checkpoint_asked_at: float = 0.0
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
+    gated: bool = False  # some pod is not to be scheduled yet: the time for placing does not run
 
     def worker(self, name: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.name == name), None)
@@ -184,8 +186,8 @@ class Incident:
     measured_gain: float | None = None
     outcome: Outcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
-    quarantine: str = ""  # what became of the node, for people
-    verdict: str = ""  # the same as an api.Verdict; "": nothing yet
+    quarantine: str = ""  # what has become of the node, for people
+    verdict: Verdict | None = None  # the same, for decisions
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class WantedQuarantine:
     reason: str
     incident: str
     witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +16,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from testcluster import credentials
+from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, claim, manifest, paced
+from tests.support.jobs import Job, manifest, paced
+from tests.support.sidecar_calls import call, token
 
 pytestmark = pytest.mark.usefixtures("operator")
 
 LONG = 100_000  # steps: until the test ends it
+START = 240
+"""Seconds at most: all jobs start at once, perhaps on a machine that has other things to do."""
 GPT = ["pacekeeper", "run", "examples/gpt.py", "--width=32", "--heads=2", "--layers=1", "--bytes=100000"]
 
 
@@ -33,99 +34,55 @@ def script(source: str) -> list[str]:
     return ["sh", "-c", 'printf "%s" "$0" > /tmp/script.py && exec pacekeeper run /tmp/script.py', source]
 
 
-class TestLife:
-    def test_trains_completes_and_goes_when_its_time_is_over(self, cluster: Cluster, namespace: str) -> None:
-        checkpoint = {"everySteps": 20, "volumeClaimName": "gpt"}
-        body = manifest("gpt", [*GPT, "--steps=40"], checkpoint=checkpoint, runPolicy={"ttlSecondsAfterFinished": 8})
-        job = Job.apply(cluster, namespace, body)
-        job.until_phase("Complete", timeout=120)
-
-        status = job.status
-        assert (status["step"], status["lastCheckpointStep"], status["round"], status["restarts"]) == (40, 40, 1, 0)
-        assert job.condition("Complete")["status"] == "True"
-        job.until(lambda: {pod["status"]["phase"] for pod in job.pods()} == {"Succeeded"}, 10, "the sidecars end, too")
-        assert {pod["metadata"]["name"] for pod in job.pods()} == {"gpt-w0-0", "gpt-w1-0"}, "they stay for their logs"
-        assert "done: 40 steps" in cluster.kubectl("logs", "gpt-w0-0", "-c", "trainer", "-n", namespace)
-        assert "Complete" in cluster.kubectl("get", "tj", "-n", namespace)
-
-        job.until_gone(timeout=30)
-        assert not job.incidents()
-
-    def test_suspended_resumed_scaled_and_deleted(self, cluster: Cluster, namespace: str) -> None:
-        job = Job.apply(cluster, namespace, paced("long", LONG))
-        job.until_phase("Running", timeout=120)
-        job.until_step(20)
-
-        job.patch(suspend=True)
-        job.until(lambda: job.condition("Suspended")["status"] == "True", 40, "the job is suspended")
-        assert not job.pods()
-        assert job.phase == "Suspended"
-        first = steps_of(job)
-        job.patch(suspend=False)
-        job.until_phase("Running", timeout=60)
-        assert job.began_behind() == [0, first], "it goes on from the step at which it was suspended"
-
-        cluster.kubectl("scale", "tj", "long", "--replicas=3", "-n", namespace)
-        job.until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
-        job.until_phase("Running")
-        job.until_trained_on()
-        assert job.status["workers"]["desired"] == 3
-        _, _, third = job.began_behind()  # a change of size is one round
-        assert third > first
-        assert job.status["restarts"] == 0, "no budget is burnt by what the user asks for"
-
-        job.delete()
-        assert not job.incidents()
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> Iterator[Callable[[str], Job]]:
+    """All of them start side by side: a job's start is most of what most of these tests need."""
+    with scratch_namespace(cluster) as namespace:
+        for body in manifests():
+            Job.apply(cluster, namespace, body)
+        yield lambda name: Job(cluster, namespace, name)
+        Job(cluster, namespace, "long").delete()
 
 
-def steps_of(job: Job) -> int:
-    """Completed by rank 0."""
-    return int(job.diary()[-1]["step"])
+def manifests() -> Iterator[dict[str, Any]]:
+    yield paced("long", LONG, runPolicy={"cleanPodPolicy": "None"})
+    yield manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
+    yield paced("narrow", 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
+    yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
+    unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
+    yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
+    mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
+    volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
+    yield manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
+    yield without_a_volume()
+    policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
+    yield manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
+
+
+def without_a_volume(**pod: Any) -> dict[str, Any]:
+    """The trainer mounts what the pod does not have, unless `pod` adds it."""
+    mount = {"volumeMounts": [{"name": "scratch", "mountPath": "/checkpoints"}]}
+    return manifest("template", [*GPT, "--steps=5"], trainer=mount, pod=pod, replicas=1)
 
 
 class TestMistakes:
-    """Jobs that cannot train, side by side: each says why."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def jobs(cls, cluster: Cluster) -> Iterator[Callable[[str], Job]]:
-        with scratch_namespace(cluster) as namespace:
-            for body in cls.manifests():
-                Job.apply(cluster, namespace, body)
-            yield lambda name: Job(cluster, namespace, name)
-
-    @classmethod
-    def manifests(cls) -> Iterator[dict[str, Any]]:
-        yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
-        unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
-        yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
-        mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
-        volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
-        yield manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
-        yield cls.without_a_volume()
-        policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
-        yield manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
-
-    @classmethod
-    def without_a_volume(cls, **pod: Any) -> dict[str, Any]:
-        """The trainer mounts what the pod does not have, unless `pod` adds it."""
-        mount = {"volumeMounts": [{"name": "scratch", "mountPath": "/checkpoints"}]}
-        return manifest("template", [*GPT, "--steps=5"], trainer=mount, pod=pod, replicas=1)
+    """Jobs that cannot train: each says why."""
 
     def test_an_image_that_cannot_be_pulled(self, jobs: Callable[[str], Job]) -> None:
+        """First by the condition Running, then, when the time for placing is over, by its end."""
         job = jobs("image")
 
-        def running() -> dict[str, str] | None:
+        def reason() -> dict[str, str] | None:
             found = job.condition("Running")
             return found if found.get("reason") == "ImagePullFailed" else None
 
-        assert "no/such-image:1" in job.until(running, 30, "the condition says that the image is missing")["message"]
+        assert "no/such-image:1" in job.until(reason, 30, "the condition says that the image is missing")["message"]
         job.until_phase("Failed", timeout=60)
         assert "no/such-image:1" in job.condition("Failed")["message"]
 
     def test_a_script_that_exits_at_once(self, jobs: Callable[[str], Job]) -> None:
         job = jobs("exits")
-        job.until_phase("Failed", timeout=120)
+        job.until_phase("Failed", timeout=START)
         failed = job.condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
         assert "no corpus at /data/words" in failed["message"]
@@ -134,7 +91,7 @@ class TestMistakes:
 
     def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], Job]) -> None:
         job = jobs("read-only")
-        job.until_phase("Failed", timeout=120)
+        job.until_phase("Failed", timeout=START)
         assert "spec.checkpoint.path: /checkpoints is not writable" in job.condition("Failed")["message"]
 
     def test_a_bad_template_is_refused_in_the_api_servers_words_and_can_be_mended(
@@ -146,7 +103,7 @@ class TestMistakes:
         assert not job.pods()
         job.patch(suspend=True)
         job.until_phase("Suspended", timeout=20)
-        mended = self.without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
+        mended = without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
         job.patch(suspend=False, template=mended["spec"]["template"])
         job.until_phase("Complete", timeout=60)
         assert job.condition("InvalidTemplate")["status"] == "False"
@@ -158,111 +115,176 @@ class TestMistakes:
         assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.condition("Failed")["message"]
         job.until(lambda: not job.pods(), 30, "cleanPodPolicy All leaves no pod")
 
-
-def test_a_checkpoint_of_another_model_is_named(cluster: Cluster, namespace: str) -> None:
-    cluster.apply(claim("shared"), namespace)
-    checkpoint = {"everySteps": 5, "volumeClaimName": "shared"}
-    first = Job.apply(cluster, namespace, paced("narrow", 5, replicas=1, checkpoint=checkpoint))
-    first.until_phase("Complete", timeout=60)
-    wide = paced("wide", 5, environment={"WIDTH": "24"}, replicas=1, checkpoint=checkpoint)
-    second = Job.apply(cluster, namespace, wide)
-    second.until_phase("Failed", timeout=60)
-    assert "/checkpoints/step-00000005 is of another model" in second.condition("Failed")["message"]
-
-
-def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(cluster: Cluster, namespace: str) -> None:
-    """cleanPodPolicy None is tried here, too: nothing of ours ends a pod that has come to its end or waits for us."""
-    job = Job.apply(
-        cluster,
-        namespace,
-        paced("careful", LONG, remediation={"mode": "Recommend"}, runPolicy={"cleanPodPolicy": "None"}),
-    )
-    job.until_phase("Running", timeout=120)
-    job.until_step(10)
-    membership, pods = job.plan()["membership"], uids(job)
-
-    job.crash(1)
-    (incident,) = job.until_healed("crash")
-    assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
-    assert incident["status"]["remedy"] == "RestartRanks"
-    assert "applied" not in incident["status"]
-    assert (job.plan()["membership"], job.plan()["round"], uids(job)) == (membership, 1, pods)
-    assert len(job.began_behind()) == 1
-
-    job.patch(remediation={"mode": "Act"})
-    job.until(lambda: len(job.began_behind()) == 2, 30, "the ranks are restarted once that is allowed")
-    job.until_trained_on()
-    assert uids(job) == pods
+    def test_a_checkpoint_of_another_model(self, cluster: Cluster, jobs: Callable[[str], Job]) -> None:
+        first = jobs("narrow")
+        first.until_phase("Complete", timeout=START)
+        assert first.began_behind() == [0], "it has a folder of its own, beside all the others"
+        checkpoint = {"everySteps": 5, "volumeClaimName": "narrow"}
+        wide = paced("wide", 5, environment={"WIDTH": "24"}, replicas=1, checkpoint=checkpoint)
+        second = Job.apply(cluster, first.namespace, wide)
+        second.until_phase("Failed", timeout=60)
+        assert "/checkpoints/step-00000005 is of another model" in second.condition("Failed")["message"]
 
 
-def uids(job: Job) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in job.pods()}
+def test_a_job_trains_completes_and_goes_when_its_time_is_over(jobs: Callable[[str], Job]) -> None:
+    job = jobs("gpt")
+    job.until_phase("Complete", timeout=START)
+
+    status = job.status
+    assert (status["step"], status["lastCheckpointStep"], status["round"], status["restarts"]) == (40, 40, 1, 0)
+    assert job.condition("Complete")["status"] == "True"
+    job.until(lambda: {pod["status"]["phase"] for pod in job.pods()} == {"Succeeded"}, 10, "the sidecars end, too")
+    assert {pod["metadata"]["name"] for pod in job.pods()} == {"gpt-w0-0", "gpt-w1-0"}, "they stay for their logs"
+    assert "done: 40 steps" in job.cluster.kubectl("logs", "gpt-w0-0", "-c", "trainer", "-n", job.namespace)
+    assert "Complete" in job.cluster.kubectl("get", "tj", "gpt", "-n", job.namespace)
+
+    job.patch(runPolicy={"ttlSecondsAfterFinished": 1})
+    job.until_gone(timeout=30)
+    assert not job.incidents()
 
 
-class TestSidecarCalls:
-    """A worker speaks for itself, and nobody else speaks at all."""
+class TestLong:
+    """One job that trains until the tests end it."""
 
     @pytest.fixture(scope="class")
     @classmethod
-    def job(cls, cluster: Cluster) -> Iterator[Job]:
-        with scratch_namespace(cluster) as namespace:
-            job = Job.apply(cluster, namespace, paced("speaks", LONG))
-            job.until_phase("Running", timeout=120)
-            yield job
+    def job(cls, jobs: Callable[[str], Job]) -> Job:
+        job = jobs("long")
+        job.until_phase("Running", timeout=START)
+        job.until_step(10)
+        return job
 
-    def test_its_own_token_is_good(self, job: Job) -> None:
+    def test_a_worker_speaks_for_itself(self, job: Job) -> None:
         worker = job.worker(0)
         status, answer = call(job, "/v1/plan", token(job, worker), {"worker": worker})
         assert (status, answer["role"]) == (200, "Member")
 
-    def test_none(self, job: Job) -> None:
+    def test_nobody_speaks_without_a_token(self, job: Job) -> None:
         status, answer = call(job, "/v1/plan", "", {})
         assert status == 401
         assert "audience pacekeeper" in answer["error"]
 
-    def test_of_another_audience(self, job: Job) -> None:
+    def test_nor_with_one_of_another_audience(self, job: Job) -> None:
         assert call(job, "/v1/plan", token(job, job.worker(0), audience="vault"), {})[0] == 401
 
-    def test_that_is_not_a_pods(self, job: Job) -> None:
+    def test_nor_with_one_that_is_not_a_pods(self, job: Job) -> None:
         plain = job.cluster.kubectl("create", "token", "default", "--audience=pacekeeper", "-n", job.namespace)
         assert call(job, "/v1/plan", plain.strip(), {})[0] == 403
 
-    def test_of_a_pod_that_is_no_worker(self, job: Job) -> None:
+    def test_nor_with_that_of_a_pod_that_is_no_worker(self, job: Job) -> None:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": "speaks-w0-7"},
+            "metadata": {"name": "long-w0-7"},
             "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "none"}]},
         }
         job.cluster.apply(pod, job.namespace)
-        assert call(job, "/v1/plan", token(job, "speaks-w0-7"), {})[0] == 403
+        assert call(job, "/v1/plan", token(job, "long-w0-7"), {})[0] == 403
 
-    def test_of_another_worker(self, job: Job) -> None:
+    def test_nor_for_another_worker(self, job: Job) -> None:
         mine, other = job.worker(0), job.worker(1)
         fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
         assert call(job, "/v1/faults", token(job, mine), fault)[0] == 403
         assert call(job, "/v1/plan", token(job, mine), {"worker": other})[0] == 403
-        evidence = {"request": "none", "worker": other, "round": 1}
-        assert call(job, "/v1/evidence/none", token(job, mine), evidence)[0] == 403
 
-    def test_expired(self, job: Job) -> None:
+    def test_nor_with_an_expired_one(self, job: Job) -> None:
         """The signature alone would be good: the same token with other times is let in."""
         worker, now = job.worker(0), int(time.time())
         good, me = token(job, worker), {"worker": worker}
         assert call(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
         assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
 
-    def test_of_a_pod_that_is_gone(self, job: Job) -> None:
-        worker = job.worker(1)
+    def test_with_senseless_words(self, job: Job) -> None:
+        worker = job.worker(0)
+        mine, beat = token(job, worker), {"worker": worker}
+        for query in ("wait=nan", "wait=1e309", "wait=-1", "after=x"):
+            assert call(job, f"/v1/plan?{query}", mine, beat)[0] == 400, query
+        assert call(job, "/v1/plan", mine, beat | {"refused": "x" * 70_000})[0] == 413
+        lie = {"name": f"{job.worker(1)}-lie", "kind": "Stalled", "worker": worker, "round": 1, "noticed_at": 0.0}
+        assert call(job, "/v1/faults", mine, lie)[0] == 400
+        assert call(job, "/v1/plan", mine, beat)[0] == 200
+
+    def test_by_the_same_authority_after_its_secret_was_deleted(self, job: Job) -> None:
+        worker, cluster = job.worker(0), job.cluster
+        before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
+        cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
+        job.until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it anew")
+        assert cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"] == before
+        assert call(job, "/v1/plan", token(job, worker), {"worker": worker})[0] == 200
+
+    def test_of_the_same_operator_after_its_lease_was_deleted(self, job: Job) -> None:
+        cluster = job.cluster
+        holder = cluster.get("lease", "pacekeeper-operator", SYSTEM)["spec"]["holderIdentity"]
+        cluster.kubectl("delete", "lease", "pacekeeper-operator", "-n", SYSTEM)
+        lease = job.until(lambda: cluster.get("lease", "pacekeeper-operator", SYSTEM), 10, "there is one again")
+        assert lease["spec"]["holderIdentity"] == holder
+        assert cluster.get("pod", holder, SYSTEM)["status"]["containerStatuses"][0]["restartCount"] == 0
+
+    def test_with_forged_tokens_without_end(self, job: Job) -> None:
+        """Of one address only so many are looked at; whoever is known is served meanwhile."""
+        worker = job.worker(0)
+        good, me = token(job, worker), {"worker": worker}
+        assert call(job, "/v1/plan", good, me)[0] == 200
+        unsigned = good.rsplit(".", 1)[0]
+        forged = [f"{unsigned}.{encoded(bytes([number] * 64))}" for number in range(100)]
+        statuses = {call(job, "/v1/plan", text, me)[0] for text in forged}
+        assert statuses == {401, 429}
+        assert call(job, "/v1/plan", good, me)[0] == 200
+
+    def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
+        """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
+        job.patch(remediation={"mode": "Recommend"})
+        job.until_seen()
+        membership, round_, pods, began = job.plan()["membership"], job.plan()["round"], uids(job), job.began_behind()
+        known = job.incident_names()
+
+        job.crash(1)
+        incident = job.until_over("crash", known)
+        assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
+        assert incident["status"]["remedy"] == "RestartRanks"
+        assert "applied" not in incident["status"]
+        assert (job.plan()["membership"], job.plan()["round"], uids(job)) == (membership, round_, pods)
+        assert job.began_behind() == began
+
+        job.patch(remediation={"mode": "Act"})
+        job.until(lambda: len(job.began_behind()) > len(began), 30, "the ranks are restarted once that is allowed")
+        job.until_trained_on()
+        assert uids(job) == pods
+
+    def test_suspended_resumed_and_scaled(self, job: Job) -> None:
+        job.until_phase("Running")
+        known, spent, rounds, worker = job.incident_names(), job.status["restarts"], job.began_behind(), job.worker(1)
         late = token(job, worker)
-        job.cluster.kubectl("delete", "pod", worker, "-n", job.namespace, "--timeout=30s")
-        assert call(job, "/v1/plan", late, {})[0] == 401
+
+        job.patch(suspend=True)
+        job.until(lambda: job.condition("Suspended")["status"] == "True", 40, "the job is suspended")
+        assert not job.pods()
+        assert job.phase == "Suspended"
+        first = steps_of(job)
+        job.patch(suspend=False)
+        job.until_phase("Running", timeout=60)
+        assert job.began_behind() == [*rounds, first], "it goes on from the step at which it was suspended"
+        assert call(job, "/v1/plan", late, {"worker": worker})[0] == 401, "the token of a pod that is gone"
+
+        job.cluster.kubectl("scale", "tj", job.name, "--replicas=3", "-n", job.namespace)
+        job.until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
+        job.until_phase("Running")
+        job.until_trained_on()
+        assert job.status["workers"]["desired"] == 3
+        third = job.began_behind()[len(rounds) + 1 :]
+        assert len(third) == 1, "a change of size is one round"
+        assert third[0] > first
+        assert job.status["restarts"] == spent, "no budget is burnt by what the user asks for"
+        assert job.incident_names() == known
 
 
-def token(job: Job, pod: str, audience: str = "pacekeeper") -> str:
-    """Of the pod, as its sidecar gets it from the kubelet."""
-    bound = ["--bound-object-kind=Pod", f"--bound-object-name={pod}", f"--audience={audience}"]
-    return job.cluster.kubectl("create", "token", "default", *bound, "-n", job.namespace).strip()
+def steps_of(job: Job) -> int:
+    """Completed by rank 0."""
+    return int(job.diary()[-1]["step"])
+
+
+def uids(job: Job) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in job.pods()}
 
 
 def resigned(good: str, begin: int, end: int) -> str:
@@ -278,18 +300,3 @@ def resigned(good: str, begin: int, end: int) -> str:
 
 def encoded(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
-def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """POST to the operator, at the address and with the authority that sidecars are given; (status, answer)."""
-    sidecar = job.pods()[0]["spec"]["initContainers"][0]
-    given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
-    request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
-    if bearer:
-        request.add_header("Authorization", f"Bearer {bearer}")
-    trusted = ssl.create_default_context(cadata=given["PACEKEEPER_CA"])
-    try:
-        with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
-            return answer.status, json.loads(answer.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read() or b"{}")

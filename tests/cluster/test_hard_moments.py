@@ -15,50 +15,83 @@ import pytest
 from pacekeeper_operator.api import TAINT_QUARANTINE
 from testcluster import api, faults, release
 from testcluster.shell import ClusterError
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
 from tests.support.jobs import Job, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 
-STEPS = 900  # three quarters of a minute
-LONG = 100_000  # until the test ends it
+LONG = 100_000  # steps: until the test ends it
 FIRST, SECOND = "node-5", "node-6"
 
 
-class TestOperatorAway:
-    @pytest.mark.parametrize("seed", [1])
-    def test_killed_at_random_moments_it_does_everything_once(
-        self, cluster: Cluster, namespace: str, seed: int
-    ) -> None:
-        job = Job.apply(cluster, namespace, paced("chaos", STEPS, replicas=2, spares=1))
-        with killing_the_operator(cluster, random.Random(seed)) as killed:
-            job.until_step(20, timeout=120)
-            job.crash(1)
-            job.until_healed("crash", timeout=120)
-            job.until_trained_on()
-            job.delete_worker(0)
-            job.until_healed("crash", "worker-lost", timeout=120)
-            job.until_phase("Complete", timeout=180)
-        assert len(killed) >= 3, "the operator must have been away at many moments"
+class TestLong:
+    """One job that trains on through all of it."""
 
-        assert len(job.began_behind()) == 3, "one round an incident"
-        assert job.status["restarts"] == 1, "a deleted pod burns no budget"
-        made = sum(highest + 1 for highest in job.bookkeeping()["incarnations"].values())
-        assert made == 4, "two workers, a spare, and one replacement"
-        assert tainted(cluster) == set()
-        steps = [entry["step"] for entry in job.diary() if "step" in entry]
-        assert set(steps) == set(range(1, STEPS + 1)), "no step is left out"
+    @pytest.fixture(scope="class")
+    @classmethod
+    def job(cls, cluster: Cluster) -> Iterator[Job]:
+        with scratch_namespace(cluster) as namespace:
+            yield Job.apply(cluster, namespace, paced("long", LONG, spares=1))
 
-    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(self, cluster: Cluster, namespace: str) -> None:
+    @pytest.fixture
+    def calm(self, job: Job) -> Job:
+        job.until_calm(spares=1)
+        return job
+
+    def test_the_api_server_restarts(self, calm: Job) -> None:
+        known, membership, lives = calm.incident_names(), calm.plan()["membership"], operator_lives()
+
+        faults.restart_api_server()
+        calm.until_trained_on(20)
+        assert (calm.plan()["membership"], calm.incident_names()) == (membership, known), "the ranks do not notice"
+
+        calm.crash(0)
+        calm.until_over("crash", known)
+        calm.delete_worker(1)
+        calm.until_over("worker-lost", known)
+        calm.until_trained_on()
+        assert len(calm.incident_names() - known) == 2, "one each"
+        assert operator_lives() == lives, "the operator waits for the API server, and does not die of it"
+
+    def test_prometheus_is_away(self, cluster: Cluster, calm: Job) -> None:
+        known = calm.incident_names()
+        calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
+        faults.stop_prometheus()
+        try:
+            calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it")
+            assert "stragglers" in calm.condition("MetricsAvailable")["message"]
+            assert "cannot be seen" in calm.condition("MetricsAvailable")["message"]
+            calm.crash(0)
+            calm.until_over("crash", known)
+            calm.until_trained_on(steps=20)  # a watch that has seen no steps accuses nobody
+            calm.hang(1)
+            calm.until_over("hang", known)
+            calm.delete_worker(1)
+            calm.until_over("worker-lost", known)
+            calm.until(lambda: calm.status["workers"].get("spare"), 60, "the next spare is warm")
+            with unplugged(calm) as (worker, node):
+                incident = calm.until_over("node-lost", known)
+                assert (incident["spec"]["worker"], incident["spec"]["node"]) == (worker, node)
+                held = cluster.get("nodequarantine", node)
+                assert held["spec"]["incidentRef"]["name"] == incident["metadata"]["name"]
+                assert cluster.get("pod", worker, calm.namespace) is None
+            calm.until_trained_on()
+        finally:
+            faults.start_prometheus()
+            cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
+        assert node not in cordoned(cluster)
+        assert len(calm.incident_names() - known) == 4, "one each"
+        calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it")
+
+    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(self, cluster: Cluster, calm: Job) -> None:
         """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
-        job = Job.apply(cluster, namespace, paced("calm", LONG))
-        job.until_phase("Running", timeout=120)
-        pods = uids(job)
+        membership, round_ = calm.plan()["membership"], calm.status["round"]
+        known, pods = calm.incident_names(), uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
 
         cluster.kubectl("rollout", "restart", *where)
         cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
-        job.until_trained_on()
+        calm.until_trained_on()
 
         try:
             cluster.kubectl("cordon", FIRST)
@@ -71,115 +104,93 @@ class TestOperatorAway:
             assert not tainted(cluster) & {FIRST, SECOND}
             assert FIRST in cordoned(cluster), "somebody else had cordoned it before"
             assert SECOND not in cordoned(cluster)
-            job.until_trained_on(40)
+            calm.until_trained_on(20)
+            alone = calm.step()
         finally:
             cluster.kubectl("uncordon", FIRST)
             release.install()
 
-        job.until(lambda: job.status["step"] >= 60 and job.phase == "Running", 40, "the new operator knows the job")
-        job.until_trained_on()
-        assert uids(job) == pods
-        assert (job.plan()["membership"], job.status["round"], job.incidents()) == (1, 1, [])
+        calm.until(
+            lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator knows the job"
+        )
+        calm.until_trained_on()
+        assert uids(calm) == pods
+        assert (calm.plan()["membership"], calm.status["round"]) == (membership, round_)
+        assert calm.incident_names() == known
 
-
-class TestOutages:
-    def test_the_api_server_restarts(self, cluster: Cluster, namespace: str) -> None:
-        job = Job.apply(cluster, namespace, paced("steady", LONG, spares=1))
-        job.until_phase("Running", timeout=120)
-        job.until_step(20)
-        lives = operator_lives()
-
-        faults.restart_api_server()
-        job.until_trained_on(20)
-        assert (job.status["round"], job.incidents()) == (1, []), "the ranks do not notice"
-
-        job.crash(0)
-        job.until_healed("crash")
-        job.delete_worker(1)
-        job.until_healed("crash", "worker-lost")
-        job.until_trained_on()
-        assert operator_lives() == lives, "the operator waits for the API server, and does not die of it"
-
-    def test_prometheus_is_away(self, cluster: Cluster, namespace: str) -> None:
-        job = Job.apply(cluster, namespace, paced("blind", LONG, spares=1))
-        job.until_phase("Running", timeout=120)
-        job.until(lambda: job.condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
-        faults.stop_prometheus()
-        try:
-            job.until(lambda: job.condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it")
-            assert "stragglers" in job.condition("MetricsAvailable")["message"]
-            assert "cannot be seen" in job.condition("MetricsAvailable")["message"]
-            job.crash(0)
-            job.until_healed("crash")
-            job.until_trained_on(steps=20)  # a watch that has seen no steps accuses nobody
-            job.hang(1)
-            job.until_healed("crash", "hang")
-            job.delete_worker(1)
-            job.until_healed("crash", "hang", "worker-lost")
-            job.until(lambda: job.status["workers"].get("spare"), 60, "the next spare is warm")
-            with unplugged(job):
-                job.until_healed("crash", "hang", "worker-lost", "node-lost")
-            job.until_trained_on()
-        finally:
-            faults.start_prometheus()
-            cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
-        job.until(lambda: job.condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it")
-
-
-class TestNeighbours:
-    def test_two_jobs_at_once(self, cluster: Cluster, namespace: str) -> None:
-        jobs = [Job.apply(cluster, namespace, paced(name, 60)) for name in ("one", "two")]
-        for job in jobs:
-            job.until_phase("Complete", timeout=120)
-            assert (job.status["round"], job.incidents()) == (1, [])
-            assert job.began_behind() == [0], "each has a folder of its own"
-
-    def test_two_that_do_not_both_fit(self, cluster: Cluster, namespace: str) -> None:
-        """Three nodes with room for one worker each, and two workers a job."""
-        terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-        tight: dict[str, Any] = {
-            "cpu": "1300m",
-            "pod": {"affinity": {"nodeAffinity": required}},
-            "schedulingTimeout": "10s",
-        }
-        older = Job.apply(cluster, namespace, paced("older", LONG, **tight))
-        older.until_phase("Running", timeout=120)
-        younger = Job.apply(cluster, namespace, paced("younger", 20, **tight))
-        younger.until(lambda: any(placed(pod) for pod in younger.pods()), 20, "half of the younger is placed")
-
-        def waits() -> bool:
-            return younger.condition("Running").get("reason") == "SchedulingTimeout" and not younger.pods()
-
-        younger.until(waits, 40, "the younger gives back what it holds")
-        assert "not all 2 workers could be placed within 10 s" in younger.condition("Running")["message"]
-        assert (older.status["round"], len(older.pods())) == (1, 2)
-        older.delete()
-        younger.until_phase("Complete", timeout=90)
-        assert not younger.incidents()
-
-    def test_a_job_that_is_deleted_in_mid_recovery(self, cluster: Cluster, namespace: str) -> None:
-        job = Job.apply(cluster, namespace, paced("doomed", LONG))
-        job.until_phase("Running", timeout=120)
-        job.delete_worker(1)
-        job.until_phase("Recovering", timeout=20)
-        job.delete()
-        (incident,) = job.incidents()
+    def test_it_is_deleted_in_mid_recovery(self, calm: Job) -> None:
+        """Last of all. Without a spare it takes a while to recover."""
+        known = calm.incident_names()
+        calm.patch(spares=0)
+        calm.until(lambda: not calm.status["workers"].get("spare"), 30, "the spare is gone")
+        calm.delete_worker(1)
+        calm.until_phase("Recovering", timeout=20)
+        calm.delete()
+        (incident,) = (found for found in calm.incidents() if found["metadata"]["name"] not in known)
         assert (incident["spec"]["cause"], incident["status"]["outcome"]) == ("worker-lost", "Superseded")
+
+
+def test_an_operator_that_is_killed_at_random_moments_does_everything_once(cluster: Cluster, namespace: str) -> None:
+    job = Job.apply(cluster, namespace, paced("chaos", LONG, environment={"STOP_EVERY": "20"}, replicas=2, spares=1))
+    with killing_the_operator(cluster, random.Random(1)) as killed:
+        job.until_step(20, timeout=120)
+        job.crash(1)
+        job.until_healed("crash", timeout=120)
+        job.until_trained_on()
+        job.delete_worker(0)
+        job.until_healed("crash", "worker-lost", timeout=120)
+        job.until(lambda: len(killed) >= 3, 60, "the operator has been away at many moments")
+        (job.folder() / "stop").touch()
+        job.until_phase("Complete", timeout=120)
+
+    assert len(job.began_behind()) == 3, "one round an incident"
+    assert job.status["restarts"] == 1, "a deleted pod burns no budget"
+    draft = job.draft()
+    assert draft is not None
+    made = sum(highest + 1 for highest in draft.state.placement.incarnations.values())
+    assert made == 4, "two workers, a spare, and one replacement"
+    assert tainted(cluster) == set()
+    steps = [entry["step"] for entry in job.diary() if "step" in entry]
+    assert set(steps) == set(range(1, max(steps) + 1)), "no step is left out"
+
+
+def test_two_jobs_that_do_not_both_fit(cluster: Cluster, namespace: str) -> None:
+    """Three nodes with room for one worker each, and two workers a job."""
+    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    tight: dict[str, Any] = {
+        "cpu": "1300m",
+        "pod": {"affinity": {"nodeAffinity": required}},
+        "schedulingTimeout": "10s",
+    }
+    older = Job.apply(cluster, namespace, paced("older", LONG, **tight))
+    older.until_phase("Running", timeout=120)
+    younger = Job.apply(cluster, namespace, paced("younger", 20, **tight))
+    younger.until(lambda: any(placed(pod) for pod in younger.pods()), 20, "half of the younger is placed")
+
+    def waits() -> bool:
+        return younger.condition("Running").get("reason") == "SchedulingTimeout" and not younger.pods()
+
+    younger.until(waits, 40, "the younger gives back what it holds")
+    assert "not all 2 workers could be placed within 10 s" in younger.condition("Running")["message"]
+    assert (older.status["round"], len(older.pods())) == (1, 2)
+    older.delete()
+    younger.until_phase("Complete", timeout=90)
+    assert not younger.incidents()
 
 
 THREE = ["node-2", "node-3", "node-4"]
 
 
 @contextmanager
-def unplugged(job: Job) -> Iterator[None]:
-    """The node of a worker is out of reach; not the operator's own, which Kubernetes has to move first."""
+def unplugged(job: Job) -> Iterator[tuple[str, str]]:
+    """A worker and its node, out of reach; not the operator's own, which Kubernetes has to move first."""
     (operator,) = job.cluster.list("pods", release.SYSTEM)
-    nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
-    lost = next(node for rank in (0, 1) if (node := nodes[job.worker(rank)]) != operator["spec"]["nodeName"])
+    places = [(job.worker(rank), job.node(rank)) for rank in (0, 1)]
+    worker, lost = next(place for place in places if place[1] != operator["spec"]["nodeName"])
     faults.node_down(lost)
     try:
-        yield
+        yield worker, lost
     finally:
         faults.node_up(lost)
 

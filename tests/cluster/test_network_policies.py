@@ -1,12 +1,13 @@
 """A job's NetworkPolicy, enforced: who reaches a worker, and who does not.
 
-The test cluster's own rules stand in for a network plug-in (testcluster/network_policies.py); on a cluster of your own it
-is the plug-in that is tested.
+The test cluster's own rules stand in for a network plug-in (testcluster/network_policies.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, Job, JobSpec
 from pacekeeper_operator.policies import network_policy, peers_of_url
 from testcluster.images import DEV_IMAGE
 from testcluster.settings import PROMETHEUS_URL
+from testcluster.shell import run
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 
 JOB = "gpt"
 FREE_PORT = 29500
 """One that gloo or NCCL might have taken."""
 PORTS = (METRICS_PORT, FREE_PORT)
+IDLE = "exec sleep 1000"
 SERVE = f"python -m http.server {FREE_PORT} & exec python -m http.server {METRICS_PORT}"
 CONNECT = """
 import socket, sys
@@ -29,9 +32,12 @@ for port in map(int, sys.argv[2:]):
     try:
         socket.create_connection((sys.argv[1], port), timeout=0.7).close()
         print(port)
-    except TimeoutError:
+    except OSError:
         pass
 """
+Reached = dict[str, tuple[int, ...]]
+"""By who asks: the first worker's ports that let him in."""
+EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
 
 
 @dataclass(frozen=True)
@@ -43,43 +49,62 @@ class Place:
     operators: str  # the namespace where the operator would be
     address: str  # of the first worker
 
-    def reached(self) -> dict[str, list[int]]:
-        """The ports of the first worker that each can connect to."""
-        asking = {"worker-1": self.namespace, "stranger": self.namespace, "operator": self.operators}
-        command = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
-        exec_in = {pod: ["exec", pod, "--namespace", namespace, "--"] for pod, namespace in asking.items()}
-        return {pod: [*map(int, self.cluster.kubectl(*where, *command).split())] for pod, where in exec_in.items()}
+    def reached(self) -> Reached:
+        pods = {"peer": self.namespace, "stranger": self.namespace, "operator": self.operators}
+        ask = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
+        commands = {pod: ["exec", pod, "--namespace", where, "--", *ask] for pod, where in pods.items()}
+        with ThreadPoolExecutor() as pool:
+            answers = {pod: pool.submit(self.cluster.kubectl, *command) for pod, command in commands.items()}
+            # Prometheus is on the machine itself.
+            answers["prometheus"] = pool.submit(run, sys.executable, *ask[1:])
+        return {asking: (*map(int, answer.result().split()),) for asking, answer in answers.items()}
+
+    def until_reached(self, wanted: Reached) -> None:
+        wait_for(lambda: self.reached() == wanted, 40, f"{wanted}", situation=lambda: f"it is {self.reached()}")
 
 
-@pytest.fixture
-def place(cluster: Cluster, namespace: str) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def pods(cluster: Cluster) -> Iterator[Place]:
     """The stranger is on the worker's node, the operator on another and so bold as to wear the job's label."""
     if not cluster.is_testcluster:
         pytest.skip("the pods need the images of the cluster of `make cluster`")
-    with scratch_namespace(cluster) as operators:
-        cluster.apply(_pod("worker-0", "node-1", SERVE, worker=True), namespace)
-        cluster.apply(_pod("worker-1", "node-2", "sleep 1000", worker=True), namespace)
-        cluster.apply(_pod("stranger", "node-1", "sleep 1000", worker=False), namespace)
-        cluster.apply(_pod("operator", "node-2", "sleep 1000", worker=True), operators)
+    with scratch_namespace(cluster) as namespace, scratch_namespace(cluster) as operators:
+        cluster.apply(_pod("worker", "node-1", SERVE, worker=True), namespace)
+        cluster.apply(_pod("peer", "node-2", IDLE, worker=True), namespace)
+        cluster.apply(_pod("stranger", "node-1", IDLE, worker=False), namespace)
+        cluster.apply(_pod("operator", "node-2", IDLE, worker=True), operators)
         for where in (namespace, operators):
             cluster.kubectl("wait", "pods", "--all", "--namespace", where, "--for=condition=Ready", "--timeout=40s")
-        address = cluster.get("pod", "worker-0", namespace)["status"]["podIP"]
+        address = cluster.get("pod", "worker", namespace)["status"]["podIP"]
         yield Place(cluster, namespace, operators, address)
 
 
-def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(place: Place) -> None:
-    everybody = {"worker-1": [*PORTS], "stranger": [*PORTS], "operator": [*PORTS]}
-    assert place.reached() == everybody, "no policy yet: what follows is the policy's doing"
+@pytest.fixture
+def place(pods: Place) -> Iterator[Place]:
+    """Open before each test: what follows is the doing of its policy."""
+    pods.until_reached(EVERYBODY)
+    yield pods
+    pods.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", pods.namespace)
 
+
+def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(place: Place) -> None:
     job = Job(place.namespace, JOB, "", 1, JobSpec({}))
     policy = network_policy(job, place.operators, peers_of_url(PROMETHEUS_URL))
     del policy["metadata"]["ownerReferences"]  # there is no such job: its policy would be collected as garbage
     place.cluster.apply(policy, place.namespace)
-    wanted = {"worker-1": [*PORTS], "stranger": [], "operator": [METRICS_PORT]}
-    wait_for(lambda: place.reached() == wanted, 20, f"{wanted}", situation=lambda: f"{place.reached()}")
+    place.until_reached({"peer": PORTS, "stranger": (), "operator": (METRICS_PORT,), "prometheus": (METRICS_PORT,)})
 
-    place.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", place.namespace)
-    wait_for(lambda: place.reached() == everybody, 20, "open again", situation=lambda: f"{place.reached()}")
+
+def test_a_tenants_own_policy_on_what_his_pods_may_ask(place: Place) -> None:
+    """Of the test cluster's rules: egress, and the last policy's end."""
+    spec = {
+        "podSelector": {"matchExpressions": [{"key": LABEL_JOB, "operator": "DoesNotExist"}]},
+        "policyTypes": ["Egress"],
+        "egress": [{"to": [{"podSelector": {}}], "ports": [{"port": FREE_PORT}]}],
+    }
+    kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "egress"}}
+    place.cluster.apply(kind | {"spec": spec}, place.namespace)
+    place.until_reached(EVERYBODY | {"stranger": (FREE_PORT,)})
 
 
 def _pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:

@@ -8,19 +8,31 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kubernetes.aio import client, config
 
-from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, ObjectRef
+from pacekeeper_operator.api import (
+    FIELD_MANAGER_CORDON,
+    LABEL_NO_QUARANTINE,
+    TAINT_QUARANTINE,
+    Mode,
+    ObjectRef,
+    Verdict,
+    Witness,
+)
 from pacekeeper_operator.cluster import QUARANTINES, Object
 from pacekeeper_operator.cluster import Cluster as Api
+from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
+from pacekeeper_operator.observation import Ruling
+from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.operator import PAUSE
-from pacekeeper_operator.services.quarantine import quarantine, reconcile, release_all, watch_over
+from pacekeeper_operator.services.quarantine import Blame, look, reconcile, release_all, suspect, watch_over
 from pacekeeper_operator.settings import Settings
 from testcluster.images import OPERATOR_IMAGE
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -54,6 +66,17 @@ class MortalApi(Api):
         return answer
 
 
+class At(Runtime):
+    """A moment at which time stands still."""
+
+    def __init__(self, moment: float) -> None:
+        super().__init__()
+        self.moment = moment
+
+    def now(self) -> float:
+        return self.moment
+
+
 @pytest.fixture
 async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
     configuration = client.Configuration()
@@ -64,9 +87,16 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
         yield MortalApi(connection)
 
 
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """For the probes of all tests."""
+    with scratch_namespace(cluster) as name:
+        yield name
+
+
 @pytest.fixture
 def settings(namespace: str) -> Settings:
-    return Settings(namespace=namespace, image=OPERATOR_IMAGE)
+    return Settings(namespace=namespace, image=OPERATOR_IMAGE, quarantine_mode=Mode.ACT)
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +104,18 @@ def untouched_nodes(cluster: Cluster) -> Iterator[None]:
     """Whatever a test does to its nodes is undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
-        if cluster.get("nodequarantine", name) is not None:
-            cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-            cluster.kubectl("delete", "nq", name, "--ignore-not-found")
-    cluster.kubectl("delete", "node", STAND_IN, "--ignore-not-found")
+        if cluster.get("nodequarantine", name) is None:
+            continue
+        cluster.kubectl("patch", "nq", name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+        cluster.kubectl("delete", "nq", name, "--ignore-not-found")
+    if cluster.get("node", STAND_IN) is not None:
+        cluster.kubectl("delete", "node", STAND_IN)
     for name in (NODE, OTHER):
-        cluster.kubectl("patch", "node", name, "--type=merge", "-p", '{"spec":{"taints":null,"unschedulable":null}}')
-        cluster.kubectl("label", "node", name, "pacekeeper.dev/no-quarantine-")
+        if taints(cluster, name) or cordoned(cluster, name):
+            marks = '{"spec":{"taints":null,"unschedulable":null}}'
+            cluster.kubectl("patch", "node", name, "--type=merge", "-p", marks)
+        if LABEL_NO_QUARANTINE in cluster.get("node", name)["metadata"]["labels"]:
+            cluster.kubectl("label", "node", name, f"{LABEL_NO_QUARANTINE}-")
 
 
 def uid(cluster: Cluster, node: str = NODE) -> str:
@@ -101,34 +136,35 @@ def is_held(cluster: Cluster, node: str = NODE) -> bool:
 
 def is_free(cluster: Cluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
-    body = cluster.kubectl("get", "node", node, "--output=json", "--show-managed-fields")
-    managers = [entry["manager"] for entry in json.loads(body)["metadata"]["managedFields"]]
+    managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
     return FIELD_MANAGER_CORDON not in managers and not taints(cluster, node) and not cordoned(cluster, node)
 
 
 def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
     """Reason → kinds of the objects that it was told about."""
-    found = json.loads(cluster.kubectl("get", "events.events.k8s.io", "--namespace=default", "--output=json"))["items"]
-    about = [event for event in found if event["regarding"]["name"] == node]
+    about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
 
-async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, approved: bool = True) -> str:
-    return await quarantine(api, node, uid(cluster, node), "XID 79", INCIDENT, settings, approved)
+async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, **changes: Any) -> Ruling:
+    """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
+    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
+    return await suspect(api, Runtime(), settings, replace(blame, **changes))
 
 
 async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(api, node, settings, moment) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile(api, At(moment), settings, node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
 async def hold(api: Api, cluster: Cluster, settings: Settings, node: str = NODE) -> None:
-    assert await ask(api, cluster, settings, node) == f"{node} is quarantined"
-    await settle(api, settings, node)
+    await ask(api, cluster, settings, node)
+    await settle(api, settings, node, time.time() + HOLD_SECONDS)
     assert is_held(cluster, node)
+    assert (await ask(api, cluster, settings, node)).verdict is Verdict.QUARANTINED
 
 
 def make_by_hand(cluster: Cluster, node: str = NODE, **spec: Any) -> None:
@@ -155,18 +191,18 @@ class TestLife:
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
         assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
-        await settle(api, settings, now=time.time() + HOUR + 1)
+        await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
         assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
 
-    async def test_a_failed_probe_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
-        settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev")
+    async def test_a_probe_without_an_image_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
+        settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=Mode.ACT)
         await hold(api, cluster, settings)
-        expiry = time.time() + HOUR + 1
-        await reconcile(api, NODE, settings, expiry)
+        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        await reconcile(api, At(expiry), settings, NODE)
 
         def waits() -> bool:
             return any("ImagePull" in json.dumps(pod["status"]) for pod in cluster.list("pods", namespace))
@@ -176,8 +212,9 @@ class TestLife:
 
         status = cluster.get("nodequarantine", NODE)["status"]
         assert status["phase"] == "Active"
-        assert "did not end within 60 s" in status["message"]
+        assert "has said nothing about the node: did not end within 60 s" in status["message"]
         assert "image" in status["probes"][0]["message"].lower()
+        assert status["probes"][0]["inconclusive"] == "Image"
         assert is_held(cluster)
         assert not cluster.list("pods", namespace)
 
@@ -190,8 +227,10 @@ class TestLife:
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_waits_for_approval(self, api: Api, cluster: Cluster, settings: Settings) -> None:
-        assert "waits for approval" in await ask(api, cluster, settings, approved=False)
-        await settle(api, settings)
+        asking = replace(settings, quarantine_mode=Mode.RECOMMEND)
+        await ask(api, cluster, asking)
+        await settle(api, asking, now=time.time() + HOLD_SECONDS)
+        assert (await ask(api, cluster, asking)).verdict is Verdict.AWAITS_APPROVAL
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
         cluster.kubectl("patch", "nodequarantine", NODE, "--type=merge", "-p", '{"spec":{"approved":true}}')
@@ -200,7 +239,7 @@ class TestLife:
 
     async def test_the_loop_follows_what_people_do(self, api: Api, cluster: Cluster, settings: Settings) -> None:
         changed = asyncio.Event()
-        loop = asyncio.create_task(watch_over(api, settings, changed))
+        loop = asyncio.create_task(watch_over(api, Runtime(), settings, changed))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
             changed.set()
@@ -263,7 +302,34 @@ class TestOthers:
         await settle(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
-        assert "no-quarantine forbids it" in await ask(api, cluster, settings)
+        assert (await ask(api, cluster, settings)).verdict is Verdict.OPTED_OUT
+
+
+class TestSuspicion:
+    async def test_a_probe_pod_clears_a_node_that_a_job_blames(
+        self, api: Api, cluster: Cluster, settings: Settings
+    ) -> None:
+        await ask(api, cluster, settings, witness=Witness.NONE)
+        await settle(api, settings)
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Cleared"
+        assert events(cluster)["NodeCleared"] >= {"Node", "NodeQuarantine"}
+        assert not cluster.list("pods", settings.namespace)
+        await settle(api, settings, now=time.time() + HOUR)
+        assert cluster.get("nodequarantine", NODE) is None
+
+    async def test_a_node_without_a_machine_is_confirmed_by_its_condition(
+        self, api: Api, cluster: Cluster, settings: Settings
+    ) -> None:
+        make_stand_in(cluster)
+        await ask(api, cluster, settings, STAND_IN, witness=Witness.NONE)
+        await settle(api, settings, STAND_IN, time.time() + HOLD_SECONDS)
+        assert is_held(cluster, STAND_IN)
+        said = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
+        assert {c["type"]: c["reason"] for c in said} == {
+            "Witnessed": "NodeCondition",
+            "Quarantined": "Quarantined",
+        }
 
 
 class TestNodesThatGo:
@@ -298,26 +364,27 @@ class TestNodesThatGo:
         await hold(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
         assert make_stand_in(cluster) != old
-        assert "earlier quarantine" in await ask(api, cluster, settings, STAND_IN)
+        assert (await ask(api, cluster, settings, STAND_IN)).verdict is Verdict.RELEASING
         await settle(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert TAINT_QUARANTINE not in taints(cluster, STAND_IN)
         assert not cordoned(cluster, STAND_IN)
-        refused = await quarantine(api, STAND_IN, old, "XID 79", INCIDENT, settings, approved=True)
-        assert "the node that was meant does not exist" in refused
+        assert (await ask(api, cluster, settings, STAND_IN, uid=old)).verdict is Verdict.UNKNOWN_NODE
 
 
 class TestLimits:
     async def test_of_many_at_once_the_budget_lets_one_through(
         self, api: Api, cluster: Cluster, settings: Settings
     ) -> None:
-        words = await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
-        assert words == [
-            f"{NODE} is quarantined",
-            f"{OTHER} is not quarantined: the budget of 1 of 6 nodes is spent",
-        ]
-        assert await ask(api, cluster, settings) == f"{NODE} is quarantined"
-        assert cluster.get("nodequarantine", OTHER) is None
+        await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
+        for node in (NODE, OTHER):
+            await settle(api, settings, node, time.time() + HOLD_SECONDS)
+        assert is_held(cluster)
+        assert is_free(cluster, OTHER)
+        refused = await look(api, OTHER, uid(cluster, OTHER))
+        assert refused is not None
+        assert refused.verdict is Verdict.BUDGET_SPENT
+        assert "1 of 6 nodes" in refused.words
 
     async def test_people_are_not_bound_by_the_budget(self, api: Api, cluster: Cluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
@@ -330,11 +397,14 @@ class TestLimits:
     ) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("create", "configmap", PAUSE, "--namespace", settings.namespace)
-        assert "paused" in await ask(api, cluster, settings, OTHER)
-        assert cluster.get("nodequarantine", OTHER) is None
-        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert is_free(cluster)
+        try:
+            assert (await ask(api, cluster, settings, OTHER)).verdict is Verdict.PAUSED
+            assert cluster.get("nodequarantine", OTHER) is None
+            cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+            await settle(api, settings)
+            assert is_free(cluster)
+        finally:
+            cluster.kubectl("delete", "configmap", PAUSE, "--namespace", settings.namespace)
 
 
 class TestReleaseAll:
@@ -346,7 +416,7 @@ class TestReleaseAll:
         cluster.kubectl("delete", "nq", OTHER)
         assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
 
-        await release_all(api, 30)
+        await release_all(api, Runtime(), 30)
 
         assert is_free(cluster)
         assert is_free(cluster, OTHER)
@@ -357,7 +427,7 @@ class TestReleaseAll:
         keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
         cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)
         with pytest.raises(TimeoutError, match=f"not released within 2 s: {NODE}"):
-            await release_all(api, 2)
+            await release_all(api, Runtime(), 2)
 
 
 Stage = Callable[[Api, Settings], Awaitable[None]]
@@ -369,7 +439,7 @@ async def release(api: Api, settings: Settings) -> None:
 
 
 async def expire(api: Api, settings: Settings) -> None:
-    await settle(api, settings, now=time.time() + HOUR + 1)
+    await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
 
 
 class TestKilled:
@@ -384,7 +454,7 @@ class TestKilled:
         def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
             return hold(mortal, cluster, settings)
 
-        assert await kill_after_each_write(api, settings, stage, check) == 4
+        assert await kill_after_each_write(api, settings, stage, check) == 6
 
     @pytest.mark.parametrize(("stage", "writes"), [(release, 4), (expire, 9)], ids=["deletion", "expiry"])
     async def test_while_it_releases_the_node(

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import yaml
 
 from pacekeeper_operator.api import Job
-from pacekeeper_operator.manifests import Installation, probe_pod, worker_pod
+from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
 from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, scratch_namespace
 
 TRAINER = {
     "name": "trainer",
@@ -26,6 +27,20 @@ TRAINER = {
 
 
 pytestmark = pytest.mark.usefixtures("resources")
+
+
+@pytest.fixture(scope="module")
+def shared_namespace(cluster: Cluster) -> Iterator[str]:
+    with scratch_namespace(cluster) as name:
+        yield name
+
+
+@pytest.fixture
+def namespace(cluster: Cluster, shared_namespace: str) -> Iterator[str]:
+    """Without jobs and incidents of other tests."""
+    yield shared_namespace
+    if cluster.list("tj", shared_namespace) or cluster.list("inc", shared_namespace):
+        cluster.kubectl("delete", "tj,inc", "--all", "--namespace", shared_namespace, "--timeout=20s")
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -130,7 +145,7 @@ MISTAKES = {
         "Always",
         "spec.template.spec.restartPolicy must be Never or left out",
     ),
-    "host network": ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork must be false"),
+    "past the scheduler": ("spec.template.spec.nodeName", "node-1", "spec.template.spec.nodeName must be left out"),
     "our variable": (
         f"{CONTAINER}.env",
         [{"name": "PACEKEEPER_NPROC"}],
@@ -146,7 +161,7 @@ MISTAKES = {
         [{"name": "pacekeeper-shm"}],
         "spec.template.spec.volumes.*rename the volume",
     ),
-    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use other ports"),
+    "our port": (f"{CONTAINER}.ports", [{"containerPort": 9464}], "containers.*9464.*use another port"),
     "our sidecar": (
         "spec.template.spec.initContainers",
         [{"name": "pacekeeper-sidecar"}],
@@ -163,7 +178,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("path", "value", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_each_mistake_is_refused_with_field_and_remedy(cluster: Cluster, path: str, value: Any, message: str) -> None:
-    assert re.search(message, refusal(cluster, changed(job(), path, value)), re.DOTALL)
+    """Refused by the server: kubectl says the same."""
+    refused = cluster.reader.refusal("trainingjobs", changed(job(), path, value), "default")
+    assert re.search(message, refused, re.DOTALL), refused
 
 
 @pytest.mark.parametrize("gpus", [4, "4"])
@@ -249,7 +266,7 @@ def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:
 
 
 SWAPS: dict[str, tuple[str, str, Any, str, Any]] = {
-    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "nodeName", "node-1"),
+    "node": ("spec.template.spec", "nodeSelector", {"a": "b"}, "runtimeClassName", "other"),
     "command": (CONTAINER, "command", ["pacekeeper"], "args", ["pacekeeper"]),
     "variable": (f"{CONTAINER}.env.0", "value", "1", "valueFrom", {"fieldRef": {"fieldPath": "spec.nodeName"}}),
     "volume": ("spec.template.spec.volumes.0", "emptyDir", {}, "hostPath", {"path": "/data"}),
@@ -433,15 +450,21 @@ def test_examples_and_their_pods_are_accepted(cluster: Cluster, namespace: str, 
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
 
 
-def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, namespace: str) -> None:
-    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+@pytest.fixture
+def restricted_namespace(cluster: Cluster) -> Iterator[str]:
+    with scratch_namespace(cluster) as name:
+        cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+        yield name
+
+
+def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, restricted_namespace: str) -> None:
     path = REPOSITORY / "examples/gpt.yaml"
     (example,) = [found for found in yaml.safe_load_all(path.read_text()) if found["kind"] == "TrainingJob"]
-    example["metadata"] |= {"namespace": namespace, "uid": "u"}
+    example["metadata"] |= {"namespace": restricted_namespace, "uid": "u"}
     node = {"metadata": {"name": "node-1", "uid": "u"}}
     pods = [
         worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
-        probe_pod("probe", namespace, node, node, "pacekeeper.dev/operator:dev", ["true"]),
+        probe_pod("probe", restricted_namespace, node, node, ProbeImage("pacekeeper.dev/operator:dev"), ["true"]),
     ]
     for pod in pods:
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import pacekeeper as pk
 from pacekeeper import checkpoints, keeper
+from pacekeeper.checkpoint_news import read_news
 from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
+from tests.support.launchers import eventually
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -99,6 +104,111 @@ def test_a_checkpoint_that_fails_on_one_rank_stalls_nobody_and_the_next_one_is_k
     assert said(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
     message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}\n"
     assert capfd.readouterr().err.count(message) == 1  # rank 0 says it for all
+
+
+@contextmanager
+def small_volume(path: Path) -> Iterator[Path]:
+    """Of one mebibyte. Skips the test where this user may not mount one."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small volume needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(volume: Path) -> None:
+    with suppress(OSError), (volume / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+
+
+def make_room(volume: Path) -> None:
+    (volume / "filler").unlink()
+
+
+def put_a_file_there(volume: Path) -> None:
+    volume.rename(volume.with_suffix(".aside"))
+    volume.write_text("")
+
+
+def put_it_back(volume: Path) -> None:
+    volume.unlink()
+    volume.with_suffix(".aside").rename(volume)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend", "reason"),
+    [(fill, make_room, "No space left on device"), (put_a_file_there, put_it_back, str(errno.ENOTDIR))],
+    ids=["full", "a file"],
+)
+def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_is_mended(
+    spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    news = Runtime(tmp_path / "runtime").checkpoints
+
+    with small_volume(tmp_path / "mount") as mount:
+        volume = mount / "volume"
+
+        def meddle(job: pk.Job, step: pk.Step) -> None:
+            """Of the checkpoints after the steps 2, 4, 6 and 8, spoils the second one and the third."""
+            if job.rank != 0 or step.number not in {3, 5, 7, 9}:
+                return
+            if step.number == 3:
+                wait_until(lambda: read_news(news).step == 2, "the first one is kept")
+                spoil(volume)
+            elif step.number in {5, 7}:
+                wait_until(lambda: f"step {step.number - 1}: " in read_news(news).error, "the failure is told")
+                told = read_news(news)
+                assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and who could not keep more"
+                assert told.error.startswith(str(volume))
+                assert reason in told.error
+                if step.number == 7:
+                    mend(volume)
+            else:
+                wait_until(lambda: read_news(news).step == 8, "the one after that is kept")
+                assert (read_news(news).failed_rank, read_news(news).error) == (-1, "")
+
+        assert run_ranks(lambda _: train(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime") == [(9, 0)] * RANKS
+        assert {"step-00000002", "step-00000008", "step-00000009"} <= kept(volume)
+
+
+def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+
+    def meddle(job: pk.Job, step: pk.Step) -> None:
+        if job.rank == 0 and step.number == 3:
+            wait_until(lambda: kept(volume) == {"step-00000002"}, "the first one is kept")
+            shutil.rmtree(volume)
+
+    run_ranks(lambda _: train(volume, 2, 4, meddle), RANKS, runtime=tmp_path / "runtime")
+    assert kept(volume) == {"step-00000004"}
+
+
+def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) -> None:
+    news = Runtime(tmp_path / "runtime").checkpoints
+
+    def rank_main(rank: int) -> tuple[int, Any]:
+        keeper._SLOW_SECONDS = 0.2
+        publish = checkpoints.CheckpointFolder.publish
+
+        def hangs(*arguments: Any) -> bool:
+            wait_until(lambda: "still being written" in read_news(news).error, "the wait is told")
+            return publish(*arguments)
+
+        if rank == 0:
+            checkpoints.CheckpointFolder.publish = hangs  # type: ignore[method-assign,assignment]
+        return train(tmp_path / "volume", 2, 5)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
+    assert kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
+    assert read_news(news).error == ""
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    eventually(lambda: condition() or None, what)
 
 
 @pytest.mark.parametrize("told_to_leave", [False, True], ids=["the end", "SIGTERM"])

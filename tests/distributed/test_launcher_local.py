@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
+from numpy.typing import NDArray
 
 from pacekeeper.launcher import local
 from pacekeeper.launcher.command import launch_locally
@@ -28,10 +30,15 @@ def local_run(
     step_seconds: float = 0.01,
     script: Path = STEPS_SCRIPT,
     controller: Mapping[str, float] | None = None,
+    fake_clock: bool = False,
 ) -> Iterator[int]:
-    """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it."""
+    """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it.
+
+    fake_clock: by which nothing takes time but what the script says (where it knows how to).
+    """
     preimport()
     environment = {
+        **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
         "STEPS": str(steps),
         "UNTIL": str(steps),
@@ -129,34 +136,49 @@ def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Pat
 
 def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     """Rank 1 needs 6 ms a sample, rank 0 two: 18 and 6 of 24 samples take both of them 36 ms instead of 72."""
-    with local_run(tmp_path, steps=200, script=STEPS_SCRIPT.with_name("uneven.py")) as pid:
-        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
-    log = (tmp_path / "log").read_text()
-    assert "in most steps, at equal shares over their peers: rank 1" in log
-    samples = [[int(line) for line in (tmp_path / f"samples-{rank}").read_text().split()] for rank in (0, 1)]
-    assert [len(steps) for steps in samples] == [200, 200], "a restart would have repeated or lost steps"
-    assert {sum(pair) for pair in zip(*samples, strict=True)} == {24}
-    assert samples[1][0] == 12
-    assert samples[1][-1] in {5, 6, 7}
+
+    def samples() -> list[tuple[int, int]]:
+        """Of both ranks, in the steps that both have completed."""
+        of_ranks = [(tmp_path / f"samples-{rank}").read_text().splitlines() for rank in (0, 1)]
+        return [(int(one), int(other)) for one, other in zip(*of_ranks, strict=False)]
+
+    script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"JUDGE_EVERY": 0.5}
+    with local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
+        log = tmp_path / "log"
+        eventually(lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgement")
+        eventually(lambda: samples()[-100:] == [(18, 6)] * 100, "a hundred steps in which both take equally long")
+        os.kill(pid, signal.SIGTERM)
+        assert exit_code(pid, tmp_path) == 143
+    assert samples()[0] == (12, 12)
+    assert {sum(pair) for pair in samples()} == {24}
+    assert "round 2" not in log.read_text(), "a restart would have repeated or lost steps"
 
 
 def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: Path) -> None:
-    script, steps = STEPS_SCRIPT.with_name("lengths.py"), 250
-    with local_run(tmp_path, steps=steps, script=script, controller={"JUDGE_EVERY": 0.5}) as pid:
-        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
-    log = (tmp_path / "log").read_text()
-    assert log.count("BalanceLengths: samples dealt so that every rank's cost the same") == 1, log
-    assert "round 2" not in log
-    squares, seconds = np.stack([np.loadtxt(tmp_path / f"steps-{rank}") for rank in (0, 1)], axis=1).T
-    assert squares.shape == (2, steps)
-    whole = squares.sum(axis=0)
-    uneven = squares.max(axis=0) / whole * 2
-    assert uneven[:20].mean() > 1.2
-    assert uneven[-20:].mean() < 1.02
-    pace = seconds.max(axis=0) / whole
-    assert np.median(pace[-50:]) < 0.88 * np.median(pace[5:35]), "the steps themselves have become shorter"
+    log, script = tmp_path / "log", STEPS_SCRIPT.with_name("lengths.py")
+
+    def uneven() -> NDArray[np.float64]:
+        """The dearer rank's part of each step, 1: both cost the same."""
+        squares = [np.loadtxt(tmp_path / f"steps-{rank}", ndmin=1) for rank in (0, 1)]
+        steps = min(map(len, squares))
+        both = np.stack([of_rank[:steps] for of_rank in squares])
+        found: NDArray[np.float64] = 2 * both.max(axis=0) / both.sum(axis=0)
+        return found
+
+    with local_run(tmp_path, steps=100_000, script=script, controller={"JUDGE_EVERY": 0.5}, fake_clock=True) as pid:
+        eventually(lambda: "BalanceLengths" in log.read_text(), "a judgement")
+        eventually(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
+        judged = len(uneven())
+        eventually(lambda: len(uneven()) > judged + 200, "further judgements")
+        os.kill(pid, signal.SIGTERM)
+        assert exit_code(pid, tmp_path) == 143
+    assert log.read_text().count("BalanceLengths: samples dealt so that every rank's cost the same") == 1
+    assert "round 2" not in log.read_text()
+    assert uneven()[:20].mean() > 1.2
+    assert uneven()[-100:].mean() < 1.02
 
 
+@pytest.mark.flaky(reruns=1)  # its ranks' paces are the machine's: a core that a neighbour takes for a while is no bug
 def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:
     hurried = {"JUDGE_EVERY": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
     erratic = STEPS_SCRIPT.with_name("erratic.py")

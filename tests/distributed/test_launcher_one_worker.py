@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.checkpoint_news import NewsFile
 from pacekeeper.launcher import command
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import Settings
 from pacekeeper.runtime import Runtime, read_json
-from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
 from tests.support.launchers import Team, eventually, fork, team
 
@@ -32,6 +33,44 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
         assert one.workers["a"].faults() == []
         beat = one.workers["a"].heartbeat()
         assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+
+
+def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000) as one:
+        one_worker(one)
+        one.wait_for_step(2)
+        worker = one.workers["a"]
+        news = NewsFile(worker.runtime.checkpoints)
+        news.kept(1)
+        one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
+        news.failed("/checkpoints: no room", 1)
+        one.wait_for(lambda: worker.heartbeat().checkpoint_error, "the failure")
+        assert worker.heartbeat().checkpoint_failed_rank == 1
+        before = worker.heartbeat().checkpoint_age_seconds
+        one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds > before, "it grows older")
+        news.kept(5)
+        one.wait_for(lambda: not worker.heartbeat().checkpoint_error, "the next one is kept")
+
+
+def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
+    def sign() -> int:
+        return worker.runtime.alive.stat().st_mtime_ns if worker.runtime.alive.exists() else 0
+
+    with team(tmp_path, steps=3) as one:
+        worker = one.start("a")
+        first = one.wait_for(sign, "a sign of life, without a plan")
+        one.wait_for(lambda: sign() > first, "another one")
+        worker.kill(signal.SIGSTOP)
+        os.waitpid(worker.pid, os.WUNTRACED)
+        last = sign()
+        for _ in range(30):
+            worker.wait_a_moment()
+        assert sign() == last
+        worker.kill(signal.SIGCONT)
+        one.wait_for(lambda: sign() > last, "it goes on")
+        one.give(Plan(stop=Stop.FINISH))
+        assert worker.wait() == 0, one.logs()
+        assert not worker.runtime.alive.exists()
 
 
 @pytest.mark.parametrize(

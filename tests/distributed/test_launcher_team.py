@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,34 @@ def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_nam
         for rank in range(3):
             assert [line for line in one.diary(rank) if "start" in line] == ["round 1 start", "round 2 start"]
             assert one.diary(rank)[-1] == "round 2 end"
+
+
+def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_needed(tmp_path: Path) -> None:
+    with team(tmp_path, steps=2) as one:
+        for name in "abc":
+            one.start(name)
+            one.wait_for_state(name, LauncherState.WARM)
+        ports = {name: one.workers[name].heartbeat().meeting_port for name in "abc"}
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((one.workers["a"].address, ports["a"]))  # held before there is a plan
+        members = one.members(a=[0], b=[1], c=[2])
+        one.give(Plan(version=1, membership=1, members=members, store_port=ports["a"]))
+        assert_finished(one, "a", "b", "c")
+
+
+def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:
+    with team(tmp_path, steps=2, gather_timeout=1.0) as one:
+        for name in "abc":
+            one.start(name)
+        members = one.members(a=[0], b=[1], c=[2])
+        good = Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5, secret="5ec2e7")
+        one.give(replace(good, secret="0a0a0a"), to="c")
+        one.give(good, to="ab")
+        one.wait_for(lambda: one.workers["a"].faults(FaultKind.ROUND_FAILED), "a says that not all have come")
+        assert one.diary(0) == one.diary(2) == []
+        assert "turned away" in one.workers["a"].log.read_text()
+        one.give(replace(good, version=2), to="c")
+        assert_finished(one, "a", "b", "c")
 
 
 def test_ranks_that_fail_at_once_cost_one_round(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pacekeeper as pk
+from pacekeeper.plain import pack, unpack
 from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, unpickle_nothing
 
 RANKS = 4
 BATCH = 16
@@ -255,12 +256,72 @@ def test_a_folder_that_cannot_be_written_is_said_at_init(tmp_path: Path) -> None
     assert "mount a volume" in error
 
 
+class Exotic:
+    def state_dict(self) -> dict[str, Any]:
+        return {"where": [Path("/somewhere")]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_a_state_that_cannot_be_kept_is_named_before_the_first_step(tmp_path: Path) -> None:
+    def rank_main(_: int) -> str:
+        job = pk.init(checkpoints=pk.Checkpoints(tmp_path / "volume"))
+        job.register(tracker=Exotic())
+        with pytest.raises(InputError) as caught:
+            job.restore()
+        return str(caught.value)
+
+    (words,) = run_ranks(rank_main, 1)
+    assert words.startswith("tracker.where.0: a pathlib.")
+    assert "let state_dict() give tensors" in words
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "a function": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "milestones": lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5]),
+    "one cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, total_steps=20),
+    "one after another": lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [
+            torch.optim.lr_scheduler.LinearLR(opt, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 4),
+        ],
+        milestones=[3],
+    ),
+    "plateau": lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_the_schedules_of_torch_go_on_as_if_nothing_had_been(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def schedule() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        return optimizer, make(optimizer)
+
+    def advance(optimizer: torch.optim.Optimizer, its: Any, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            its.step(1.0) if isinstance(its, torch.optim.lr_scheduler.ReduceLROnPlateau) else its.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        return rates
+
+    optimizer, before = schedule()
+    advance(optimizer, before, 4)
+    again, after = schedule()
+    again.load_state_dict(unpack(pack(optimizer.state_dict())))
+    after.load_state_dict(unpack(pack(before.state_dict())))
+    assert advance(again, after, 6) == advance(optimizer, before, 6)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
     """Rank 1's worker is lost with its memory. A replica comes from a peer; a shard must come from the volume."""
 
     def run(until: int, folders: list[str]) -> Callable[[int], Any]:
         def rank_main(rank: int) -> Any:
+            unpickle_nothing()
             os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(Runtime(tmp_path / folders[rank]).make().root))
             job = pk.init(
                 mesh={"shard": -1} if sharded else None,

@@ -83,10 +83,19 @@ class Worker:
     runtime: Runtime
     token_file: Path
     metrics_port: int
+    process: asyncio.subprocess.Process
+    told_to_end: bool = False
+
+    def end(self) -> None:
+        """As the kubelet does it when the trainer has ended."""
+        self.process.terminate()
+        self.told_to_end = True
 
 
 @asynccontextmanager
-async def sidecar(folder: Path, operator: Operator, token: str = TOKEN) -> AsyncIterator[Worker]:
+async def sidecar(
+    folder: Path, operator: Operator, token: str = TOKEN, poll_seconds: float = 3.0
+) -> AsyncIterator[Worker]:
     authority = Authority(folder)
     runner = web.AppRunner(operator.application(), access_log=None)
     await runner.setup()
@@ -104,12 +113,15 @@ async def sidecar(folder: Path, operator: Operator, token: str = TOKEN) -> Async
         "PACEKEEPER_TOKEN_FILE": str(token_file),
         "PACEKEEPER_METRICS_PORT": str(metrics_port),
         "PACEKEEPER_WINDOW_STEPS": "4",
+        "PACEKEEPER_POLL_SECONDS": str(poll_seconds),
     }
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "pacekeeper.sidecar", env=environment)
     try:
-        yield Worker(runtime, token_file, metrics_port)
-        assert process.returncode is None, "the sidecar must still run"
-        process.terminate()
+        worker = Worker(runtime, token_file, metrics_port, process)
+        yield worker
+        if not worker.told_to_end:
+            assert process.returncode is None, "the sidecar must still run"
+            process.terminate()
         assert await asyncio.wait_for(process.wait(), 5) == 0
     finally:
         if process.returncode is None:
@@ -145,7 +157,9 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
         assert worker.runtime.fault(fault.name).exists()
         operator.away = False
         await until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
-    assert operator.faults == [fault]
+    (taken,) = operator.faults
+    assert replace(taken, sent_at=0.0) == fault
+    assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
 
 
 async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
@@ -167,6 +181,53 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     assert evidence.windows[0].compute_seconds == pytest.approx((0.06,) * 4)
     assert 'pacekeeper_rank_compute_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.06' in page
     assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
+
+
+async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
+        worker.runtime.alive.touch()
+        await until(lambda: any(beat.round == 1 for beat in operator.heartbeats), "the launcher runs")
+        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence", 25)
+        assert operator.heartbeats[-1].state is LauncherState.RUNNING
+        worker.runtime.alive.touch()
+        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
+
+
+async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:
+    """The operator is away when the trainer ends and the kubelet tells the sidecar to."""
+    operator = Operator()
+    fault = Fault("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
+    async with sidecar(tmp_path, operator) as worker:
+        await until(lambda: bool(operator.heartbeats), "the first heartbeat")
+        operator.away = True
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.FINISHED, round=1).to_json())
+        write_json(worker.runtime.fault(fault.name), fault.to_json())
+        worker.end()
+        refused = operator.refused
+        await until(lambda: operator.refused > refused, "another try")
+        operator.away = False
+    assert operator.heartbeats[-1].state is LauncherState.FINISHED
+    assert operator.faults == [fault]
+
+
+async def test_a_sidecar_that_nobody_listens_to_ends_all_the_same(tmp_path: Path) -> None:
+    operator = Operator(away=True)
+    async with sidecar(tmp_path, operator):
+        await until(lambda: operator.refused > 0, "a try")
+
+
+async def test_a_heartbeat_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator) as worker:
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
+        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "the heartbeat")
+        write_json(worker.runtime.heartbeat, {"worker": "gpt-w0-0", "round": "oops"})
+        told = len(operator.heartbeats)
+        operator.plan = replace(PLAN, version=2)
+        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        assert operator.heartbeats[-1].round == 3
 
 
 async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None:

@@ -18,50 +18,52 @@ from torch import Tensor, nn
 from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
+from tests.support.fake_clock import FakeClock, install
 from tests.support.ranks import run_ranks
 
 RANKS = 4
 SLOW_RANK = 2
-SLEEP = 0.012
-"""Seconds a sample that the slow rank takes longer."""
+SECONDS_A_SAMPLE = tuple(0.012 if rank == SLOW_RANK else 0.004 for rank in range(RANKS))
+"""Of each rank, by a clock by which nothing else takes time."""
 SHARE = 4
 STEPS = 8
 
 
 class Layer(nn.Module):
-    """A linear layer whose forward pass sleeps so long a sample; the backward pass does not."""
+    """A linear layer whose forward pass takes so long a sample; the backward pass takes no time."""
 
-    def __init__(self, sleep: float) -> None:
+    def __init__(self, seconds: float, clock: FakeClock) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.sleep = sleep
+        self.seconds, self.clock = seconds, clock
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.sleep * len(x))
+        self.clock.work(self.seconds * len(x))
         y: Tensor = self.linear(x)
         return y
 
 
-def make_model(rank: int) -> nn.Module:
-    return nn.Sequential(*[Layer(SLEEP / 2 if rank == SLOW_RANK else 0.0) for _ in range(2)])
+def make_model(rank: int, clock: FakeClock) -> nn.Module:
+    return nn.Sequential(*[Layer(SECONDS_A_SAMPLE[rank] / 2, clock) for _ in range(2)])
 
 
-def watched_script(sharded: bool) -> Callable[[int], None]:
+def watched_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     """A script that knows nothing of Pacekeeper but one line."""
 
     def rank_main(rank: int) -> None:
+        clock = install(folder, rank, RANKS)
         import pacekeeper.auto  # noqa: F401
 
         dist.init_process_group("gloo")
         if sharded:
             from torch.distributed.fsdp import fully_shard
 
-            model: Any = make_model(rank)
+            model: Any = make_model(rank, clock)
             for layer in model:
                 fully_shard(layer)
             fully_shard(model)
         else:
-            model = nn.parallel.DistributedDataParallel(make_model(rank))
+            model = nn.parallel.DistributedDataParallel(make_model(rank, clock))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         samples: Any = torch.randn(STEPS * SHARE, 64)
         data = torch.utils.data.DataLoader(samples, batch_size=SHARE)
@@ -73,12 +75,13 @@ def watched_script(sharded: bool) -> Callable[[int], None]:
     return rank_main
 
 
-def steered_script(sharded: bool) -> Callable[[int], None]:
+def steered_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     def rank_main(rank: int) -> None:
+        clock = install(folder, rank, RANKS)
         import pacekeeper as pk
 
         job = pk.init(mesh={"shard": -1} if sharded else None)
-        model = job.fully_shard(make_model(rank)) if sharded else job.replicate(make_model(rank))
+        model = job.fully_shard(make_model(rank, clock)) if sharded else job.replicate(make_model(rank, clock))
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loader = job.dataloader(
             torch.randn(100, 64),
@@ -109,23 +112,20 @@ def milliseconds(found: NDArray[np.void], kind: Kind) -> float:
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 @pytest.mark.parametrize("script", [watched_script, steered_script])
 def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
-    script: Callable[[bool], Callable[[int], None]], sharded: bool, tmp_path: Path
+    script: Callable[[bool, Path], Callable[[int], None]], sharded: bool, tmp_path: Path
 ) -> None:
-    run_ranks(script(sharded), RANKS, runtime=tmp_path)
-    late = SLEEP * SHARE * 1000
+    run_ranks(script(sharded, tmp_path), RANKS, runtime=tmp_path)
+    own = [1000 * SHARE * seconds for seconds in SECONDS_A_SAMPLE]
     for rank in range(RANKS):
         found = records(tmp_path, rank)
-        assert milliseconds(found, Kind.STEP) >= late  # all are as slow as the slowest
-        if rank == SLOW_RANK:
-            assert milliseconds(found, Kind.COMPUTE) >= late
-        else:
-            assert milliseconds(found, Kind.COMPUTE) < 0.8 * late
+        assert milliseconds(found, Kind.STEP) == pytest.approx(own[SLOW_RANK])  # all are as slow as the slowest
+        assert milliseconds(found, Kind.COMPUTE) == pytest.approx(own[rank])
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
     """Lateness: the longest wait of a collective's group less one's own."""
-    run_ranks(watched_script(sharded), RANKS, runtime=tmp_path)
+    run_ranks(watched_script(sharded, tmp_path), RANKS, runtime=tmp_path)
     waits: dict[tuple[int, ...], dict[int, float]] = {}
     for rank in range(RANKS):
         found = records(tmp_path, rank)
@@ -139,7 +139,8 @@ def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
     )
     lateness = [sum(max(by_rank.values()) - by_rank[rank] for by_rank in waits.values()) for rank in range(RANKS)]
     assert max(range(RANKS), key=lateness.__getitem__) == SLOW_RANK
-    assert lateness[SLOW_RANK] > 0.8e9 * SLEEP * SHARE * (STEPS - 1)
+    later = SECONDS_A_SAMPLE[SLOW_RANK] - SECONDS_A_SAMPLE[0]
+    assert lateness[SLOW_RANK] >= 1e9 * later * SHARE * (STEPS - 1)
 
 
 def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
@@ -219,27 +220,34 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
         def __len__(self) -> int:
             return 100
 
+        def __init__(self, clock: FakeClock) -> None:
+            self.clock = clock
+
         def __getitem__(self, index: int) -> Tensor:
-            time.sleep(0.01)
+            self.clock.work(0.01)
             return torch.ones(4)
 
     def rank_main(rank: int) -> int:
         import gc
+
+        clock = install(tmp_path, rank, 1)
 
         import pacekeeper as pk
 
         job = pk.init()
         model = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in job.steps(job.dataloader(SlowData(), 2, max_microbatch=2), until=4):
+        for step in job.steps(job.dataloader(SlowData(clock), 2, max_microbatch=2), until=4):
             for x in step.microbatches():
                 (model(x).sum() / step.total_weight).backward()
             if step.number == 1:
+                gc.callbacks.append(lambda *_: clock.work(0.05))
                 gc.collect()
+                gc.callbacks.pop()
             optimizer.step()
             if step.due("eval", every=2):
                 with job.phase("eval"):
-                    time.sleep(0.2)
+                    clock.work(0.2)
         return int(RingReader(Runtime(tmp_path).ring(rank)).state()["phase"])
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [Phase.FINISHED]
@@ -249,10 +257,10 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     assert phases["phase"].tolist().count(Phase.EVALUATE) == 2
     steps = duration[(found["kind"] == Kind.STEP) & (found["step"] > 1)]
     assert len(steps) == 3
-    assert steps.max() < 0.2
+    assert steps.tolist() == pytest.approx([0.02] * 3)
     data = duration[found["kind"] == Kind.DATA]
-    assert (data >= 0.02).sum() == 4
-    assert (found["kind"] == Kind.GARBAGE).sum() >= 1
+    assert data.tolist().count(0.02) == 4
+    assert duration[found["kind"] == Kind.GARBAGE].tolist() == pytest.approx([0.05])
 
 
 def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Path) -> None:
@@ -277,9 +285,9 @@ def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401
 
-        steered_script(sharded=False)(rank)
+        steered_script(sharded=False, folder=tmp_path)(rank)
 
-    run_ranks(rank_main, 2, runtime=tmp_path)
+    run_ranks(rank_main, RANKS, runtime=tmp_path)
     found = records(tmp_path, 0)
     assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
 

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from pacekeeper_analysis.whatif import TraceError, WhatIf, analyse
 from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.inputs import load
 from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, OPTIMIZER, REDUCE_SCATTER
+from tests.support.ranks import run_ranks
+
+# The profiler's clock is the machine's: a core that a neighbour takes for a while is no bug.
+pytestmark = pytest.mark.flaky(reruns=1)
 
 RANKS = 4
 SLOW = 2
 STEPS = 8
 
-# The model's work is a sleep of fixed length, so that ranks which share the processors of a small machine keep pace.
-# The ranks are forked from one process that has imported torch, and what DDP and optimizers import when they are first
-# used (_dynamo): that takes longer than both jobs.
-JOBS = """
-import multiprocessing, sys, time
-import torch
-import torch._dynamo
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
+SECONDS, SLOW_SECONDS = 0.04, 0.12
+"""The model's work is a sleep of fixed length: ranks that share the processors of a small machine keep pace."""
 
 
-def work(rank, folder, slow):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+def work(rank: int, folder: Path, slow: int | None) -> None:
+    dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=8)) as profiler:
-        for _ in range(10):
+    with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=STEPS)) as profiler:
+        for _ in range(STEPS + 2):
             loss = model(torch.randn(8, 64)).sum()
-            time.sleep(0.12 if rank == slow else 0.04)
+            time.sleep(SLOW_SECONDS if rank == slow else SECONDS)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -45,23 +44,12 @@ def work(rank, folder, slow):
     dist.destroy_process_group()
 
 
-forks = multiprocessing.get_context("fork")
-for folder, slow in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
-    ranks = [forks.Process(target=work, args=(rank, folder, slow)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-        assert process.exitcode == 0
-"""
-
-
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """The traces of the ranks of both jobs."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("healthy", "slow")}
-    arguments = [str(folders["healthy"]), "-1", str(folders["slow"]), str(SLOW)]
-    subprocess.run([sys.executable, "-c", JOBS, *arguments], check=True, timeout=180)
+    for name, slow in (("healthy", None), ("slow", SLOW)):
+        run_ranks(partial(work, folder=folders[name], slow=slow), RANKS)
     return {name: [folder / f"rank{rank}.json.gz" for rank in range(RANKS)] for name, folder in folders.items()}
 
 

@@ -25,6 +25,7 @@ import testcluster.cluster
 from testcluster import programs
 from testcluster.settings import KUBECONFIG
 from testcluster.shell import say
+from tests.support.api_reader import ApiReader, api_reader
 
 Value = TypeVar("Value")
 
@@ -37,10 +38,11 @@ class Cluster:
 
     kubeconfig: Path
     is_testcluster: bool
+    reader: ApiReader
 
     def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
         """Standard output of kubectl. subprocess.CalledProcessError with its messages if it fails."""
-        command = [str(programs.kubectl()), f"--kubeconfig={self.kubeconfig}", *arguments]
+        command = [*_kubectl(self.kubeconfig), *arguments]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
         if done.returncode != 0:
             error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
@@ -54,13 +56,10 @@ class Cluster:
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Any:
         """The object, or None where there is none."""
-        answer = self.kubectl("get", kind, name, "--namespace", namespace, "--ignore-not-found", "--output", "json")
-        return json.loads(answer) if answer.strip() else None
+        return self.reader.get(kind, name, namespace)
 
     def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Any]:
-        answer = self.kubectl("get", kind, "--namespace", namespace, "--selector", selector, "--output", "json")
-        items: list[Any] = json.loads(answer)["items"]
-        return items
+        return self.reader.list(kind, namespace, selector)
 
 
 def wait_for(
@@ -86,16 +85,20 @@ def wait_for(
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    if os.environ.get("PACEKEEPER_USE_KUBECONFIG"):
-        found = Cluster(Path(os.environ["KUBECONFIG"]), is_testcluster=False)
-    else:
+    is_testcluster = not os.environ.get("PACEKEEPER_USE_KUBECONFIG")
+    if is_testcluster:
         testcluster.cluster.up()
-        found = Cluster(KUBECONFIG, is_testcluster=True)
-    with _alone():
+    kubeconfig = KUBECONFIG if is_testcluster else Path(os.environ["KUBECONFIG"])
+    with _alone(), api_reader(_kubectl(kubeconfig)) as reader:
+        found = Cluster(kubeconfig, is_testcluster, reader)
         yield found
         # A namespace that stays has something in it whose finalizer nobody serves.
         selector = f"--selector={_SCRATCH}"
         found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+
+
+def _kubectl(kubeconfig: Path) -> list[str]:
+    return [str(programs.kubectl()), f"--kubeconfig={kubeconfig}"]
 
 
 @contextmanager

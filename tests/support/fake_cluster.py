@@ -14,7 +14,8 @@ class FakeCluster(Cluster):
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.failures: dict[str, list[Exception]] = {}  # plural → what its next lists raise, one each
-        self._version = 0
+        self.refusals: dict[str, list[Exception]] = {}  # plural → what its next creations and replacements raise
+        self.version = 0
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         found = self.objects.get((kind.plural, namespace, name))
@@ -22,8 +23,8 @@ class FakeCluster(Cluster):
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(found)
 
-    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", **_: Any) -> Listing:
-        """Labels are compared for equality; fields select nothing here."""
+    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
+        """Labels and fields are compared for equality."""
         if waiting := self.failures.get(kind.plural):
             raise waiting.pop(0)
         wanted = dict(pair.split("=", 1) for pair in labels.split(",") if "=" in pair)
@@ -33,16 +34,20 @@ class FakeCluster(Cluster):
             if plural == kind.plural
             and namespace in ("", place)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
+            and all(_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair)
         ]
-        return Listing(items, self._version)
+        return Listing(items, self.version)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key in self.objects:
             raise Conflict(f"{key} exists already")
-        return body if dry_run else self._store(key, body)
+        named = {**body, "metadata": {"uid": f"uid-{self.version + 1}", **body["metadata"]}}
+        return body if dry_run else self._store(key, named)
 
     async def replace(self, kind: Kind, body: Object) -> Object:
+        self._refuse(kind)
         key = self._key(kind, body)
         if key not in self.objects:
             raise NotFound(str(key))
@@ -51,28 +56,65 @@ class FakeCluster(Cluster):
         return self._store(key, body)
 
     async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **_: Any) -> Object:
-        key = (kind.plural, namespace, name)
-        return self._store(key, {**self.objects[key], **body})
+        """A merge patch; compare-and-swap, where it names a resourceVersion."""
+        before = await self.get(kind, name, namespace)
+        version = body.get("metadata", {}).get("resourceVersion", before["metadata"]["resourceVersion"])
+        if version != before["metadata"]["resourceVersion"]:
+            raise Conflict(f"{kind.plural} {name} has changed")
+        return self._store((kind.plural, namespace, name), _merge(before, body))
 
-    async def delete(
-        self,
-        kind: Kind,
-        name: str,
-        namespace: str = "",
-        *,
-        uid: str = "",
-        grace: int | None = None,  # noqa: ARG002  # nothing here has a kubelet
-    ) -> None:
-        key = (kind.plural, namespace, name)
-        if key in self.objects and uid in ("", self.objects[key]["metadata"].get("uid")):
-            del self.objects[key]
+    def _refuse(self, kind: Kind) -> None:
+        if waiting := self.refusals.get(kind.plural):
+            raise waiting.pop(0)
 
     def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
         return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
 
     def _store(self, key: tuple[str, str, str], body: Object) -> Object:
-        self._version += 1
+        self.version += 1
         stored = copy.deepcopy(body)
-        stored["metadata"]["resourceVersion"] = str(self._version)
+        stored["metadata"]["resourceVersion"] = str(self.version)
         self.objects[key] = stored
+        if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
+            del self.objects[key]
         return copy.deepcopy(stored)
+
+    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", **_: Any) -> None:
+        """What has finalizers stays, until they are taken away."""
+        key = (kind.plural, namespace, name)
+        body = self.objects.get(key)
+        if body is None or uid not in ("", body["metadata"].get("uid")):
+            return
+        if body["metadata"].get("finalizers"):
+            self._store(key, _merge(body, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))
+        else:
+            del self.objects[key]
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        """Server-side apply of `spec.unschedulable`, the only field that the operator applies."""
+        before = await self.get(kind, body["metadata"]["name"])
+        others = [m for m in before["metadata"].get("managedFields", []) if m["manager"] != manager]
+        wanted = body.get("spec")
+        entry = {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}
+        before["metadata"]["managedFields"] = [*others, entry] if wanted else others
+        spec = wanted or ({} if others else {"unschedulable": None})
+        return self._store((kind.plural, "", body["metadata"]["name"]), _merge(before, {"spec": spec}))
+
+
+def _merge(before: Any, patch: Any) -> Any:
+    """RFC 7396."""
+    if not isinstance(patch, dict):
+        return copy.deepcopy(patch)
+    merged = dict(before) if isinstance(before, dict) else {}
+    for name, value in patch.items():
+        merged[name] = _merge(merged.get(name), value)
+        if value is None:
+            del merged[name]
+    return merged
+
+
+def _field(body: Object, path: str) -> Any:
+    found: Any = body
+    for name in path.split("."):
+        found = found.get(name, {})
+    return found

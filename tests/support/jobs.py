@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import API_VERSION
+from pacekeeper_operator.state import Draft
 from testcluster import api, faults
 from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
 from testcluster.settings import VOLUMES
@@ -26,8 +29,6 @@ Value = TypeVar("Value")
 PACED = ["pacekeeper", "run", "tests/support/scripts/train.py"]
 """A steered script that sleeps in each step: its pace, and so a test's length, hardly depends on the machine."""
 STEP_SECONDS = 0.05
-SMALL = ("--width", "32", "--layers", "1", "--context", "16", "--bytes", "20000", "--eval-every", "1000000")
-"""Of examples/gpt.py: a model that costs two cores next to nothing."""
 _GROUP = "/apis/pacekeeper.dev/v1alpha1"
 
 
@@ -67,11 +68,6 @@ def manifest(
         "metadata": {"name": name},
         "spec": {"replicas": 2, **spec, "template": {"spec": {**template, **(pod or {})}}},
     }
-
-
-def small_gpt(name: str, steps: int, **spec: Any) -> dict[str, Any]:
-    """A job whose steps are all work, as fast as its processors let it."""
-    return manifest(name, ["pacekeeper", "run", "examples/gpt.py", "--steps", str(steps), *SMALL], **spec)
 
 
 def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
@@ -151,12 +147,20 @@ class Job:
         mine = [incident for incident in found if incident["spec"]["jobRef"]["name"] == self.name]
         return sorted(mine, key=lambda incident: str(incident.get("status", {}).get("detected", "")))
 
+    def over(self, cause: str, known: Collection[str]) -> dict[str, Any] | None:
+        """The first incident of `cause` whose name is not among `known` and that has an outcome, or None."""
+        fresh = [i for i in self.incidents() if i["metadata"]["name"] not in known and i["spec"]["cause"] == cause]
+        return next((incident for incident in fresh if incident.get("status", {}).get("outcome")), None)
+
     def plan(self) -> dict[str, Any]:
         """{} where there is none yet."""
-        return self._read("plan.json")
+        draft = self.draft()
+        return {} if draft is None else draft.plan.to_json()
 
-    def bookkeeping(self) -> dict[str, Any]:
-        return self._read("state.json")
+    def draft(self) -> Draft | None:
+        """Plan and bookkeeping as the operator has written them; None: not yet."""
+        found = self._list(f"/apis/{API_VERSION}", "trainingjobstates", f"?fieldSelector=metadata.name={self.name}")
+        return ledger.read(found[0], self.name).draft if found else None
 
     def worker(self, rank: int) -> str:
         """The pod that holds `rank`."""
@@ -199,6 +203,11 @@ class Job:
         """SIGSTOP, as soon as the rank runs."""
         self._signal(rank, signal.SIGSTOP)
 
+    def freeze(self, rank: int) -> None:
+        """SIGSTOP to all processes of the trainer's container, launcher included; the sidecar goes on."""
+        for pid in faults.container_pids(self.namespace, self.worker(rank), "trainer"):
+            faults.signal_process(pid, signal.SIGSTOP)
+
     def _signal(self, rank: int, number: signal.Signals) -> None:
         worker = self.worker(rank)
 
@@ -236,6 +245,15 @@ class Job:
 
         self.until(reached, timeout, f"{self.name} is {' or '.join(phases)}")
 
+    def until_seen(self) -> None:
+        """The operator goes by the spec as it is now."""
+
+        def seen() -> bool:
+            body = self.read()
+            return bool(body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"])
+
+        self.until(seen, 30, f"the operator has seen what {self.name} wants")
+
     def until_step(self, step: int, timeout: float = 60) -> None:
         self.until(lambda: self.step() >= step, timeout, f"{self.name} has completed step {step}")
 
@@ -258,12 +276,8 @@ class Job:
 
     def until_over(self, cause: str, known: Collection[str], timeout: float = 60) -> dict[str, Any]:
         """The first incident of `cause` whose name is not among `known`, once it has an outcome."""
-
-        def over() -> dict[str, Any] | None:
-            fresh = [i for i in self.incidents() if i["metadata"]["name"] not in known and i["spec"]["cause"] == cause]
-            return next((incident for incident in fresh if incident.get("status", {}).get("outcome")), None)
-
-        return self.until(over, timeout, f"an incident {cause} of {self.name} that is over")
+        what = f"an incident {cause} of {self.name} that is over"
+        return self.until(lambda: self.over(cause, known), timeout, what)
 
     def until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
         """The job's incidents have these causes, in this order, and all are over."""
@@ -282,11 +296,6 @@ class Job:
         self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
         assert not self.pods()
         self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
-
-    def _read(self, key: str) -> dict[str, Any]:
-        maps = self._list("/api/v1", "configmaps", f"?fieldSelector=metadata.name={self.name}-plan")
-        found: dict[str, Any] = json.loads(maps[0]["data"][key]) if maps else {}
-        return found
 
     def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = api.get(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -19,8 +20,8 @@ from pacekeeper.launcher.command import launch
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import Settings
 from pacekeeper.launcher.warm import preimport
-from pacekeeper.runtime import Runtime, read_json, write_json
-from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState
 
 STEPS_SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
@@ -112,9 +113,9 @@ class Team:
 
     def give(self, plan: Plan, to: Sequence[str] | None = None) -> None:
         """What the operator and the sidecars would do: each worker's part of the plan into its runtime folder."""
-        self.plan = plan
+        plan = self.plan = plan if plan.secret else plan.sealed(self.plan, secrets.token_hex(SECRET_BYTES))
         for name in self.workers if to is None else to:
-            write_json(self.workers[name].runtime.plan, plan.part(name).to_json())
+            write_plan(self.workers[name].runtime.plan, plan.part(name))
             self.workers[name].runtime.contact.touch()
 
     def members(self, **ranks: Sequence[int]) -> tuple[Member, ...]:

@@ -19,7 +19,7 @@ import pacekeeper as pk
 from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, unpickle_nothing
 
 SIZE = 96
 BATCH = 16
@@ -94,6 +94,7 @@ def run_job(
     first = plans.get(0, {})
 
     def rank_main(rank: int) -> Seen:
+        unpickle_nothing()
         if rank == 0:
             write_json(Runtime(runtime).plan, replace(PLAN, **first).to_json())
         job = pk.init(

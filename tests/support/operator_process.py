@@ -11,7 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class OperatorProcess:
             "PACEKEEPER_LIVENESS_PORT": str(liveness),
             "PACEKEEPER_METRICS_PORT": str(metrics),
             "PACEKEEPER_PROMETHEUS_URL": self.prometheus_url,
+            "PACEKEEPER_DCGM_NAMESPACE": "gpu-monitoring",
             "PACEKEEPER_QUARANTINE_MODE": "Act",
             "MORTAL_WRITES": str(dies_after),
         }
@@ -76,9 +77,11 @@ class OperatorProcess:
             self.process.send_signal(number)
             self.process.wait(timeout=20)
 
-    def wait_for_death(self) -> None:
+    def wait_for_death(self, *, or_: Callable[[], bool]) -> None:
+        """Until it has ended itself, or the condition holds."""
         assert self.process is not None
-        self.process.wait(timeout=90)
+        process = self.process
+        wait_for(lambda: process.poll() is not None or or_(), 90, f"the operator dies (see {self.log})", pause=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pacekeeper.launcher.warm import preimport
 from pacekeeper.ring import create_ring
@@ -57,6 +57,18 @@ def run_ranks(
     failures = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
     assert not failures, "\n".join(failures)
     return [answer[1] for answer in answers]
+
+
+def unpickle_nothing() -> None:
+    """From here on this process fails where it would unpickle what a peer or a file says."""
+    import torch.distributed.distributed_c10d as c10d
+
+    pickle.loads = pickle.load = _refuse
+    pickle.Unpickler = c10d._unpickler = _refuse  # type: ignore[misc,assignment]
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("unpickles")
 
 
 def _fork(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,23 @@ from tests.support.chart import RELEASE, SYSTEM, helm_template
 from tests.support.cluster import Cluster, wait_for
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def resources(cluster: Cluster) -> Iterator[None]:
-    """The chart's CRDs are there, and no operator answers to what these tests write."""
+    """The chart's CRDs are there, and no operator answers to what these tests write.
+
+    Tests that want an operator come later (see conftest.py) and install it anew; where there are none, it comes back.
+    """
+    _define(cluster)
+    deployment = cluster.get("deployment", RELEASE, SYSTEM)
+    if deployment is None:
+        yield
+        return
+    _scale_operator(cluster, deployment, 0)
+    yield
+    _scale_operator(cluster, deployment, deployment["spec"]["replicas"])
+
+
+def _define(cluster: Cluster) -> None:
     owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": SYSTEM}
     definitions = [found for found in helm_template() if found["kind"] == "CustomResourceDefinition"]
     for definition in definitions:
@@ -25,18 +40,11 @@ def resources(cluster: Cluster) -> Iterator[None]:
         cluster.kubectl(
             "get", f"{definition['spec']['names']['plural']}.{definition['spec']['group']}", "--all-namespaces"
         )
-    deployment = cluster.get("deployment", RELEASE, SYSTEM)
-    if deployment is None:
-        yield
-        return
-    _scale_operator(cluster, 0)
-    yield
-    _scale_operator(cluster, deployment["spec"]["replicas"])
 
 
-def _scale_operator(cluster: Cluster, replicas: int) -> None:
+def _scale_operator(cluster: Cluster, deployment: dict[str, Any], replicas: int) -> None:
     """Until so many pods are there: one that still ends itself would answer, too."""
-    labels = cluster.get("deployment", RELEASE, SYSTEM)["spec"]["selector"]["matchLabels"]
+    labels = deployment["spec"]["selector"]["matchLabels"]
     selector = ",".join(f"{name}={value}" for name, value in labels.items())
     cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
     wait_for(

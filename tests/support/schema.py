@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def schema(plural: str) -> dict[str, Any]:
-    """The OpenAPI schema of `trainingjobs`, `incidents` or `nodequarantines`."""
+    """The OpenAPI schema's fields of a kind: `trainingjobs`, `incidents`, `nodequarantines` or `trainingjobstates`."""
     definition = yaml.safe_load((REPOSITORY / f"crds/{plural}.yaml").read_text())
     found: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     return found

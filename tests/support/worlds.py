@@ -62,8 +62,9 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
         round_started_at=NOW - 301,
         first_step_at=NOW - 300,
         steered=True,
+        meeting_port=31000,
     )
-    warm = Heartbeat(state=LauncherState.WARM)
+    warm = Heartbeat(state=LauncherState.WARM, meeting_port=31000)
     views = tuple(
         WorkerView(
             record,

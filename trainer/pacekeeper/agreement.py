@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pacekeeper_analysis.records import Collective
 
 from .collectives import group_identity, unwatch
+from .exchange import gather
 from .modes import MODES, Course
 from .recorder import Recorder
 
@@ -100,10 +101,8 @@ class Agreement:
 
     def gather(self, mine: Any) -> list[Any]:
         """What every rank has given, in rank order. Collective, and visible to the launcher."""
-        everybody: list[Any] = [None] * self._world_size
         with self._visibly():
-            dist.all_gather_object(everybody, mine, group=self.group)
-        return everybody
+            return gather(mine, self.group)
 
     def wait(self, work: dist.Work) -> None:
         """Waits for the peers, visibly to the launcher."""

@@ -10,6 +10,7 @@ there.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,6 +28,7 @@ _PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
 _MANIFEST = "manifest.json"
 _OWNER = "owner.json"
 _CHUNK = 1 << 22
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,21 @@ class CheckpointFolder:
         self.path = path
         self.round = round_
         self._keep = keep
-        self._owner = ""
+        self._owner = f"r{round_}-{secrets.token_hex(8)}"
+        self._owner_before = ""
         _check_writable(path)
 
     def own(self) -> None:
         """Makes this round the one that may publish; rank 0 does so when the round begins. Clears away what earlier
-        rounds left half-written."""
-        self._owner = f"r{self.round}-{secrets.token_hex(8)}"
-        _write_durably(self.path / _OWNER, json.dumps({"owner": self._owner}))
+        rounds left half-written.
+
+        Where the volume has no room for it now, `publish` tries again: the job can train in the meantime.
+        """
+        self._owner_before = self._owner_there()
+        try:
+            self._claim()
+        except OSError as error:
+            _log.warning("%s: this round cannot publish checkpoints yet: %s", self.path, error)
         for folder in self.path.iterdir():
             if _PARTIAL.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -152,11 +161,22 @@ class CheckpointFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _is_current(self) -> bool:
+        """Whether no later round has begun. Claims the folder where this one could not, or somebody has emptied it."""
+        there = self._owner_there()
+        if there in ("", self._owner_before):
+            self._claim()
+            return True
+        return there == self._owner
+
+    def _claim(self) -> None:
+        _write_durably(self.path / _OWNER, json.dumps({"owner": self._owner}))
+
+    def _owner_there(self) -> str:
+        """ "": nobody. Raises OSError where the volume cannot be read, which says nothing of rounds."""
         try:
-            owner = json.loads((self.path / _OWNER).read_text())["owner"]
-        except (FileNotFoundError, ValueError, KeyError):  # other errors of the volume say nothing of rounds
-            return False
-        return bool(owner == self._owner)
+            return str(json.loads((self.path / _OWNER).read_text())["owner"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return ""
 
 
 def checksum(path: Path) -> FileSum:

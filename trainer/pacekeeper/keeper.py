@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections import deque
@@ -15,26 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from pacekeeper_analysis.errors import InputError
 
 from .agreement import Agreement, new_cpu_group
+from .checkpoint_news import culprit, open_news
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
+from .distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
 from .environment import Environment
+from .exchange import broadcast, gather
 from .loader import Loader
 from .parallel import equalise_buffers, unwrap
+from .plain import allow, pack, take_apart
+from .plain import unpack as unpack_plain
 from .progress import Progress
 from .replication import Replication
 from .snapshots import NOTHING, SLOTS, Slot, Snapshots, Version, choose, receive_or_send, unpack
@@ -43,6 +43,8 @@ from .state import RANK_STATE_BYTES, capture_rank_state, describe, differences, 
 _RANK_STATE = "rank_state"
 _OUTER = "pacekeeper.outer"
 """Name of an outer optimizer and what goes with it: there once the job has been in a Local-SGD mode, and optional."""
+_SLOW_SECONDS = 10.0
+"""Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +61,9 @@ class Outcome(Enum):
     """This rank could not reach its peers to hear of it."""
 
 
+allow(Outcome, FileSum, Manifest)
+
+
 class Keeper:
     """One rank's part in keeping the state of the registered objects."""
 
@@ -70,7 +75,10 @@ class Keeper:
         folder: CheckpointFolder | None,
         replication: Replication,
     ) -> None:
-        """`objects`: by the names that they have in checkpoints."""
+        """`objects`: by the names that they have in checkpoints.
+
+        Raises InputError where one has a state that cannot be kept.
+        """
         self._environment = environment
         self._agreement = agreement
         self._rank, self._world_size = environment.rank, environment.world_size
@@ -87,9 +95,12 @@ class Keeper:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._writing: threading.Thread | None = None
+        self.news = open_news(environment)
         self._outcome = Outcome.KEPT
         self._snapshot_costs: deque[float] = deque(maxlen=5)
         self._snapshots_taken = 0
+        if self._snapshots is not None or folder is not None:
+            take_apart(self._state(), [])  # what cannot be kept is said now, not after the first hundred steps
 
     # Snapshots
 
@@ -161,6 +172,9 @@ class Keeper:
     def wait_for_checkpoint(self) -> Outcome:
         """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""
         if self._writing is not None:
+            self._writing.join(_SLOW_SECONDS)
+            if self._writing.is_alive():
+                self._tell_of_slow_volume()
             self._writing.join()
             self._writing = None
         outcome, self._outcome = self._outcome, Outcome.KEPT
@@ -175,29 +189,37 @@ class Keeper:
             outcome, reason = Outcome.LOST, _reason(self._rank, error)
         if outcome is Outcome.KEPT:
             published(step)
+            self.news.kept(step)
         elif self._rank == 0 or outcome is Outcome.LOST:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
+        if outcome is Outcome.FAILED:
+            self.news.failed(f"{folder.path}: step {step}: {reason}", culprit(reason))
         self._outcome = outcome
+
+    def _tell_of_slow_volume(self) -> None:
+        assert self._folder is not None, "something is being written"
+        waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
+        self.news.failed(f"{self._folder.path}: {waits}")
 
     def _attempt(self, folder: CheckpointFolder, step: int, state: dict[str, Any]) -> tuple[Outcome, str]:
         """What came of it, and why: rank 0's word, the same on all ranks.
 
         No rank leaves before the last collective, whatever fails on it: its peers would wait for it in there.
         """
+        group = self._group
+        assert group is not None, "checkpoint() makes it"
         mine: dict[str, FileSum] | str
         try:
             partial = folder.partial(step)
-            save(state, storage_writer=FileSystemWriter(partial, sync_files=True), process_group=self._group)
+            save(state, partial, group)
             mine = {path.name: checksum(path) for path in partial.glob(f"__{self._rank}_*.distcp")}
-        except (Exception, CheckpointException) as error:  # the latter, a BaseException, comes to all ranks alike
+        except Exception as error:
             mine = _reason(self._rank, error)
-        everybody: list[dict[str, FileSum] | str] = [{} for _ in range(self._world_size)]
-        dist.all_gather_object(everybody, mine, group=self._group)
-        said = [(Outcome.KEPT, "")]
-        if self._rank == 0:
-            said = [self._publish(folder, step, everybody)]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        return said[0]
+        everybody = gather(mine, group)
+        said: tuple[Outcome, str] = broadcast(
+            self._publish(folder, step, everybody) if self._rank == 0 else None, group
+        )
+        return said
 
     def _publish(
         self, folder: CheckpointFolder, step: int, everybody: Sequence[dict[str, FileSum] | str]
@@ -207,7 +229,7 @@ class Keeper:
         if not failures:
             try:
                 files = {name: entry for part in everybody if isinstance(part, dict) for name, entry in part.items()}
-                files[".metadata"] = checksum(folder.partial(step) / ".metadata")
+                files |= {name: checksum(folder.partial(step) / name) for name in (INDEX, TORCHS_INDEX)}
                 manifest = Manifest(
                     step=step,
                     round=folder.round,
@@ -233,13 +255,12 @@ class Keeper:
         where there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
         is changed.
         """
-        group = self._agreement.group
         version, source = self._newest_snapshot()
-        manifests: list[list[Manifest]] = [self._folder.published() if self._folder and self._rank == 0 else []]
+        manifests: list[Manifest] = []
         if self._folder is not None:
-            dist.broadcast_object_list(manifests, src=0, group=group)
+            manifests = broadcast(self._folder.published() if self._rank == 0 else None, self._agreement.group)
         newest = -1
-        for manifest in manifests[0]:
+        for manifest in manifests:
             if self._all_agree(
                 self._folder is not None and self._folder.intact(manifest, self._rank, self._world_size)
             ):
@@ -278,15 +299,14 @@ class Keeper:
         assert self._folder is not None
         outer = self._outer(manifest.objects)
         state = self._checkpoint_state(outer, b"", rank_of_state=self._rank % manifest.world_size)
-        reader = FileSystemReader(self._folder.folder(manifest))
-        load(state, storage_reader=reader, process_group=self._agreement.group)
+        load(state, self._folder.folder(manifest))
         for name, model in self._models.items():
             set_model_state_dict(model, state[name])
         for name, optimizer in {**self._optimizers, **_optimizers(outer)}.items():
             set_optimizer_state_dict(self._model_of(optimizer), optimizer, state[name])
         for name, other in {**self._others, **_others(outer)}.items():
-            other.load_state_dict(pickle.loads(state[name]))
-        packed, buffers = pickle.loads(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
+            other.load_state_dict(unpack_plain(state[name]))
+        packed, buffers = unpack_plain(state[f"{_RANK_STATE}.{self._rank % manifest.world_size}"])
         for name, its in buffers.items():
             self._models[name].load_state_dict(its, strict=False)
         return restore_rank_state(packed)
@@ -310,11 +330,10 @@ class Keeper:
         own steps. Collective."""
         common = (Loader, Progress)
         others = {name: other.state_dict() for name, other in self._others.items() if not isinstance(other, common)}
-        said: list[Any] = [others, self._replication.settings()]
-        dist.broadcast_object_list(said, src=0, group=self._agreement.group)
-        for name, state in said[0].items():
+        others, settings = broadcast((others, self._replication.settings()), self._agreement.group)
+        for name, state in others.items():
             self._others[name].load_state_dict(state)
-        self._replication.set_settings(said[1])
+        self._replication.set_settings(settings)
 
     def _equalise_buffers(self) -> None:
         for model in self._wrapped:
@@ -351,7 +370,7 @@ class Keeper:
         for name, optimizer in {**self._optimizers, **_optimizers(outer)}.items():
             state[name] = get_optimizer_state_dict(self._model_of(optimizer), optimizer)
         for name, other in {**self._others, **_others(outer)}.items():
-            state[name] = pickle.dumps(other.state_dict())
+            state[name] = pack(other.state_dict())
         state[f"{_RANK_STATE}.{self._rank if rank_of_state is None else rank_of_state}"] = rank_state
         return state
 
@@ -365,7 +384,7 @@ class Keeper:
             for name, model in self._models.items():
                 own = dict(model.named_buffers()).keys() & model.state_dict().keys()
                 buffers[name] = {key: model.state_dict()[key].cpu() for key in own}
-        return pickle.dumps((capture_rank_state(samples), buffers))
+        return pack((capture_rank_state(samples), buffers))
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         first = optimizer.param_groups[0]["params"][0]
@@ -401,9 +420,6 @@ def _others(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in objects.items() if not isinstance(item, (torch.optim.Optimizer, nn.Module))}
 
 
-def _reason(rank: int, error: BaseException) -> str:
-    """In one line, for all ranks' ears. torch.distributed.checkpoint says itself which ranks failed."""
-    failures = {rank: error}
-    if isinstance(error, CheckpointException):
-        failures = {number: wrapped[0] for number, wrapped in error.failures.items()}
-    return "; ".join(f"rank {number}: {type(its).__name__}: {its}" for number, its in failures.items())
+def _reason(rank: int, error: Exception) -> str:
+    """In one line, for all ranks' ears. What comes to all ranks alike says itself on which it began."""
+    return str(error) if isinstance(error, Failed) else f"rank {rank}: {type(error).__name__}: {error}"

@@ -46,6 +46,7 @@ class Retention:
         progress = self._progress
         with self._recorder.during(Phase.RESTORE):
             restored = self._keeper.restore()
+        self._keeper.news.found(-1 if restored is None else restored[2])
         if restored is not None:
             step, progress.own_samples, newest = restored
             assert progress.step == step, "the job's own counters are part of its state"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pacekeeper_analysis.plan import WorkerPlan
+
 DEFAULT_ROOT = "/run/pacekeeper"
 
 
@@ -37,6 +39,11 @@ class Runtime:
         return self.root / "heartbeat.json"
 
     @property
+    def alive(self) -> Path:
+        """Touched by the launcher while it follows the plan; it is not there before that, and after an orderly end."""
+        return self.root / "alive"
+
+    @property
     def contact(self) -> Path:
         """Touched by the sidecar at each answer of the operator: its age is the age of the last contact."""
         return self.root / "contact"
@@ -45,6 +52,11 @@ class Runtime:
     def refused(self) -> Path:
         """Written by rank 0: why it does not follow the newest plan, in words for people; missing or empty: it does."""
         return self.root / "refused"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Written by rank 0: what has come of the job's checkpoints."""
+        return self.root / "checkpoints.json"
 
     @property
     def faults(self) -> Path:
@@ -72,16 +84,32 @@ class Runtime:
         return self.faults / f"{name}.json"
 
 
+def write_plan(path: Path, plan: WorkerPlan) -> None:
+    """Replaces `path` in one step. Only this user may read it: the plan has the membership's secret."""
+    _replace(path, _json(plan.to_json()), mode=0o600)
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces `path` in one step."""
-    write_text(path, json.dumps(data, separators=(",", ":")))
+    write_text(path, _json(data))
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` in one step: a reader sees the old content or the new one, never half of it."""
+    _replace(path, text, mode=0o666)
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    """`mode`: of the file, less what the process' mask takes away."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.unlink(missing_ok=True)  # of a process that was killed, with another mode perhaps
+    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
+        file.write(text)
     temporary.replace(path)
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -5,16 +5,16 @@ each rank keeps its part. The random states of all ranks are exchanged with each
 whoever takes over a rank gets the very state that it had.
 
 A copy is a file with two slots, written in turn, so that one is whole at every moment:
-header (one page) | rank states | skeleton (pickled) | tensors. A slot's step is voided before it is written and set
-last.
+header (one page) | rank states | skeleton (JSON, `plain`) | tensors. A slot's step is voided before it is written and
+set last.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
-import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .state import RANK_STATE_BYTES, put_together, take_apart
+from pacekeeper_analysis.errors import InputError
+
+from .plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
+from .state import RANK_STATE_BYTES
 
 _HEADER = struct.Struct("<QqqQqqq")
 """Magic, step (-1: void), round, fingerprint of the model, world size, bytes of the skeleton, offset of the tensors."""
-_MAGIC = 0x504B_534E_4150_0001
+_MAGIC = 0x504B_534E_4150_0002
 _HEADER_BYTES = 4096
-_ALIGNMENT = 64
 _LARGEST_INTERVAL = 100
 SLOTS = 2
 """One is valid while the other is being written."""
@@ -85,10 +87,10 @@ class Snapshots:
     def write(self, step: int, state: Any) -> Slot:
         """Copies `state` into the older slot. It becomes valid with `Slot.publish`, when the rank states have come.
 
-        Raises OSError where shared memory does not suffice.
+        Raises OSError where shared memory does not suffice, InputError where `state` has what cannot be kept.
         """
         tensors: list[torch.Tensor] = []
-        skeleton = pickle.dumps(take_apart(state, tensors), protocol=pickle.HIGHEST_PROTOCOL)
+        skeleton = _described(take_apart(state, tensors), tensors)
         slot = self._slots[self._next]
         if slot is None or not slot.fits(tensors, skeleton):
             slot = Slot(self._paths[self._next], self._world_size, tensors, len(skeleton))
@@ -117,62 +119,69 @@ class Snapshots:
 
 
 def unpack(slot: torch.Tensor, mesh: DeviceMesh | None) -> tuple[Any, list[bytes]]:
-    """The state and the rank states (one each rank of the job that wrote it) in the bytes of a slot."""
+    """The state and the rank states (one each rank of the job that wrote it) in the bytes of a slot.
+
+    Raises InputError where a peer has sent something else.
+    """
     content = slot.numpy().data
-    _, _, _, _, world_size, skeleton_bytes, offset = _HEADER.unpack_from(content)
-    ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+    try:
+        _, _, _, _, world_size, skeleton_bytes, offset = _HEADER.unpack_from(content)
+        ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+        skeleton, layout = json.loads(bytes(content[ranks_end : ranks_end + skeleton_bytes]))
+        tensors = views(slot, offset, read_layout(layout))
+    except (LookupError, TypeError, ValueError, RuntimeError, RecursionError, struct.error) as error:
+        raise InputError(f"not a snapshot: {error!r}") from error
     rank_states = [
         bytes(content[start : start + RANK_STATE_BYTES]) for start in range(_HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
     ]
-    layout, skeleton = pickle.loads(content[ranks_end : ranks_end + skeleton_bytes])
-    return put_together(pickle.loads(skeleton), _views(slot, offset, layout), mesh), rank_states
+    return put_together(skeleton, tensors, mesh), rank_states
+
+
+def _described(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
+    """How a state is put together from its tensors, and how these lie in a slot."""
+    return json.dumps([skeleton, describe_layout(layout_of(tensors))], separators=(",", ":")).encode()
 
 
 def receive_or_send(slot: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Rank `source`'s slot on all ranks, whatever they hold themselves. Collective."""
     size = torch.tensor([0 if slot is None else slot.numel()])
     dist.broadcast(size, source, group=group)
-    if slot is None or slot.numel() != size.item():  # equal states need not be pickled to equally many bytes
+    if slot is None or slot.numel() != size.item():  # equal states need not be described in equally many bytes
         slot = torch.empty(int(size.item()), dtype=torch.uint8)
     dist.broadcast(slot, source, group=group)
     return slot
-
-
-Layout = list[tuple[torch.dtype, torch.Size]]
 
 
 class Slot:
     """A file in shared memory, laid out for tensors of given types and shapes."""
 
     def __init__(self, path: Path, world_size: int, tensors: Sequence[torch.Tensor], skeleton_bytes: int) -> None:
-        self._layout: Layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._layout = layout_of(tensors)
         self._ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
         self._world_size = world_size
-        description = len(pickle.dumps((self._layout, b"")))
-        self._skeleton_room = description + 2 * skeleton_bytes + 4096  # numbers in it may grow
-        self._offset = _aligned(self._ranks_end + self._skeleton_room)
-        size = self._offset + sum(_aligned(tensor.nbytes) for tensor in tensors)
+        self._skeleton_room = 2 * skeleton_bytes + 4096  # numbers in it may grow
+        self._offset = aligned(self._ranks_end + self._skeleton_room)
+        total = self._offset + size(self._layout)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with temporary.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # says now that memory does not suffice, not by SIGBUS later
-            self._map = mmap.mmap(file.fileno(), size)
+            os.posix_fallocate(file.fileno(), 0, total)  # says now that memory does not suffice, not by SIGBUS later
+            self._map = mmap.mmap(file.fileno(), total)
         self._words = memoryview(self._map).cast("q")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._tensors = _views(self._bytes, self._offset, self._layout)
+        self._tensors = views(self._bytes, self._offset, self._layout)
         self._void()
         temporary.replace(path)
 
     def fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
-        return len(skeleton) <= (self._skeleton_room - 4096) and [(t.dtype, t.shape) for t in tensors] == self._layout
+        return len(skeleton) <= self._skeleton_room and layout_of(tensors) == self._layout
 
     def fill(self, step: int, round_: int, fingerprint: int, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """Copies everything but the rank states."""
         self._void()
-        packed = pickle.dumps((self._layout, skeleton), protocol=pickle.HIGHEST_PROTOCOL)
-        self._map[self._ranks_end : self._ranks_end + len(packed)] = packed
+        self._map[self._ranks_end : self._ranks_end + len(skeleton)] = skeleton
         if tensors:
             torch._foreach_copy_(self._tensors, list(tensors))
-        self._pending = (step, round_, fingerprint, self._world_size, len(packed), self._offset)
+        self._pending = (step, round_, fingerprint, self._world_size, len(skeleton), self._offset)
 
     def publish(self, rank_states: torch.Tensor) -> int:
         """Adds the rank states (uint8, world size · RANK_STATE_BYTES) and makes the slot valid; returns its step."""
@@ -184,17 +193,3 @@ class Slot:
 
     def _void(self) -> None:
         _HEADER.pack_into(self._map, 0, _MAGIC, -1, -1, 0, 0, 0, 0)
-
-
-def _views(slot: torch.Tensor, offset: int, layout: Layout) -> list[torch.Tensor]:
-    """The tensors that lie in a slot's bytes."""
-    views = []
-    for dtype, shape in layout:
-        nbytes = math.prod(shape) * dtype.itemsize
-        views.append(slot[offset : offset + nbytes].view(dtype).view(shape))
-        offset += _aligned(nbytes)
-    return views
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,76 +1,19 @@
-"""The state of a training job as tensors and the rest: what snapshots copy and checkpoints write."""
+"""What is known of a training job's state: which models fit each other, and what each rank has of its own."""
 
 from __future__ import annotations
 
-import pickle
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+
+from .plain import pack, unpack
 
 RANK_STATE_BYTES = 16_384
 """Room for what each rank has of its own: random states (about 11 KiB) and its count of samples."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a sharded tensor was laid out; its mesh is the job's."""
-
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """Stands in a skeleton for the `index`-th tensor."""
-
-    index: int
-    shard: Shard | None
-
-
-def take_apart(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """Appends the tensors in nested dicts, lists and tuples to `tensors`, and returns the skeleton that is left.
-
-    Of sharded tensors it takes this rank's part.
-    """
-    if isinstance(state, DTensor):
-        tensors.append(state.to_local().detach())
-        return Leaf(len(tensors) - 1, Shard(state.placements, state.shape, state.stride()))
-    if isinstance(state, torch.Tensor):
-        tensors.append(state.detach())
-        return Leaf(len(tensors) - 1, None)
-    if isinstance(state, dict):
-        return {key: take_apart(value, tensors) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(take_apart(value, tensors) for value in state)
-    return state
-
-
-def put_together(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
-    """The state again. `mesh`: of the sharded tensors; None where there are none."""
-    if isinstance(skeleton, Leaf):
-        tensor = tensors[skeleton.index]
-        if skeleton.shard is None:
-            return tensor
-        assert mesh is not None, "sharded tensors need the mesh that they are sharded over"
-        shard = skeleton.shard
-        local = tensor.to(mesh.device_type)
-        return DTensor.from_local(
-            local, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride
-        )
-    if isinstance(skeleton, dict):
-        return {key: put_together(value, tensors, mesh) for key, value in skeleton.items()}
-    if isinstance(skeleton, (list, tuple)):
-        return type(skeleton)(put_together(value, tensors, mesh) for value in skeleton)
-    return skeleton
 
 
 def describe(models: Sequence[nn.Module]) -> dict[str, str]:
@@ -102,30 +45,27 @@ def fingerprint(description: dict[str, str]) -> int:
 
 def capture_rank_state(samples: int) -> bytes:
     """This rank's random states (Python, numpy, torch, its GPU) and how many samples it has used."""
+    version, words, gauss = random.getstate()
     state = {
-        "python": random.getstate(),
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),  # the global generator is what scripts use
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "cuda": torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b"",
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "samples": samples,
     }
-    packed = pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
-    assert len(packed) + 8 <= RANK_STATE_BYTES
-    return (len(packed).to_bytes(8, "little") + packed).ljust(RANK_STATE_BYTES, b"\0")
+    packed = pack(state)
+    assert len(packed) <= RANK_STATE_BYTES
+    return packed.ljust(RANK_STATE_BYTES, b"\0")
 
 
 def restore_rank_state(packed: bytes) -> int:
     """Sets the random states; returns the rank's samples."""
-    length = int.from_bytes(packed[:8], "little")
-    state = pickle.loads(packed[8 : 8 + length])
-    random.setstate(state["python"])
+    state = unpack(packed)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(_bytes_tensor(state["torch"]))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
     samples: int = state["samples"]
     return samples
-
-
-def _bytes_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -30,3 +30,18 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
+
+{{/* The operator as the subject of a binding. */}}
+{{- define "pacekeeper.operator" -}}
+- {kind: ServiceAccount, name: {{ .Release.Name }}, namespace: {{ .Release.Namespace }}}
+{{- end }}
+
+{{/* The Secret with a serving certificate that somebody else makes; empty: the operator has an authority of its own. */}}
+{{- define "pacekeeper.tlsSecret" -}}
+{{- if .Values.tls.certManager.enabled }}{{ .Release.Name }}-tls{{ else }}{{ .Values.tls.existingSecret }}{{ end }}
+{{- end }}
+
+{{/* Not empty: wanted, and known to the cluster. Asked by version: `helm template` knows no cluster's list of kinds. */}}
+{{- define "pacekeeper.hasAdmissionPolicies" -}}
+{{- if and .Values.admissionPolicy.enabled (semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version) }}true{{ end }}
+{{- end }}

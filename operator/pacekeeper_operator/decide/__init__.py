@@ -14,6 +14,7 @@ from ..observation import Observation, Policy
 from ..state import Draft
 from . import (
     crash,
+    frozen,
     gpu_error,
     hang,
     membership,
@@ -39,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     start_failed.check,
     worker_lost.check,
     node_lost.check,
+    frozen.check,
     gpu_error.check,
     crash.check,
     hang.check,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, CountRestart, Decision, FailJob, ReplaceWorker
-from ..observation import Observation, Policy
+from ..observation import FRESH_SECONDS, Observation, Policy
 from ..subject import Subject
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
@@ -23,41 +25,30 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     round_ = min(fault.round for fault in failed)
     of_round = tuple(fault for fault in failed if fault.round == round_)
     first = min(of_round, key=lambda fault: (_lost_a_peer(fault), fault.noticed_at))
-    if observation.now - first.noticed_at < SETTLE_SECONDS and observation.round <= round_ and not first.out_of_memory:
+    waits = observation.is_younger(first, SETTLE_SECONDS)
+    if waits and observation.round <= round_ and not first.out_of_memory:
         return None
-    return _judge(observation, policy, first, tuple(fault.name for fault in of_round))
+    return _judge(observation, policy, first, of_round)
 
 
-def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[str, ...]) -> Decision:
-    memory = fault.out_of_memory
-    follows_rank = memory and any(
-        past.cause is Cause.OUT_OF_MEMORY and past.rank == fault.rank and past.worker != fault.worker
-        for past in observation.state.incidents.past
-    )
-    move = replace_option(
-        observation,
-        policy,
-        refused=""
-        if memory and not follows_rank
-        else "it follows the rank"
-        if follows_rank
-        else "the worker is not at fault",
-    )
-    stay = restart_option(observation, policy, helps=not (memory and not move.refused))
+def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Sequence[Fault]) -> Decision:
+    blame = _Blame.of(observation, fault, of_round)
+    move = replace_option(observation, policy, refused=blame.why_not_move)
+    stay = restart_option(observation, policy, helps=bool(move.refused))
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
-    end = _hopeless(observation, policy, fault)
-    actions: tuple[Action, ...]
+    moves = chosen is not None and chosen.option is move
+    waits = not blame.why_not_move and _spare_comes(observation, policy)
+    end = _hopeless(observation, policy, fault, blame.repeats and not moves and not waits)
+    actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
         actions = (end,)
-    elif chosen is not None and chosen.option is move:
-        actions = (ReplaceWorker(fault.worker, "it ran out of memory", dead=True),)
-    else:
-        actions = (CountRestart(),)
+    elif moves:
+        actions = (ReplaceWorker(fault.worker, blame.why_move, dead=True),)
     remedy = None if end is not None or chosen is None else Remedy(chosen.option.remedy)
     return Decision(
-        subject=Subject(Cause.OUT_OF_MEMORY if memory else Cause.CRASH, fault.round),
-        class_=Class.APPLICATION if fault.exit_code > 0 or follows_rank else Class.UNKNOWN,
+        subject=Subject(Cause.OUT_OF_MEMORY if fault.out_of_memory else Cause.CRASH, fault.round),
+        class_=Class.APPLICATION if fault.exit_code > 0 or blame.follows_rank else Class.UNKNOWN,
         message=f"rank {fault.rank} on {fault.worker} {_ending(fault)} {_progress(fault)}",
         first_sign=fault.noticed_at,
         actions=actions,
@@ -66,23 +57,70 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, names: tuple[
         evidence=(fault.error,) if fault.error else (),
         rank=fault.rank,
         worker=fault.worker,
-        settles=names,
+        settles=tuple(each.name for each in of_round),
         last_step=max(fault.step, observation.step),
-        error=error_line(fault.error),
+        error=error_of(fault),
         barren=not fault.completed_step,
     )
 
 
-def _hopeless(observation: Observation, policy: Policy, fault: Fault) -> FailJob | None:
-    """Two rounds in a row without a completed step and with the same error, or no restarts left."""
-    state = observation.state
-    line = error_line(fault.error)
-    if not fault.completed_step and 0 < state.budget.barren_round < fault.round and state.budget.barren_error == line:
+@dataclass(frozen=True)
+class _Blame:
+    """What earlier crashes say about this one."""
+
+    memory: bool
+    follows_rank: bool  # the rank ran out of memory on another worker before
+    same_worker: bool  # on it, the round before has led nowhere either
+    repeats: bool  # the round before has led nowhere by the same error
+    elsewhere: bool  # that came on another worker, too
+
+    @classmethod
+    def of(cls, observation: Observation, fault: Fault, of_round: Sequence[Fault]) -> _Blame:
+        budget, error = observation.state.budget, error_of(fault)
+        again = not fault.completed_step and 0 < budget.barren_round < fault.round
+        others = any(each.worker != fault.worker and error_of(each) == error for each in of_round)
+        return cls(
+            memory=fault.out_of_memory,
+            follows_rank=_follows_rank(observation, fault),
+            same_worker=again and budget.barren_worker == fault.worker,
+            repeats=again and bool(error) and budget.barren_error == error,
+            elsewhere=others or budget.barren_worker != fault.worker,
+        )
+
+    @property
+    def why_not_move(self) -> str:
+        """ "": another worker may do better."""
+        if self.follows_rank:
+            return "it follows the rank"
+        if self.repeats and self.elsewhere:
+            return "the same error has come on another worker"
+        return "" if self.memory or self.same_worker else "the worker is not at fault"
+
+    @property
+    def why_move(self) -> str:
+        return "it ran out of memory" if self.memory else "rounds end on it before their first step"
+
+
+def _follows_rank(observation: Observation, fault: Fault) -> bool:
+    past = observation.state.incidents.past
+    moved = (item for item in past if item.cause is Cause.OUT_OF_MEMORY and item.worker != fault.worker)
+    return fault.out_of_memory and any(item.rank == fault.rank for item in moved)
+
+
+def _spare_comes(observation: Observation, policy: Policy) -> bool:
+    """One that is not warm yet. The rounds until it is count as others do."""
+    coming = any(view.heartbeat is None or view.silent_seconds <= FRESH_SECONDS for view in observation.spares)
+    return coming and not policy.refusal(Remedy.REPLACE_WORKER)
+
+
+def _hopeless(observation: Observation, policy: Policy, fault: Fault, repeats: bool) -> FailJob | None:
+    """The same error twice before a step, and no other worker that is worth a try; or no restarts left."""
+    if repeats:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)} in two rounds in a row before it had completed a step:\n{fault.error}",
         )
-    used = state.budget.within(observation.now, policy.restart_window)
+    used = observation.state.budget.within(observation.now, policy.restart_window)
     if used >= policy.max_restarts:
         return FailJob(
             Reason.RESTART_BUDGET_SPENT,
@@ -100,10 +138,13 @@ def _lost_a_peer(fault: Fault) -> bool:
 _LOST_PEER = re.compile(r"Connection (closed|reset|refused)|Broken pipe|connection.*peer", re.IGNORECASE)
 
 
-def error_line(error: str) -> str:
-    """The last line of the script's words: `ValueError: …`, by which a repetition is known."""
-    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+def error_of(fault: Fault) -> str:
+    """By which a repetition is known: the last line of the script's words, `ValueError: …`, or how it ended without
+    any. "": a signal, which says nothing about why."""
+    lines = [line.strip() for line in fault.error.strip().splitlines() if line.strip()]
+    if lines or (fault.exit_code < 0 and not fault.out_of_memory):
+        return lines[-1] if lines else ""
+    return _ending(fault)
 
 
 def _progress(fault: Fault) -> str:

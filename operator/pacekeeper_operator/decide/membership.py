@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pacekeeper_analysis.plan import Member, Stop
-from pacekeeper_analysis.reports import FaultKind
+from pacekeeper_analysis.reports import FaultKind, LauncherState
 
 from .. import rounds
 from ..api import Job, Remedy
@@ -15,19 +15,52 @@ from ..state import Draft
 
 CHECKPOINT_SECONDS = 30.0
 """So long a change that nothing forces waits for the checkpoint it has asked for."""
+GATHER_SECONDS = 3.0
+"""A launcher that wants to meet the others for so long has not just been overtaken by their news."""
 SHRINK_SECONDS = 10.0
 """A seat that cannot be filled for so long is given up where spec.minReplicas allows."""
 
 
-def step(observation: Observation, _policy: Policy) -> Draft:
+def step(observation: Observation, policy: Policy) -> Draft:
     """The plan with the members that are possible now: unchanged where they are what they should be, or must wait.
 
     Nobody loses a seat here but those who have been given up (`Worker.leaving`), which is a remedy's doing.
     """
     draft = observation.draft
-    if draft.plan.stop is not Stop.NO or draft.state.life.over or draft.state.life.finished:
+    if draft.plan.stop is not Stop.NO or draft.state.life.over:
         return draft
+    if draft.state.life.finished:
+        if not _cannot_end(observation, policy):
+            return draft
+        observation = observation.with_draft(_call_back(observation))
     return _change(observation) if draft.plan.members else _found(observation)
+
+
+def _cannot_end(observation: Observation, policy: Policy) -> bool:
+    """Some ranks have come to their end, and others never will as things are: all go on from the last checkpoint."""
+    unfinished = [view for view in observation.members if view.name not in observation.state.life.finished]
+    lost = any(view.record.leaving and not _trains(view) for view in unfinished)
+    may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
+    return lost or (may and any(_wants_a_round(observation, view) for view in unfinished))
+
+
+def _wants_a_round(observation: Observation, view: WorkerView) -> bool:
+    """Its ranks did not finish, and it waits for the others to begin anew: for those whose trainers have ended, too."""
+    beat = view.heartbeat
+    if beat is None or beat.membership != observation.plan.membership or beat.round < observation.round:
+        return False
+    waits = beat.state in (LauncherState.GATHERING, LauncherState.FAILED, LauncherState.LOST)
+    return waits and view.state_seconds >= GATHER_SECONDS
+
+
+def _call_back(observation: Observation) -> Draft:
+    """Nobody has finished. Launchers that are still there join the next round; the others are replaced."""
+    draft = observation.draft.with_life(finished=())
+    for view in observation.members:
+        if view.name in observation.state.life.finished and not _trains(view):
+            words = "its trainer had ended when the others had to begin anew"
+            draft = draft.with_worker(replace(view.record, leaving=words, dead=True))
+    return draft
 
 
 def _found(observation: Observation) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..observation import Observation, Policy
-from ..state import Draft
+from ..state import Draft, WantedQuarantine
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
@@ -28,9 +28,15 @@ def _quarantines(observation: Observation) -> Draft:
     """What became of the nodes that were handed on stands in their incidents."""
     draft, incidents = observation.draft, observation.state.incidents
     for wanted in incidents.quarantines:
-        words = observation.quarantine_words.get(wanted.node)
+        ruling = observation.rulings.get(wanted.node)
         incident = incidents.find(wanted.incident)
-        if words and incident is not None:
-            draft = draft.with_incident(replace(incident, quarantine=words))
-    left = tuple(wanted for wanted in incidents.quarantines if wanted.node not in observation.quarantine_words)
+        if ruling is not None and incident is not None:
+            draft = draft.with_incident(replace(incident, quarantine=ruling.words, verdict=ruling.verdict))
+    left = tuple(wanted for wanted in incidents.quarantines if not _ruled(observation, wanted))
     return draft if left == incidents.quarantines else draft.with_incidents(quarantines=left)
+
+
+def _ruled(observation: Observation, wanted: WantedQuarantine) -> bool:
+    """Nothing more will come of it."""
+    ruling = observation.rulings.get(wanted.node)
+    return ruling is not None and ruling.verdict.final

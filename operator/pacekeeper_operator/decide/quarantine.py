@@ -8,11 +8,21 @@ from ..observation import Observation, Policy
 
 
 def propose(
-    observation: Observation, policy: Policy, node: str, reason: str, witness: Witness = Witness.NONE
+    observation: Observation,
+    policy: Policy,
+    node: str,
+    reason: str,
+    witness: Witness = Witness.NONE,
+    *,
+    weak: bool = False,
 ) -> QuarantineNode:
-    """A suspicion against `node`, with the reason why it is only written down, if any."""
+    """A suspicion against `node`, with the reason why it is only written down, if any.
+
+    `weak`: alone no reason to look at the node, for what it says of it may be the job's own doing.
+    """
     view = observation.surroundings.nodes.get(node)
-    return QuarantineNode(node, view.uid if view else "", reason, _refusal(observation, policy, node), witness)
+    uid = view.uid if view else ""
+    return QuarantineNode(node, uid, reason, _refusal(observation, policy, node), witness, weak)
 
 
 def _refusal(observation: Observation, policy: Policy, node: str) -> str:

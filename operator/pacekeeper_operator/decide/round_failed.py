@@ -9,6 +9,7 @@ from ..decision import Action, Decision, FailJob, RestartRanks
 from ..observation import Observation, Policy
 from ..subject import Subject
 from ..words import NAMED, listed
+from . import frozen
 from .pricing import choose_at_standstill, restart_option, written
 
 SETTLE_SECONDS = 3.0
@@ -26,9 +27,9 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     ]
     if not failed and not given_up:
         return None
-    if failed and observation.now - failed[0].noticed_at < SETTLE_SECONDS:
+    if failed and observation.is_younger(failed[0], SETTLE_SECONDS):
         return None
-    if observation.faults_of(FaultKind.RANK_FAILED):
+    if observation.faults_of(FaultKind.RANK_FAILED) or frozen.suspected(observation):
         return None  # why they gave up is judged first
     if any(view.state_seconds < SETTLE_SECONDS for view in given_up):
         return None

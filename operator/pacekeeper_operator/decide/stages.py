@@ -70,7 +70,7 @@ def _begin(observation: Observation) -> Draft:
     if observation.plan.members and observation.round > state.placement.round_seen:
         draft = draft.with_placement(round_seen=observation.round)
     if 0 < state.budget.barren_round < observation.round and observation.training_since is not None:
-        draft = draft.with_budget(barren_round=0, barren_error="")
+        draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
     if state.placement.failed_starts and _is_complete(observation):
@@ -89,9 +89,11 @@ def _finish(observation: Observation) -> Draft:
     draft = observation.draft
     if not draft.plan.members or draft.plan.stop is not Stop.NO:
         return draft
-    fresh = [v.name for v in observation.members if v.name not in draft.state.life.finished and _ended_well(v)]
-    if fresh:
-        draft = draft.with_life(finished=(*draft.state.life.finished, *fresh))
+    known = draft.state.life.finished
+    kept = tuple(v.name for v in observation.members if v.name in known and not _began_anew(v))
+    fresh = tuple(v.name for v in observation.members if v.name not in known and _ended_well(v, draft.plan.membership))
+    if (*kept, *fresh) != known:
+        draft = draft.with_life(finished=(*kept, *fresh))
     if any(member.worker not in draft.state.life.finished for member in draft.plan.members):
         return draft
     return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
@@ -99,11 +101,21 @@ def _finish(observation: Observation) -> Draft:
     )
 
 
-def _ended_well(view: WorkerView) -> bool:
-    """Its ranks came to their end; not: it was told to leave."""
-    if view.pod is None or view.pod.exit_code != 0 or view.pod.disrupted:
+def _ended_well(view: WorkerView, membership: int) -> bool:
+    """Its ranks came to their end in this membership; not: it was told to leave. Its own word is enough: its pod may
+    be gone before anybody has seen its exit."""
+    pod, beat = view.pod, view.heartbeat
+    if view.record.dead or (beat is not None and beat.membership != membership):
         return False
-    return not view.pod.deleting or (view.heartbeat is not None and view.heartbeat.state is LauncherState.FINISHED)
+    if beat is not None and beat.state is LauncherState.FINISHED:
+        return True
+    return pod is not None and pod.exit_code == 0 and not pod.disrupted and not pod.deleting
+
+
+def _began_anew(view: WorkerView) -> bool:
+    """Its ranks had ended, and it has joined the others in a later round since: they could not end without it."""
+    lives = view.pod is not None and not view.pod.ended
+    return lives and view.heartbeat is not None and view.heartbeat.state is not LauncherState.FINISHED
 
 
 def _out_of_time(observation: Observation) -> Draft:

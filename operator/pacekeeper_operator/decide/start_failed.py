@@ -1,10 +1,12 @@
-"""A worker's trainer ends with an error before it was ever ready: the command or the image is wrong, not a node."""
+"""A worker that is never ready: its trainer ends with an error before, or does not get there in time. The command or
+the image is wrong, or it hangs in an import; no node is blamed.
+"""
 
 from __future__ import annotations
 
 from pacekeeper_analysis.reports import LauncherState
 
-from ..api import Cause, Class, Reason
+from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
 from ..subject import Subject
@@ -12,13 +14,39 @@ from ..subject import Subject
 TRIES = 2
 """So many workers in a row, of the whole job, before a job fails that cannot train without them."""
 
+WARM_SECONDS = 120.0
+"""So long a trainer's container may run until its launcher is warm: it imports torch, mostly, which takes seconds from
+a warm disk and a minute from a slow volume."""
 
-def check(observation: Observation, _policy: Policy) -> Decision | None:
+
+def check(observation: Observation, policy: Policy) -> Decision | None:
     seated = {member.worker for member in observation.plan.members}
     for view in observation.workers:
-        if view.name not in seated and not view.record.leaving and _failed_to_start(view):
+        if view.name in seated or view.record.leaving:
+            continue
+        if _failed_to_start(view):
             return _decide(observation, view)
+        if view.usable and 0 < view.record.starting_since < observation.now - WARM_SECONDS:
+            return _replace(observation, policy, view)
     return None
+
+
+def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Decision:
+    """It is not known to end ever. The job does not fail of it: who comes next may do better."""
+    trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
+    allowed = not policy.refusal(Remedy.REPLACE_WORKER)
+    words = f"it was not ready {WARM_SECONDS:.0f} s after its container had begun to run"
+    return Decision(
+        subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
+        class_=Class.UNKNOWN,
+        message=f"worker {view.name} is given up: {words}",
+        first_sign=view.record.starting_since,
+        actions=(ReplaceWorker(view.name, words, dead=True, never_ready=True),) if allowed else (),
+        remedy=Remedy.REPLACE_WORKER if allowed else None,
+        worker=view.name,
+        node=view.record.node or None,
+        live=trains,
+    )
 
 
 def _failed_to_start(view: WorkerView) -> bool:

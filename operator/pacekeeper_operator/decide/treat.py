@@ -54,15 +54,27 @@ def _settle(draft: Draft, decision: Decision) -> Draft:
     return draft.with_gpus(values={**draft.state.gpus.values, **seen}) if seen else draft
 
 
+def _remember(draft: Draft, decision: Decision) -> Draft:
+    """A round that led nowhere: the next one that does is judged by it."""
+    if not decision.barren:
+        return draft
+    return draft.with_budget(
+        barren_round=decision.round, barren_error=decision.error, barren_worker=decision.worker or ""
+    )
+
+
 def _known(observation: Observation, policy: Policy, decision: Decision) -> bool:
-    """It has been dealt with; what was only recommended is dealt with as long as nothing more is allowed."""
+    """It has been dealt with; what was only recommended, or not allowed, is dealt with until more is allowed."""
     incidents, name = observation.state.incidents, decision.incident_name(observation.job)
     if decision.continues:
         before = incidents.find(name)
         return before is not None and before.remedy == decision.remedy
-    if incidents.find(name) is not None or name in incidents.closed:
-        return name not in incidents.recommended or not policy.acts
-    return name in incidents.recommended and not policy.acts
+    if name in incidents.recommended:
+        return not policy.acts
+    before = incidents.find(name)
+    if before is not None and before.applied is None:
+        return not (policy.acts and decision.actions)  # nothing was allowed then
+    return before is not None or name in incidents.closed
 
 
 def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> Draft:
@@ -71,11 +83,12 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
     words: list[str] = []
     applied = None
     if policy.acts:
+        draft = _remember(draft, decision)
         for action in decision.actions:
             done = apply(action, decision, observation.with_draft(draft))
             draft = done.draft
             words += [done.words] if done.words else []
-        applied = observation.now
+            applied = observation.now
     if decision.class_ is Class.PERFORMANCE and not (policy.acts and decision.actions):
         draft = straggler.left_alone(observation.with_draft(draft), forbidden=not policy.acts)
     incident = _open(observation, policy, decision, applied, words)
@@ -94,7 +107,7 @@ def _open(
         class_=decision.class_,
         round=decision.round,
         message=shortened(decision.message, MAX_MESSAGE),
-        first_sign=min(decision.first_sign, observation.now),
+        first_sign=observation.in_time(decision.first_sign),
         detected=observation.now if before is None else before.detected,
         decided=observation.now,
         mode=Mode.ACT if policy.acts else Mode.RECOMMEND,

@@ -10,20 +10,22 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
-from ..observation import Observation, Policy, WorkerView
+from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerView
 from ..state import Draft, Placement, Worker
 
 FIRST_BACKOFF_SECONDS = 10.0
 LONGEST_BACKOFF_SECONDS = 300.0
 TURN_SECONDS = 300.0
 """So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
+OVERDUE_SECONDS = 15.0
+"""So long after its grace period a pod may still be there before nobody waits for its node any more."""
 LEAVE_SECONDS = 120.0
 """So long workers may take to leave by themselves (checkpoint, exit) before their pods are deleted."""
 
 
-def step(observation: Observation, _policy: Policy) -> Draft:
+def step(observation: Observation, policy: Policy) -> Draft:
     """Level-triggered: from what there is to what there shall be, with all names reserved."""
-    observation = observation.with_draft(_forget(observation))
+    observation = observation.with_draft(_learn(observation, policy))
     draft = observation.draft
     if draft.state.life.over or observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
         return draft
@@ -56,7 +58,9 @@ def surplus(observation: Observation) -> tuple[WorkerView, ...]:
     return tuple(
         view
         for view in observation.workers
-        if view.record.leaving and view.name not in seated and view.pod is not None and not _going(view)
+        # What is dead gives its GPUs to its successor, even while its seat is empty.
+        if view.record.leaving and (view.record.dead or view.name not in seated)
+        if view.pod is not None and not _going(view)
     )
 
 
@@ -74,19 +78,52 @@ def _going(view: WorkerView) -> bool:
     return view.pod is not None and view.pod.deleting and not view.record.force
 
 
-def _forget(observation: Observation) -> Draft:
-    """Learn UIDs and nodes; strike off workers whose pods are gone and who hold no ranks."""
+def _learn(observation: Observation, policy: Policy) -> Draft:
+    """What the pods say of the workers; those whose pods are gone, and who hold no ranks, are struck off."""
     draft = observation.draft
     seated = {member.worker for member in draft.plan.members}
     kept = []
     for view in observation.workers:
         record = view.record
         if view.pod is not None:
-            record = replace(record, uid=view.pod.uid, node=view.pod.node or record.node)
+            record = _learned(observation, policy, view, view.pod)
         elif (record.uid or record.leaving) and record.name not in seated:
             continue
         kept.append(record)
     return draft if tuple(kept) == draft.state.placement.workers else draft.with_placement(workers=tuple(kept))
+
+
+def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> Worker:
+    record = replace(view.record, uid=pod.uid, node=pod.node or view.record.node)
+    record = replace(record, force=record.force or _nobody_confirms(observation, pod))
+    return replace(record, starting_since=_starting_since(observation, policy, view, pod))
+
+
+def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
+    """It is being deleted, and its node will not say that it has ended."""
+    overdue = observation.now > pod.delete_by + OVERDUE_SECONDS
+    return pod.deleting and (overdue or _node_is_lost(observation, pod))
+
+
+def _node_is_lost(observation: Observation, pod: PodView) -> bool:
+    """By the word of the API server."""
+    nodes = observation.surroundings.nodes
+    node = nodes.get(pod.node)
+    return bool(nodes) and bool(pod.node) and (node is None or not node.ready)
+
+
+def _starting_since(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> float:
+    """Since when it has been on its way to being warm, in whole seconds; 0: it is not. A young operator has not heard
+    of all those that are warm."""
+    seated = any(member.worker == view.name for member in observation.plan.members)
+    if seated or not pod.started or pod.ended or _is_beyond_starting(view):
+        return 0.0
+    known = view.heartbeat is not None or observation.operator_age > policy.grace_after_start
+    return view.record.starting_since or (float(int(observation.now)) if known else 0.0)
+
+
+def _is_beyond_starting(view: WorkerView) -> bool:
+    return view.heartbeat is not None and view.heartbeat.state is not LauncherState.STARTING
 
 
 def _place_in_time(observation: Observation) -> Draft:
@@ -99,6 +136,11 @@ def _place_in_time(observation: Observation) -> Draft:
         if observation.now < turn:
             return draft
         return draft.with_placement(placing_since=observation.now)
+    gated = any(view.pod is not None and view.pod.gated for view in observation.workers)
+    if gated != state.placement.gated:
+        return draft.with_placement(gated=gated, placing_since=observation.now)
+    if gated:
+        return draft  # somebody else decides when it may be placed: until then, the time does not run
     placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
     if placed >= job.spec.replicas or observation.now - state.placement.placing_since < job.spec.scheduling_timeout:
         return draft
@@ -118,13 +160,15 @@ def backoff(uid: str, attempts: int) -> float:
 
 
 def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
-    """A spare whose pod was taken away, or died, is none any more. (Who holds ranks is lost: `worker_lost`.)"""
+    """A spare whose pod died, or was taken away, with its node or alone, is none any more. (Who holds ranks is lost:
+    `worker_lost`.)"""
     seated = {member.worker for member in draft.plan.members}
     for view in observation.workers:
         pod = view.pod
         if pod is None or view.name in seated or view.record.leaving:
             continue
-        taken_away = pod.deleting or bool(pod.disrupted)
+        silent = view.silent_seconds > FRESH_SECONDS and _node_is_lost(observation, pod)
+        taken_away = pod.deleting or bool(pod.disrupted) or silent
         died = not taken_away and pod.ended and pod.exit_code != 0
         if taken_away or died:
             gone = replace(view.record, leaving="its pod has ended", dead=True)
@@ -189,7 +233,9 @@ def _let_go(observation: Observation) -> tuple[WorkerView, ...]:
     return tuple(
         view
         for view in observation.workers
-        if view.pod is not None and not view.pod.deleting and (view.pod.ended or late or _holds_nothing(view))
+        if view.pod is not None
+        and not _going(view)
+        and (view.pod.ended or late or _holds_nothing(view) or view.record.force)
     )
 
 

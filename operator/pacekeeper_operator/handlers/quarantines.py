@@ -16,9 +16,8 @@ from ..services.quarantine import watch_over
 async def start(memo: kopf.Memo, **_: Any) -> None:
     operator: Operator = memo.operator
     memo.quarantines_changed = asyncio.Event()
-    memo.quarantines = asyncio.create_task(
-        watch_over(operator.cluster, operator.settings, memo.quarantines_changed), name="quarantines"
-    )
+    work = watch_over(operator.cluster, operator.runtime, operator.settings, memo.quarantines_changed)
+    memo.quarantines = operator.runtime.start(work, "quarantines")
 
 
 @kopf.on.cleanup()
@@ -32,10 +31,12 @@ async def quarantine_changed(memo: kopf.Memo, **_: Any) -> None:
     memo.quarantines_changed.set()
 
 
-def _is_quarantined(spec: kopf.Spec, **_: Any) -> bool:
-    return any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ()))
+def _concerns_quarantines(spec: kopf.Spec, status: kopf.Status, **_: Any) -> bool:
+    """It carries our taint, or is not Ready, which may be what a suspicion waits for."""
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
+    return not ready or any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ()))
 
 
-@kopf.on.event("", "v1", "nodes", when=_is_quarantined)
+@kopf.on.event("", "v1", "nodes", when=_concerns_quarantines)
 async def node_changed(memo: kopf.Memo, **_: Any) -> None:
     memo.quarantines_changed.set()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable
 from typing import Any
 
 import kopf
@@ -25,13 +23,13 @@ log = logging.getLogger(__name__)
 async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any) -> None:
     """Reconcile until the job is deleted or the operator ends; errors are tried again, ever more slowly."""
     operator: Operator = memo.operator
-    await _either(operator.know(), stopped.wait())
+    await operator.runtime.either(operator.know(), stopped.wait())
     while not stopped:
         try:
             job = Job.parse(dict(body))
         except InputError as error:
             log.warning("a TrainingJob cannot be read: %s", error)
-            await _either(operator.runtime.sleep(LONGEST_BACKOFF_SECONDS), stopped.wait())
+            await operator.runtime.either(operator.runtime.sleep(LONGEST_BACKOFF_SECONDS), stopped.wait())
             continue
         if job.deleted:
             break
@@ -59,7 +57,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
                 log.exception("%s: a pass failed; tried again in %.1f s", where, backoff)
                 wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
             metrics.RECONCILE_SECONDS.observe(operator.runtime.monotonic() - started)
-            await _either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
+            await operator.runtime.either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
             job = Job.parse(dict(body))
     except InputError as error:
         log.warning("%s cannot be read any more: %s", where, error)
@@ -90,13 +88,3 @@ async def _take_down(operator: Operator, body: kopf.Body) -> None:
 async def changed(memo: kopf.Memo, namespace: str | None, name: str, **_: Any) -> None:
     """The user wants something else."""
     memo.operator.memory.wake(namespace or "", name)
-
-
-async def _either(*waits: Awaitable[Any]) -> None:
-    """Until one of them is over."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..api import LABEL_JOB, Cause, Class, Job, Phase
 from ..cluster import PODS, Cluster
+from ..manifests import metrics_port
 from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
 from ..state import Draft, Incident, Past, Worker
 from . import reachability
@@ -64,7 +65,7 @@ def observe(
         metrics=metrics,
         surroundings=surroundings,
         template=memory.template,
-        quarantine_words=memory.quarantine_words,
+        rulings=memory.rulings,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )
 
@@ -91,7 +92,7 @@ async def look_closely(observation: Observation) -> Observation:
             return view
         node = observation.surroundings.nodes.get(view.pod.node)
         reachable, node_reachable = await asyncio.gather(
-            reachability.reaches_worker(view.pod.address),
+            reachability.reaches_worker(view.pod.address, metrics_port(observation.job, view.name)),
             reachability.reaches_node(node.address) if node is not None and node.address else _unknown(),
         )
         return replace(view, reachable=reachable, node_reachable=node_reachable)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, Phase
-from ..observation import TemplateVerdict
+from ..observation import Ruling, TemplateVerdict
 from ..state import Draft
+from .faults import OpenFaults
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -26,11 +27,12 @@ Key = tuple[str, str]
 class Contact:
     """One worker's voice."""
 
-    heartbeat: Heartbeat
-    at: float  # of its last sign, seconds since the epoch
+    heartbeat: Heartbeat  # its times are of the operator's clock
+    at: float  # of its last sign, seconds since the epoch by the operator's clock
     polling: int = 0  # polls that are being held
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
     stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
+    said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock
 
 
 @dataclass
@@ -43,10 +45,10 @@ class JobMemory:
     resource_version: str = ""
     phase: Phase | None = None
     contacts: dict[str, Contact] = field(default_factory=dict)
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     template: TemplateVerdict | None = None  # the API server's last word
-    quarantine_words: dict[str, str] = field(default_factory=dict)  # node → what became of handing it on
+    rulings: dict[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
@@ -61,10 +63,10 @@ class JobMemory:
         settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             self.draft, self.resource_version = draft, resource_version
-            self.faults = {n: f for n, f in self.faults.items() if n not in settled and f.worker in known}
+            self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
-            self.quarantine_words = {n: words for n, words in self.quarantine_words.items() if n in wanted}
+            self.rulings = {node: ruling for node, ruling in self.rulings.items() if node in wanted}
             self.written.notify_all()
 
 

@@ -34,6 +34,8 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=ended.get("reason", "") if ended.get("exitCode") else "",
         exit_message=ended.get("message", "") if ended else "",
+        gated=scheduled.get("reason") == "SchedulingGated",
+        started="running" in _trainer(status),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
     )

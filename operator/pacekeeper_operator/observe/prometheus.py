@@ -1,13 +1,19 @@
 """Prometheus: one query answers for all jobs and all their ranks at once.
 
+What is counted was scraped from the pod that it speaks for: `namespace`, `pod` and `trainingjob` are set by Prometheus'
+own service discovery (the chart's PodMonitors), and a worker that exports them, too, finds its own renamed. A row that
+makes no sense costs that row.
+
 The client is synchronous, so it works in a thread, with a time-out and without retries: the next look comes soon.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +22,27 @@ from prometheus_api_client.prometheus_connect import PrometheusConnect
 from requests.exceptions import RequestException
 from urllib3.util.retry import Retry
 
+from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
 from ..observation import NOT_ASKED, GpuValue, Metrics
 
 TIMEOUT_SECONDS = 3
+MAX_RANK = 1_000_000
 BY_JOB = "by (namespace, trainingjob)"
+WORKERS = '{pod=~".+-w[0-9]+-[0-9]+",rank=~"[0-9]{1,7}"}'
+"""Nobody else's pod speaks for a job, and only of ranks."""
 
 
-COMPUTE = "pacekeeper_rank_compute_seconds"
-PER_SAMPLE = "pacekeeper_rank_compute_seconds_per_sample"
-SHARE = "pacekeeper_rank_share"
-STEP = "pacekeeper_rank_step_seconds"
-WAIT = "pacekeeper_rank_wait_seconds"
-FIRST_STEPS = "pacekeeper_rank_first_steps_seconds"
+def _sound(metric: str) -> str:
+    """The workers' series of `metric` whose value can be true: a comparison also drops what is not a number."""
+    return f"({metric}{WORKERS} >= 0 < Inf)"
+
+
+COMPUTE = _sound("pacekeeper_rank_compute_seconds")
+PER_SAMPLE = _sound("pacekeeper_rank_compute_seconds_per_sample")
+SHARE = _sound("pacekeeper_rank_share")
+STEP = _sound("pacekeeper_rank_step_seconds")
+WAIT = _sound("pacekeeper_rank_wait_seconds")
+FIRST_STEPS = _sound("pacekeeper_rank_first_steps_seconds")
 FIGURES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
@@ -43,13 +58,20 @@ FIGURES: Mapping[str, str] = {
 """One number a job."""
 SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
 """The series of the slowest rank of each job."""
-GPU = '{__name__=~"DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"} > 0'
-"""The GPUs of the cluster that have something to say."""
-QUERY = " or ".join(
-    f'label_replace({expression}, "figure", "{name}", "", "")'
-    for name, expression in {**FIGURES, "slowest": SLOWEST, "gpu": GPU}.items()
-)
-"""All of it in one request; the label `figure` tells the answers apart."""
+GPU_NAMES = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_RANK = re.compile(r"[0-9]{1,7}")
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest rank of a job, and the pod that says so."""
+
+    pod: str
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -58,24 +80,42 @@ class Sample:
 
     at: float = 0.0
     figures: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
-    slowest: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    slowest: Mapping[tuple[str, str], Slowest] = field(default_factory=dict)
     gpu: tuple[GpuValue, ...] = ()
     unavailable: str = NOT_ASKED
+    unvouched: str = ""  # why GPU series are no witness against a node; "": they are
 
-    def of(self, namespace: str, job: str) -> Metrics:
+    def of(self, namespace: str, job: str, ranks: Mapping[str, Sequence[int]] | None = None) -> Metrics:
+        """`ranks`: those that each of the job's workers holds; a pod speaks for no other. None: not known."""
         key = (namespace, job)
-        figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
+        figures = {name: values[key] for name, values in self.figures.items() if key in values}
+        slowest = self.slowest.get(key)
+        if slowest is not None and ranks is not None and slowest.rank not in ranks.get(slowest.pod, ()):
+            slowest = None
+        rank = None if slowest is None else slowest.rank
         return Metrics(
-            **figures, slowest_rank=self.slowest.get(key), gpu=self.gpu, unavailable=self.unavailable, at=self.at
+            **figures,
+            slowest_rank=rank,
+            gpu=self.gpu,
+            gpu_unvouched=self.unvouched,
+            unavailable=self.unavailable,
+            at=self.at,
         )
 
 
 class Prometheus:
-    """Asks Prometheus at `url`; an empty one is always away."""
+    """Asks Prometheus at `url`; an empty one is always away.
 
-    def __init__(self, url: str, dcgm_node_label: str) -> None:
+    GPU series are taken from targets in `dcgm_namespace` only, where the platform's exporter runs. They are vouched for
+    if the scrape says on which `node` a target is; with `dcgm_node_label` alone, the target does.
+    """
+
+    def __init__(self, url: str, dcgm_namespace: str, dcgm_node_label: str) -> None:
         self._url = url
+        self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
+        self._query = query(dcgm_namespace)
+        self._said = ""
         self._client = PrometheusConnect(url=url, retry=Retry(total=0), timeout=TIMEOUT_SECONDS) if url else None
 
     async def sample(self, now: float) -> Sample:
@@ -83,29 +123,96 @@ class Prometheus:
         if self._client is None:
             return Sample(now, unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
         try:
-            return await asyncio.to_thread(self._ask, now)
+            return await asyncio.to_thread(self._ask, self._client, now)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return Sample(now, unavailable=reason)
 
-    def _ask(self, now: float) -> Sample:
-        assert self._client is not None
-        figures: dict[str, dict[tuple[str, str], float]] = {name: {} for name in FIGURES}
-        slowest: dict[tuple[str, str], int] = {}
-        gpu = []
-        rows: list[dict[str, Any]] = self._client.custom_query(QUERY)
-        for row in rows:
-            series, value = row["metric"], float(row["value"][1])
-            job = series.get("namespace", ""), series.get("trainingjob", "")
-            match series["figure"]:
-                case "gpu":
-                    gpu.append(self._gpu(series, value))
-                case "slowest":
-                    slowest[job] = int(series["rank"])
-                case figure if math.isfinite(value):
-                    figures[figure][job] = value
-        return Sample(now, figures, slowest, tuple(gpu), unavailable="")
+    def _ask(self, client: PrometheusConnect, now: float) -> Sample:
+        answer = _Answer(self._dcgm_node_label)
+        for row in client.custom_query(self._query):
+            try:
+                answer.take(row)
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                PROMETHEUS_BAD_ROWS.inc()
+                log.debug("a row of Prometheus' answer is passed over: %r: %s", row, error)
+        unvouched = self._say(_unvouched(self._dcgm_namespace, answer.gpu_series))
+        return Sample(now, answer.figures, answer.slowest, tuple(answer.gpu), unavailable="", unvouched=unvouched)
+
+    def _say(self, unvouched: str) -> str:
+        """For the platform team, whenever it changes."""
+        GPU_SERIES_VOUCHED.set(not unvouched)
+        if unvouched and unvouched != self._said:
+            log.warning("%s", unvouched)
+        self._said = unvouched
+        return unvouched
+
+
+def query(dcgm_namespace: str) -> str:
+    """All of it in one request; the label `figure` tells the answers apart."""
+    asked = {**FIGURES, "slowest": SLOWEST}
+    if dcgm_namespace:
+        place = f'{{__name__=~"{GPU_NAMES}", namespace="{dcgm_namespace}"'
+        asked["gpu"] = f"{place}}} > 0"
+        asked["named"] = f'count({place}, node!=""}})'
+        asked["unnamed"] = f'count({place}, node=""}})'
+    return " or ".join(f'label_replace({expression}, "figure", "{name}", "", "")' for name, expression in asked.items())
+
+
+class _Answer:
+    """The rows of an answer, put in their places. Whatever a row lacks is raised by `take`, and costs that row."""
+
+    def __init__(self, node_label: str) -> None:
+        self.figures: dict[str, dict[tuple[str, str], float]] = {name: {} for name in FIGURES}
+        self.slowest: dict[tuple[str, str], Slowest] = {}
+        self.gpu: list[GpuValue] = []
+        self.gpu_series = {"named": 0, "unnamed": 0}
+        self._node_label = node_label
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        series, value = row["metric"], float(row["value"][1])
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{value} can be no measurement")
+        match series["figure"]:
+            case "gpu":
+                self.gpu.append(self._gpu(series, value))
+            case "named" | "unnamed" as name:
+                self.gpu_series[name] = int(value)
+            case "slowest":
+                self.slowest[_job(series)] = Slowest(_name(series["pod"]), _rank(series["rank"]))
+            case figure:
+                self.figures[figure][_job(series)] = value
 
     def _gpu(self, series: Mapping[str, str], value: float) -> GpuValue:
-        node = series.get(self._dcgm_node_label) or series.get("node", "")
-        return GpuValue(node, series.get("gpu", ""), series["__name__"], value)
+        node = series.get("node", "")
+        known = _name(node or series[self._node_label])
+        return GpuValue(known, series.get("gpu", ""), series["__name__"], value, vouched=bool(node))
+
+
+def _job(series: Mapping[str, str]) -> tuple[str, str]:
+    return _name(series["namespace"]), _name(series["trainingjob"])
+
+
+def _name(text: str) -> str:
+    """Of an object of Kubernetes."""
+    if len(text) > 253 or not _NAME.fullmatch(text):
+        raise ValueError(f"{text[:300]!r} is no name")
+    return text
+
+
+def _rank(text: str) -> int:
+    if not _RANK.fullmatch(text) or int(text) > MAX_RANK:
+        raise ValueError(f"{text[:300]!r} is no rank")
+    return int(text)
+
+
+def _unvouched(namespace: str, series: Mapping[str, int]) -> str:
+    """Why GPU series are no witness; "": they are."""
+    if not namespace:
+        return "GPU series are not read: say where dcgm-exporter runs (dcgm.namespace in the chart's values)"
+    if series["unnamed"]:
+        return (
+            f"{series['unnamed']} GPU series of namespace {namespace} name their node themselves, so they are no "
+            "witness against it: scrape them with the chart's dcgm.podMonitor"
+        )
+    return "" if series["named"] else f"no GPU series come from targets in namespace {namespace}"

@@ -12,9 +12,9 @@ TRIES = 2
 KUBELET_PORT = 10250
 
 
-async def reaches_worker(address: str) -> bool:
-    """Whether the sidecar's port can be connected to."""
-    return await _reaches(address, METRICS_PORT)
+async def reaches_worker(address: str, port: int = METRICS_PORT) -> bool:
+    """Whether the sidecar's port (`manifests.metrics_port`) can be connected to."""
+    return await _reaches(address, port)
 
 
 async def reaches_node(address: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from .. import metrics, policies
-from ..api import Mode, ObjectRef, Outcome
+from ..api import ObjectRef, Outcome
 from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
 from ..effects import (
     AskForQuarantine,
@@ -29,6 +29,7 @@ SHOWS_SECONDS = 2.0
 TEMPLATE_SECONDS = 60.0
 """A template that was refused is tried again: what refuses it (a webhook, say) may have changed."""
 GUARD_SECONDS = 300.0
+RULING_SECONDS = 5.0
 
 
 async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
@@ -88,19 +89,24 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
 
 
 async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuarantine) -> float:
+    """Asked until the answer is final: a suspicion may wait for its witness, or for a person."""
     wanted = effect.wanted
-    words = await quarantine.quarantine(
-        operator.cluster,
+    incident = None if desk.memory.draft is None else desk.memory.draft.state.incidents.find(wanted.incident)
+    blame = quarantine.Blame(
         wanted.node,
         wanted.uid,
         wanted.reason,
         ObjectRef(wanted.incident, desk.job.namespace),
-        operator.settings,
-        approved=operator.settings.quarantine_mode is Mode.ACT,
+        0.0 if incident is None else incident.decided,  # one that is over is not said anew
+        wanted.witness,
+        wanted.weak,
     )
-    desk.memory.quarantine_words[wanted.node] = words
-    await events.tell(operator, desk.job, "QuarantineNode", f"{wanted.node}: {words}", "QuarantineNode")
-    return SHOWS_SECONDS
+    ruling = await quarantine.suspect(operator.cluster, operator.runtime, operator.settings, blame)
+    if desk.memory.rulings.get(wanted.node) != ruling:
+        note = f"{wanted.node}: {ruling.words}"
+        await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
+    desk.memory.rulings[wanted.node] = ruling
+    return RULING_SECONDS
 
 
 async def _guard_network(operator: Operator, desk: Desk) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from ..api import (
     ANNOTATION_RETAIN_UNTIL,
@@ -27,9 +28,9 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
     )
 
 
-async def expire(cluster: Cluster, now: float) -> None:
-    """Delete incidents whose time is over."""
-    for body in await cluster.list(INCIDENTS):
+async def expire(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
+    """Delete incidents of these namespaces (none: of all) whose time is over."""
+    for body in [body for place in namespaces or [""] for body in await cluster.list(INCIDENTS, place)]:
         metadata = body["metadata"]
         until = metadata.get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
         if until is not None and until < format_time(now):

@@ -79,7 +79,10 @@ class Operator:
         """What Prometheus has said of the job lately."""
         if now - self.sample.at > STALE_SECONDS:
             return Metrics(unavailable=NOT_ASKED)
-        return self.sample.of(job.namespace, job.name)
+        memory = self.memory.find(job.namespace, job.name)
+        plan = None if memory is None else memory.plan
+        ranks = {} if plan is None else {member.worker: member.ranks for member in plan.members}
+        return self.sample.of(job.namespace, job.name, ranks)
 
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""
@@ -112,7 +115,7 @@ class Operator:
                     paused_at = now
                 await self._ask_prometheus()
                 if now - expired_at > RETENTION_SECONDS:
-                    await incidents.expire(self.cluster, self.runtime.now())
+                    await incidents.expire(self.cluster, self.settings.watch_namespaces, self.runtime.now())
                     expired_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)

@@ -1,8 +1,8 @@
-"""NodeQuarantines: asking for one, bringing the node to what it says, releasing all of them.
+"""NodeQuarantines: suspecting a node, bringing it to what its quarantine says, releasing all of them.
 
-Budget, pause and opt-out bind the operator when it asks for a quarantine. A person may approve or create as many as he
-likes, and nothing ever stands in the way of a release, except that a node is not handed back before a probe has passed
-when nobody has asked for it.
+What jobs say only raises suspicions; witnesses, breaker, budget and pause decide what follows. A person may approve or
+create as many quarantines as he likes, and nothing ever stands in the way of a release, except that a node is not
+handed back before a probe has passed when nobody has asked for it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections.abc import Iterable
+import sys
+from dataclasses import dataclass, replace
 
 import kopf
 
 from pacekeeper_analysis.errors import InputError
 
-from .. import manifests
 from ..api import (
     API_VERSION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
     TAINT_QUARANTINE,
+    Mode,
     ObjectRef,
-    QuarantinePhase,
     QuarantineSpec,
+    Sign,
+    Verdict,
+    Witness,
 )
-from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, NotFound, Object
-from ..decide.node_quarantine import (
-    RESYNC_SECONDS,
-    Action,
+from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, Denied, NotFound, Object
+from ..decide.node_quarantine import RESYNC_SECONDS, decide, ruling
+from ..decide.node_steps import (
+    Approve,
+    Around,
     Delete,
     EndProbe,
     Guard,
@@ -41,12 +44,15 @@ from ..decide.node_quarantine import (
     Quarantine,
     Release,
     Report,
+    Rules,
     StartProbe,
+    Step,
     Unguard,
     Wait,
-    allowed_nodes,
-    decide,
 )
+from ..decide.node_suspicion import SUSPICION_SECONDS, with_sign, witness_of
+from ..manifests import ProbeImage, probe_pod
+from ..observation import Ruling
 from ..runtime import Runtime
 from ..settings import Settings
 from . import events
@@ -58,59 +64,109 @@ AGAIN_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 GPU = "nvidia.com/gpu"
 PROBE_RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+MAX_REASON = 1024
 log = logging.getLogger(__name__)
 
-_one_at_a_time = asyncio.Lock()  # between counting and creating, nobody else may create
+
+@dataclass(frozen=True)
+class Blame:
+    """What a job says against a node."""
+
+    node: str
+    uid: str
+    reason: str
+    incident: ObjectRef  # its namespace is whose word it is
+    at: float  # when it was found, seconds since the epoch: what is said again does not become younger
+    witness: Witness = Witness.NONE
+    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
 
 
-async def quarantine(
-    cluster: Cluster, node: str, node_uid: str, reason: str, incident: ObjectRef, settings: Settings, approved: bool
-) -> str:
-    """Creates the NodeQuarantine of `node`, where opt-out, pause and budget allow; what became of it, in words.
+async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling:
+    """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
 
-    Without `approved` it waits, and touches nothing, until a person of the platform team approves it.
+    The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
+    nothing is not raised anew by the same words.
     """
-    async with _one_at_a_time:
-        existing = {body["metadata"]["name"]: body for body in await cluster.list(QUARANTINES)}
-        if node in existing:
-            return _in_words(Quarantine.parse(existing[node]), node_uid)
-        if refused := await _refusal(cluster, node, node_uid, existing.values(), settings, approved):
-            return refused
-        spec = QuarantineSpec(reason, node_uid, incident, settings.quarantine_expires_after, approved)
-        body: Object = {
-            "apiVersion": API_VERSION,
-            "kind": "NodeQuarantine",
-            "metadata": {"name": node, "finalizers": [FINALIZER_QUARANTINE]},
-            "spec": {**spec.to_json(), "incidentRef": {"namespace": incident.namespace, "name": incident.name}},
-        }
-        try:
-            return _in_words(Quarantine.parse(await cluster.create(QUARANTINES, body)), node_uid)
-        except Conflict:
-            return _in_words(Quarantine.parse(await cluster.get(QUARANTINES, node)), node_uid)
+    sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
+    sign = replace(sign, witness=blame.witness, weak=blame.weak)
+    known = await cluster.find(QUARANTINES, blame.node)
+    if known is None and runtime.now() >= blame.at + SUSPICION_SECONDS:
+        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
+    if known is None:
+        return await _refusal(cluster, settings, blame) or await _create(cluster, settings, blame, sign)
+    found = Quarantine.parse(known)
+    if found.over or found.node_uid not in (None, blame.uid):
+        return Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
+    signs = with_sign(found.spec.signs, sign)
+    if found.suspicion and signs != found.spec.signs:
+        version = {"resourceVersion": known["metadata"]["resourceVersion"]}
+        spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
+        await cluster.patch(QUARANTINES, blame.node, {"metadata": version, "spec": spec})
+    return ruling(found, blame.uid)
 
 
-async def reconcile(cluster: Cluster, name: str, settings: Settings, now: float) -> float:
+async def look(cluster: Cluster, node: str, node_uid: str) -> Ruling | None:
+    """What has become of a suspicion; None: there is none (any more)."""
+    body = await cluster.find(QUARANTINES, node)
+    return None if body is None else ruling(Quarantine.parse(body), node_uid)
+
+
+class Fleet:
+    """What one look at all NodeQuarantines has read of the cluster, once for all of them."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._known: dict[str, Quarantine] | None = None
+        self._nodes: int | None = None
+        self._paused: str | None = None
+
+    async def around(self, found: Quarantine, node: Node | None) -> Around:
+        """Read as far as a decision needs it: all nodes, and the pause, only where this node may be touched now."""
+        rules = _rules(self._settings)
+        if not found.suspicion:
+            return Around(rules)
+        if self._known is None:
+            self._known = {other.name: other for other in await _all(self._cluster)}
+        self._known[found.name] = found
+        others = tuple(other for other in self._known.values() if other.name != found.name)
+        if node is None or witness_of(found, node) is None:
+            return Around(rules, others)
+        if self._nodes is None or self._paused is None:
+            self._nodes, self._paused = (
+                len(await self._cluster.list(NODES)),
+                await _paused(self._cluster, self._settings),
+            )
+        return Around(rules, others, self._nodes, self._paused)
+
+
+async def reconcile(
+    cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet | None = None
+) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
-    Level-triggered and idempotent. `now`: seconds since the epoch. math.inf: there is no such NodeQuarantine.
+    Level-triggered and idempotent. math.inf: there is no such NodeQuarantine.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
+    fleet, now = fleet or Fleet(cluster, settings), runtime.now()
     for _ in range(MAX_STEPS):
         body = await cluster.find(QUARANTINES, name)
         if body is None:
             return math.inf
         node = await cluster.find(NODES, name)
-        action = await _next(cluster, body, node, settings, now)
-        if isinstance(action, Wait):
-            return action.seconds
+        step = await _next(cluster, body, node, settings, now, fleet)
+        if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
+            step = await _next(cluster, body, node, settings, now, Fleet(cluster, settings))
+        if isinstance(step, Wait):
+            return step.seconds
         try:
-            await _carry_out(cluster, action, body, node, settings)
+            await _carry_out(cluster, runtime, settings, step, body, node)
         except (Conflict, NotFound) as error:
             log.info("quarantine of %s: looking anew: %s", name, error)
     return AGAIN_SECONDS
 
 
-async def watch_over(cluster: Cluster, settings: Settings, changed: asyncio.Event) -> None:
+async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, changed: asyncio.Event) -> None:
     """Reconciles all NodeQuarantines until it is cancelled: when `changed` is set, and when one of them wants it."""
     swept = False
     while True:
@@ -118,41 +174,49 @@ async def watch_over(cluster: Cluster, settings: Settings, changed: asyncio.Even
         delay = RETRY_SECONDS
         try:
             if not swept:
-                await _sweep(cluster)
+                await _sweep(cluster, runtime)
                 swept = True
-            names = [body["metadata"]["name"] for body in await cluster.list(QUARANTINES)]
-            delay = min([RESYNC_SECONDS, *[await _try_reconcile(cluster, name, settings) for name in names]])
+            delay = await _look_at_all(cluster, runtime, settings)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             log.warning("quarantines cannot be looked at, and are tried again: %s", error)
         except Exception:
             log.exception("quarantines cannot be looked at, and are tried again")
         try:
-            async with asyncio.timeout(delay):
-                await changed.wait()
+            await runtime.within(delay, changed.wait())
         except TimeoutError:
             continue
 
 
-async def release_all(cluster: Cluster, timeout: float) -> None:  # noqa: ASYNC109  # the message names what is left
+async def _look_at_all(cluster: Cluster, runtime: Runtime, settings: Settings) -> float:
+    """Seconds until one of them wants to be looked at again."""
+    fleet = Fleet(cluster, settings)
+    names = [body["metadata"]["name"] for body in await cluster.list(QUARANTINES)]
+    return min([RESYNC_SECONDS, *[await _try_reconcile(cluster, runtime, settings, name, fleet) for name in names]])
+
+
+async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:
     """Deletes all NodeQuarantines and returns when their nodes are released, whether the operator runs or not.
 
-    Raises TimeoutError, naming those that are left, after `timeout` seconds.
+    Raises TimeoutError, naming those that are left, after so many `seconds`.
     """
     left = ["those that could not be listed"]
+
+    async def release() -> None:
+        while left:
+            try:
+                left[:] = await _release_once(cluster, runtime)
+            except kopf.TemporaryError as error:
+                log.warning("releasing is tried again: %s", error)
+            if left:
+                await runtime.sleep(AGAIN_SECONDS)
+
     try:
-        async with asyncio.timeout(timeout):
-            while left:
-                try:
-                    left = await _release_once(cluster)
-                except kopf.TemporaryError as error:
-                    log.warning("releasing is tried again: %s", error)
-                if left:
-                    await asyncio.sleep(AGAIN_SECONDS)
+        await runtime.within(seconds, release())
     except TimeoutError as error:
-        raise TimeoutError(f"not released within {timeout:.0f} s: {', '.join(left)}") from error
+        raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(left)}") from error
 
 
-async def _release_once(cluster: Cluster) -> list[str]:
+async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
     """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
     try:
         quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
@@ -161,29 +225,31 @@ async def _release_once(cluster: Cluster) -> list[str]:
     for metadata in quarantines:
         await cluster.delete(QUARANTINES, metadata["name"], uid=metadata["uid"])
     for metadata in quarantines:
-        await _try_reconcile(cluster, metadata["name"], Settings())
+        await _try_reconcile(cluster, runtime, Settings(), metadata["name"], Fleet(cluster, Settings()))
     if not quarantines:
-        await _sweep(cluster)
+        await _sweep(cluster, runtime)
     return [metadata["name"] for metadata in quarantines]
 
 
-async def _sweep(cluster: Cluster) -> None:
+async def _sweep(cluster: Cluster, runtime: Runtime) -> None:
     """Releases nodes with our marks and no NodeQuarantine: somebody has taken a finalizer away by force."""
     for body in await cluster.list(NODES):
         name = body["metadata"]["name"]
         if Node.parse(body).marked and not await _exists(cluster, name):
             await _release(cluster, body)
-            await _tell(cluster, None, body, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+            await _tell(
+                cluster, runtime, None, body, "NodeReleased", "it carried our marks, but there is no NodeQuarantine"
+            )
 
 
 async def _exists(cluster: Cluster, name: str) -> bool:
     return await cluster.find(QUARANTINES, name) is not None
 
 
-async def _try_reconcile(cluster: Cluster, name: str, settings: Settings) -> float:
+async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet) -> float:
     """One that fails does not hold up the others."""
     try:
-        return await reconcile(cluster, name, settings, time.time())
+        return await reconcile(cluster, runtime, settings, name, fleet)
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
@@ -191,84 +257,122 @@ async def _try_reconcile(cluster: Cluster, name: str, settings: Settings) -> flo
     return RETRY_SECONDS
 
 
-async def _refusal(
-    cluster: Cluster, node: str, node_uid: str, existing: Iterable[Object], settings: Settings, approved: bool
-) -> str:
-    """Why no quarantine is created; "": it may be."""
+async def _refusal(cluster: Cluster, settings: Settings, blame: Blame) -> Ruling | None:
+    """Why no suspicion is raised; None: it may be."""
+    node = await cluster.find(NODES, blame.node)
+    if node is None or node["metadata"]["uid"] != blame.uid:
+        return Ruling(Verdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
+    if Node.parse(node).opted_out:
+        return Ruling(Verdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
+    paused = await _paused(cluster, settings)
+    return Ruling(Verdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
+
+
+async def _create(cluster: Cluster, settings: Settings, blame: Blame, sign: Sign) -> Ruling:
+    expiry = settings.quarantine_expires_after
+    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident, expiry, signs=(sign,))
+    body: Object = {
+        "apiVersion": API_VERSION,
+        "kind": "NodeQuarantine",
+        "metadata": {"name": blame.node, "finalizers": [FINALIZER_QUARANTINE]},
+        "spec": {**spec.to_json(), "incidentRef": _reference(blame.incident)},
+    }
+    try:
+        return ruling(Quarantine.parse(await cluster.create(QUARANTINES, body)), blame.uid)
+    except Conflict:  # somebody was faster: what is said here is said again if it stays so
+        return ruling(Quarantine.parse(await cluster.get(QUARANTINES, blame.node)), blame.uid)
+
+
+def _reference(incident: ObjectRef) -> Object:
+    return {"namespace": incident.namespace, "name": incident.name}
+
+
+async def _paused(cluster: Cluster, settings: Settings) -> str:
+    """Why no node may be touched; "": one may. Where that cannot be read, none may."""
     if settings.paused:
-        return f"{node} is not quarantined: remedies are paused by the operator's settings"
-    if await cluster.find(CONFIG_MAPS, PAUSE, settings.namespace) is not None:
-        return f"{node} is not quarantined: remedies are paused by ConfigMap {settings.namespace}/{PAUSE}"
-    nodes = {body["metadata"]["name"]: Node.parse(body) for body in await cluster.list(NODES)}
-    if node not in nodes or nodes[node].uid != node_uid:
-        return f"{node} is not quarantined: the node that was meant does not exist any more"
-    if nodes[node].opted_out:
-        return f"{node} is not quarantined: its label {LABEL_NO_QUARANTINE} forbids it"
-    # A request to a person takes nothing from the budget, but people are not to be flooded with requests either.
-    counted = [body for body in existing if body["spec"].get("approved") or not approved]
-    allowed = allowed_nodes(len(nodes), settings.quarantine_max_nodes, settings.quarantine_max_share)
-    if len(counted) >= allowed:
-        return f"{node} is not quarantined: the budget of {allowed} of {len(nodes)} nodes is spent"
-    return ""
+        return "remedies are paused by the operator's settings"
+    try:
+        found = await cluster.find(CONFIG_MAPS, PAUSE, settings.namespace)
+    except (kopf.TemporaryError, kopf.PermanentError):
+        return f"whether ConfigMap {settings.namespace}/{PAUSE} pauses remedies cannot be read"
+    return "" if found is None else f"remedies are paused by ConfigMap {settings.namespace}/{PAUSE}"
 
 
-def _in_words(found: Quarantine, node_uid: str) -> str:
-    """What becomes of a node whose NodeQuarantine exists."""
-    if found.deleted or found.status.phase is QuarantinePhase.RELEASED or found.node_uid not in (None, node_uid):
-        return f"an earlier quarantine of {found.name} is just being released"
-    return (
-        f"{found.name} is quarantined" if found.spec.approved else f"the quarantine of {found.name} waits for approval"
-    )
-
-
-async def _next(cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float) -> Action:
+async def _next(
+    cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float, fleet: Fleet
+) -> Step:
     found = Quarantine.parse(body)
+    seen = None if node is None else Node.parse(node)
     probe = found.last_probe
     pod = None if probe is None else await cluster.find(PODS, probe.pod, settings.namespace)
-    return decide(
-        found,
-        None if node is None else Node.parse(node),
-        None if pod is None else ProbePod.parse(pod),
-        settings.probe_timeout,
-        now,
+    return decide(found, seen, None if pod is None else ProbePod.parse(pod), await fleet.around(found, seen), now)
+
+
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        acts=settings.quarantine_mode is Mode.ACT,
+        max_nodes=settings.quarantine_max_nodes,
+        max_share=settings.quarantine_max_share,
+        breaker_nodes=settings.breaker_nodes,
+        probe_timeout=settings.probe_timeout,
     )
 
 
-async def _carry_out(cluster: Cluster, action: Action, body: Object, node: Object | None, settings: Settings) -> None:
+async def _all(cluster: Cluster) -> list[Quarantine]:
+    """Those that can be read."""
+    found = []
+    for body in await cluster.list(QUARANTINES):
+        try:
+            found.append(Quarantine.parse(body))
+        except InputError as error:
+            log.warning("quarantine of %s: %s", body["metadata"]["name"], error)
+    return found
+
+
+async def _carry_out(
+    cluster: Cluster, runtime: Runtime, settings: Settings, step: Step, body: Object, node: Object | None
+) -> None:
     """One step. It is based upon `body` and `node` as they were read: Conflict, where one of them has changed since."""
     name, finalizers = body["metadata"]["name"], body["metadata"].get("finalizers", [])
-    match action:
+    match step:
         case Guard():
-            await _patch_metadata(cluster, body, finalizers=[*finalizers, FINALIZER_QUARANTINE])
+            await _patch(cluster, body, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
         case Unguard():
             left = [finalizer for finalizer in finalizers if finalizer != FINALIZER_QUARANTINE]
-            await _patch_metadata(cluster, body, finalizers=left)
+            await _patch(cluster, body, {"metadata": {"finalizers": left}})
+        case Approve():
+            await _patch(cluster, body, {"spec": {"approved": True}})
         case Hold(again) if node is not None:
             await _hold(cluster, node)
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
-                await _tell(cluster, body, node, "QuarantineRestored", note, warning=True)
+                await _tell(cluster, runtime, body, node, "QuarantineRestored", note, warning=True)
         case Release(reason) if node is not None:
             await _release(cluster, node)
-            await _tell(cluster, body, node, "NodeReleased", reason)
-        case Report(status, event, warning):
-            version = {"resourceVersion": body["metadata"]["resourceVersion"]}
-            patch = {"metadata": version, "status": status.to_patch()}
-            await cluster.patch(QUARANTINES, name, patch, subresource="status")
-            if event:
-                why = f" ({body['spec']['reason']})" if event == "NodeQuarantined" else ""
-                await _tell(cluster, body, node, event, f"{status.message}{why}", warning=warning)
-        case StartProbe(pod) if node is not None:
-            await _start_probe(cluster, pod, body, node, settings)
+            await _tell(cluster, runtime, body, node, "NodeReleased", reason)
+        case Report():
+            await _report(cluster, runtime, step, body, node)
+        case StartProbe(pod, share) if node is not None:
+            await _start_probe(cluster, pod, body, node, settings, share)
         case EndProbe(pod):
             await cluster.delete(PODS, pod, settings.namespace, grace=0)
         case Delete():
             await cluster.delete(QUARANTINES, name, uid=body["metadata"]["uid"])
 
 
-async def _patch_metadata(cluster: Cluster, body: Object, **changes: object) -> None:
-    metadata = {"resourceVersion": body["metadata"]["resourceVersion"], **changes}
-    await cluster.patch(QUARANTINES, body["metadata"]["name"], {"metadata": metadata})
+async def _report(cluster: Cluster, runtime: Runtime, report: Report, body: Object, node: Object | None) -> None:
+    await _patch(cluster, body, {"status": report.status.to_patch()}, subresource="status")
+    if report.event:
+        why = f" ({body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
+        note = f"{report.status.message}{why}"
+        await _tell(cluster, runtime, body, node, report.event, note, warning=report.warning)
+
+
+async def _patch(cluster: Cluster, body: Object, changes: Object, subresource: str = "") -> None:
+    """Of the NodeQuarantine as it was read."""
+    metadata = {"resourceVersion": body["metadata"]["resourceVersion"], **changes.get("metadata", {})}
+    name = body["metadata"]["name"]
+    await cluster.patch(QUARANTINES, name, {**changes, "metadata": metadata}, subresource=subresource)
 
 
 async def _hold(cluster: Cluster, node: Object) -> None:
@@ -307,19 +411,41 @@ def _applied(node: Object) -> Object:
     return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
 
 
-async def _start_probe(cluster: Cluster, pod: str, body: Object, node: Object, settings: Settings) -> None:
+async def _start_probe(cluster: Cluster, pod: str, body: Object, node: Object, settings: Settings, share: bool) -> None:
     gpus = int(node["status"].get("allocatable", {}).get(GPU, 0))
+    if (
+        gpus and share
+    ):  # one at least: where none is free the kubelet refuses the pod, which says nothing about the node
+        gpus = max(1, gpus - await _gpus_taken(cluster, node["metadata"]["name"]))
     resources: Object = PROBE_RESOURCES
     if gpus:
         resources = {**resources, "limits": {**PROBE_RESOURCES["limits"], GPU: str(gpus)}}
     command = ["python", "-m", "pacekeeper_operator.probe", f"--gpus={gpus}"]
-    await cluster.create(
-        PODS, manifests.probe_pod(pod, settings.namespace, node, body, settings.image, command, resources)
-    )
+    secrets = tuple(name.strip() for name in settings.image_pull_secrets.split(",") if name.strip())
+    image = ProbeImage(settings.image, settings.image_pull_policy, secrets)
+    await cluster.create(PODS, probe_pod(pod, settings.namespace, node, body, image, command, resources))
+
+
+async def _gpus_taken(cluster: Cluster, node: str) -> int:
+    """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
+    try:
+        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    except Denied:
+        return sys.maxsize
+    running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+    limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
+    return sum(int(limit.get(GPU, 0)) for limit in limits)
 
 
 async def _tell(
-    cluster: Cluster, body: Object | None, node: Object | None, reason: str, note: str, *, warning: bool = False
+    cluster: Cluster,
+    runtime: Runtime,
+    body: Object | None,
+    node: Object | None,
+    reason: str,
+    note: str,
+    *,
+    warning: bool = False,
 ) -> None:
     """Events about the node and its quarantine, which `kubectl describe` shows."""
     for regarding in (body, node):
@@ -330,4 +456,4 @@ async def _tell(
                 "name": regarding["metadata"]["name"],
                 "uid": regarding["metadata"]["uid"],
             }
-            await events.tell_about(cluster, Runtime(), reference, reason, note, reason, warning=warning)
+            await events.tell_about(cluster, runtime, reference, reason, note, reason, warning=warning)

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
-from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
-from ..api import TOKEN_AUDIENCE
-from ..cluster import TOKEN_REVIEWS, Cluster
+from ..cluster import Cluster
+from ..limits import Rate
 from ..observe.memory import Contact, JobMemory, Memory
+from ..runtime import Runtime
+from .tokens import Forbidden, Holder, Tokens, TooMany
 
-REVIEW_SECONDS = 60.0
-"""So long a token's review is believed: a revoked one is good for a minute more at most."""
-MAX_REVIEWS = 20_000
 MAX_POLL_SECONDS = 30.0
 TAKE_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
+CALLS_AT_ONCE = 64
+CALLS_PER_SECOND = 20.0
+"""Of one worker: more is a sidecar that runs wild."""
+MAX_NAME = 253
+"""Characters of a fault's name."""
+FAULT_REACH_SECONDS = 3600.0
+"""No fault was noticed longer ago than this; its sender says so within seconds as soon as the operator answers."""
+ROUND_REACH_SECONDS = 90 * 86400.0
+"""No round began longer ago than this."""
 _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
 _WAKING = (
+    *("launcher_silent_seconds", "unkillable_ranks", "checkpoint_failed_rank", "checkpoint_error"),
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
+    *("launcher_silent_seconds", "unkillable_ranks"),
 )
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
-
-
-class Unauthenticated(Exception):
-    """No good token."""
-
-
-class Forbidden(Exception):
-    """A good token of somebody who is not a worker of a job."""
 
 
 class NotYet(Exception):
@@ -52,39 +53,39 @@ class Caller:
     worker: str
 
 
-@dataclass(frozen=True)
-class _Review:
-    at: float
-    namespace: str
-    pod: str
-    uid: str
-
-
 class Sidecars:
     """Serves the sidecars of all jobs."""
 
-    def __init__(self, cluster: Cluster, memory: Memory) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, memory: Memory, runtime: Runtime) -> None:
         self._memory = memory
-        self._reviews: dict[bytes, _Review] = {}
+        self._runtime = runtime
+        self._tokens = Tokens(cluster, runtime)
+        self._calls = Rate[Caller](CALLS_PER_SECOND, CALLS_AT_ONCE)
+        self._polls: dict[Caller, asyncio.Timeout] = {}
 
-    async def authenticate(self, token: str) -> Caller:
-        """Raises Unauthenticated, Forbidden or NotYet."""
-        review = await self._review(token)
-        match = _WORKER_NAME.fullmatch(review.pod)
+    async def authenticate(self, token: str, source: str) -> Caller:
+        """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooMany or NotYet."""
+        caller = self._worker(await self._tokens.holder(token, source))
+        if not self._calls.take(caller, self._runtime.monotonic()):
+            raise TooMany(f"{caller.worker} calls more than {CALLS_PER_SECOND:.0f} times a second")
+        return caller
+
+    def _worker(self, holder: Holder) -> Caller:
+        """The worker that this pod is. Raises Forbidden or NotYet."""
+        match = _WORKER_NAME.fullmatch(holder.pod)
         if match is None:
-            raise Forbidden(f"pod {review.namespace}/{review.pod} is not a worker")
-        job = self._memory.find(review.namespace, match["job"])
+            raise Forbidden(f"pod {holder.namespace}/{holder.pod} is not a worker")
+        job = self._memory.find(holder.namespace, match["job"])
         if job is None or job.draft is None:
-            raise NotYet(f"no job {review.namespace}/{match['job']} is known (yet)")
-        worker = job.draft.state.placement.worker(review.pod)
+            raise NotYet(f"no job {holder.namespace}/{match['job']} is known (yet)")
+        worker = job.draft.state.placement.worker(holder.pod)
         if worker is None:
-            raise Forbidden(f"pod {review.namespace}/{review.pod} is not a worker of job {match['job']}")
+            raise Forbidden(f"pod {holder.namespace}/{holder.pod} is not a worker of job {match['job']}")
         if not worker.uid:
-            raise NotYet(f"worker {review.pod} is about to be written down")
-        if worker.uid != review.uid:
-            raise Forbidden(f"the token is of another pod that was called {review.pod}")
-        return Caller(review.namespace, match["job"], review.pod)
+            raise NotYet(f"worker {holder.pod} is about to be written down")
+        if worker.uid != holder.uid:
+            raise Forbidden(f"the token is of another pod that was called {holder.pod}")
+        return Caller(holder.namespace, match["job"], holder.pod)
 
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
@@ -94,84 +95,111 @@ class Sidecars:
         _speaks_for_itself(caller, heartbeat.worker)
         job = self._job(caller)
         contact = self._hear(job, caller, heartbeat)
+        if wait <= 0:
+            return _part(job, caller, after)
         contact.polling += 1
         try:
-            async with asyncio.timeout(min(wait, MAX_POLL_SECONDS)), job.written:
-                await job.written.wait_for(lambda: job.plan is not None and job.plan.version > after)
+            async with self._only_poll(caller):
+                await self._runtime.within(min(wait, MAX_POLL_SECONDS), _news(job, after))
         except TimeoutError:
             return None
         finally:
             contact.polling -= 1
-        assert job.plan is not None
-        return job.plan.part(caller.worker)
+        return _part(job, caller, after)
 
     async def take_fault(self, caller: Caller, fault: Fault) -> None:
-        """Returns once what was decided about the fault is written. Raises NotYet, Forbidden."""
+        """Returns once what was decided about the fault is written. Raises NotYet, TooMany, Forbidden, InputError."""
         _speaks_for_itself(caller, fault.worker)
+        _names_its_own(fault)
         job = self._job(caller)
-        if job.draft is not None and fault.name in job.draft.state.incidents.settled:
+        if _settled(job, fault):
             return
-        job.faults[fault.name] = fault
+        workers = 0 if job.draft is None else len(job.draft.state.placement.workers)
+        if why := job.faults.take(_fault_by_our_clock(fault, self._runtime.now()), workers):
+            raise TooMany(f"{why}: send fault {fault.name} again later")
         job.wake.set()
         try:
-            async with asyncio.timeout(TAKE_SECONDS), job.written:
-                await job.written.wait_for(
-                    lambda: job.draft is not None and fault.name in job.draft.state.incidents.settled
-                )
+            await self._runtime.within(TAKE_SECONDS, _dealt_with(job, fault))
         except TimeoutError:
             raise NotYet(f"fault {fault.name} is being looked into") from None
 
+    def awaits_evidence(self, caller: Caller, request: str) -> bool:
+        """Whether this request is out, and goes to this worker: other answers are of no use to anybody."""
+        plan = self._job(caller).plan
+        return plan is not None and request == plan.evidence_request and _member(plan, caller) is not None
+
     def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
-        """Answers to a request that is no longer out are of no use to anybody, and dropped. Raises Forbidden."""
+        """Dropped are answers to a request that is no longer out, and words about others' ranks. Raises Forbidden."""
         _speaks_for_itself(caller, evidence.worker)
         job = self._job(caller)
-        if job.plan is not None and evidence.request == job.plan.evidence_request:
-            job.evidence[caller.worker] = evidence
-            if len(job.evidence) >= len(job.plan.members):
-                job.wake.set()
+        member = None if job.plan is None else _member(job.plan, caller)
+        if job.plan is None or member is None or evidence.request != job.plan.evidence_request:
+            return
+        own = tuple(window for window in evidence.windows if window.rank in member.ranks)
+        job.evidence[caller.worker] = replace(evidence, windows=own)
+        if len(job.evidence) >= len(job.plan.members):
+            job.wake.set()
+
+    @asynccontextmanager
+    async def _only_poll(self, caller: Caller) -> AsyncIterator[None]:
+        """A worker's new poll ends its older one, by TimeoutError: whoever polls anew no longer waits there."""
+        older = self._polls.get(caller)
+        if older is not None:
+            older.reschedule(asyncio.get_running_loop().time())
+        async with asyncio.timeout(None) as scope:
+            self._polls[caller] = scope
+            try:
+                yield
+            finally:
+                if self._polls.get(caller) is scope:
+                    del self._polls[caller]
 
     def _job(self, caller: Caller) -> JobMemory:
+        """Raises NotYet where the job has gone since its worker was let in."""
         job = self._memory.find(caller.namespace, caller.job)
         if job is None:
-            raise NotYet(f"no job {caller.namespace}/{caller.job} is known (any more)")
+            raise NotYet(f"no job {caller.namespace}/{caller.job} is known any more")
         return job
 
-    def _hear(self, job: JobMemory, caller: Caller, heartbeat: Heartbeat) -> Contact:
+    def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
+        now = self._runtime.now()
         contact = job.contacts.get(caller.worker)
-        now = time.time()
         if contact is None:
-            contact = job.contacts[caller.worker] = Contact(heartbeat, now, state_since=now)
+            heard = _heartbeat_by_our_clock(said, None, now)
+            contact = job.contacts[caller.worker] = Contact(heard, now, state_since=now, said=said)
             job.wake.set()
             return contact
-        if any(getattr(contact.heartbeat, name) != getattr(heartbeat, name) for name in _WAKING):
+        if any(getattr(contact.said, name) != getattr(said, name) for name in _WAKING):
             job.wake.set()
-        if contact.heartbeat.state is not heartbeat.state:
+        if contact.said.state is not said.state:
             contact.state_since = now
-        if contact.heartbeat.step < heartbeat.step:
+        if contact.said.step < said.step:
             contact.stepped_at = now
-        contact.heartbeat, contact.at = heartbeat, now
+        contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
+        contact.said, contact.at = said, now
         return contact
 
-    async def _review(self, token: str) -> _Review:
-        if not token:
-            raise Unauthenticated("send a service account token with audience pacekeeper as bearer token")
-        digest = hashlib.sha256(token.encode()).digest()
-        now = time.monotonic()
-        known = self._reviews.get(digest)
-        if known is not None and now - known.at < REVIEW_SECONDS:
-            return known
-        body = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenReview",
-            "metadata": {},
-            "spec": {"token": token, "audiences": [TOKEN_AUDIENCE]},
-        }
-        status = (await self._cluster.create(TOKEN_REVIEWS, body)).get("status", {})
-        review = _read(status, now)
-        if len(self._reviews) >= MAX_REVIEWS:
-            self._reviews = {d: r for d, r in self._reviews.items() if now - r.at < REVIEW_SECONDS}
-        self._reviews[digest] = review
-        return review
+
+async def _news(job: JobMemory, after: int) -> None:
+    async with job.written:
+        await job.written.wait_for(lambda: job.plan is not None and job.plan.version > after)
+
+
+def _part(job: JobMemory, caller: Caller, after: int) -> WorkerPlan | None:
+    return job.plan.part(caller.worker) if job.plan is not None and job.plan.version > after else None
+
+
+def _member(plan: Plan, caller: Caller) -> Member | None:
+    return next((member for member in plan.members if member.worker == caller.worker), None)
+
+
+async def _dealt_with(job: JobMemory, fault: Fault) -> None:
+    async with job.written:
+        await job.written.wait_for(lambda: _settled(job, fault))
+
+
+def _settled(job: JobMemory, fault: Fault) -> bool:
+    return job.draft is not None and fault.name in job.draft.state.incidents.settled
 
 
 def _speaks_for_itself(caller: Caller, worker: str) -> None:
@@ -179,14 +207,34 @@ def _speaks_for_itself(caller: Caller, worker: str) -> None:
         raise Forbidden(f"{caller.worker} may not speak for {worker or 'nobody: say `worker`'}")
 
 
-def _read(status: Mapping[str, Any], now: float) -> _Review:
-    if not status.get("authenticated") or TOKEN_AUDIENCE not in status.get("audiences", ()):
-        raise Unauthenticated(status.get("error") or f"the token is not good for audience {TOKEN_AUDIENCE}")
-    user = status["user"]
-    parts = user["username"].split(":")
-    extra = user.get("extra", {})
-    pod = extra.get("authentication.kubernetes.io/pod-name", [""])[0]
-    uid = extra.get("authentication.kubernetes.io/pod-uid", [""])[0]
-    if len(parts) != 4 or parts[:2] != ["system", "serviceaccount"] or not pod or not uid:
-        raise Forbidden(f"{user['username']} is not bound to a pod")
-    return _Review(now, parts[2], pod, uid)
+def _names_its_own(fault: Fault) -> None:
+    """So that no worker takes another's names, and with them the answers that the other gets."""
+    if not fault.name.startswith(f"{fault.worker}-") or len(fault.name) > MAX_NAME:
+        raise InputError(f"name: {fault.name[:MAX_NAME]!r} must begin with {fault.worker}-, in {MAX_NAME} characters")
+
+
+def _heartbeat_by_our_clock(said: Heartbeat, before: Contact | None, received: float) -> Heartbeat:
+    """What the worker says as before stays the same moment here, however long messages take."""
+
+    def ours(name: str) -> float:
+        at: float = getattr(said, name)
+        if before is not None and getattr(before.said, name) == at:
+            same: float = getattr(before.heartbeat, name)
+            return same
+        return _by_our_clock(at, said.sent_at, received, ROUND_REACH_SECONDS) if at else 0.0
+
+    return replace(said, round_started_at=ours("round_started_at"), first_step_at=ours("first_step_at"))
+
+
+def _fault_by_our_clock(fault: Fault, received: float) -> Fault:
+    at = _by_our_clock(fault.noticed_at, fault.sent_at, received, FAULT_REACH_SECONDS)
+    return replace(fault, noticed_at=at)
+
+
+def _by_our_clock(at: float, sent_at: float, received: float, reach: float) -> float:
+    """A sender's time on the receiver's clock: as long before the receipt as it was before the sending.
+
+    Never after the receipt, and `reach` seconds before at most: what a worker says moves nothing further.
+    """
+    age = (sent_at or received) - at
+    return received - min(reach, max(0.0, age))

@@ -1,7 +1,8 @@
 """A small training job that uses everything whose state matters: dropout, AdamW, a schedule, shuffling, shares.
 
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
-(seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH.
+(seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
+after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -77,8 +79,17 @@ def main() -> None:
             time.sleep(float(os.environ.get("SLEEP", "0")))
             entry = {"round": ROUND, "step": step.number, "seen": seen, "loss": total.hex(), "at": time.time()}
             diary.write(json.dumps(entry) + "\n")
+            if "STOP_EVERY" in os.environ and step.due("stop", every=int(os.environ["STOP_EVERY"])) and told_to_stop():
+                break
     learned = digest(net, optimizer)
     (FOLDER / f"learned-{job.rank}").write_text(learned)
+
+
+def told_to_stop() -> bool:
+    """All ranks or none: they may look at different moments."""
+    votes = torch.tensor(int((FOLDER / "stop").exists()))
+    dist.all_reduce(votes)
+    return votes.item() > 0
 
 
 def fail(rank: int, step: int) -> None:

@@ -1,12 +1,14 @@
 """A steered job whose rank 1 takes three times as long for a sample as the others, by sleeping.
 
-Environment: FOLDER, where each rank writes how many samples each of its steps had; UNTIL: the last step.
+Environment: FOLDER, where each rank writes how many samples each of its steps had; UNTIL: the last step; FAKE_CLOCK:
+anything: the seconds pass by a fake clock instead.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +29,16 @@ class Zeros(Dataset[Tensor]):
         return torch.zeros(4)
 
 
+def working() -> Callable[[float], None]:
+    """What takes the given seconds."""
+    if "FAKE_CLOCK" not in os.environ:
+        return time.sleep
+    from tests.support.fake_clock import install
+
+    return install(Path(os.environ["FOLDER"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
+
+
+work = working()
 job = pk.init()
 net = job.replicate(nn.Linear(4, 4))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))
@@ -38,7 +50,7 @@ with (Path(os.environ["FOLDER"]) / f"samples-{job.rank}").open("a", buffering=1)
         samples = 0
         for batch in step.microbatches():
             samples += len(batch)
-            time.sleep(SECONDS_A_SAMPLE[job.rank] * len(batch))
+            work(SECONDS_A_SAMPLE[job.rank] * len(batch))
             loss = net(batch).square().sum()
             (loss / step.total_weight).backward()
         optimizer.step()

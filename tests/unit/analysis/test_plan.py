@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
+from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan, meeting_place
 
 PLAN = Plan(
     version=7,
@@ -19,6 +19,8 @@ PLAN = Plan(
     sync_mode=SyncMode.SYNC,
     shares=(8, 8, 4, 4),
     sequence_cost=(1e-3, 0.0, 2.5e-9),
+    secret="5ec2e7",
+    step_seconds=0.25,
 )
 
 
@@ -43,6 +45,42 @@ def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
     assert Plan(stop=Stop.FINISH).part("j-w9-0").role is Role.LEAVE
 
 
+def test_the_secret_is_told_to_members_only() -> None:
+    assert {PLAN.part(member.worker).secret for member in PLAN.members} == {"5ec2e7"}
+    assert PLAN.part("j-w9-0").secret == ""
+    assert replace(PLAN, stop=Stop.FINISH).part("j-w9-0").secret == ""
+
+
+def test_the_secret_is_shown_to_nobody_who_prints_a_plan_or_its_errors() -> None:
+    assert "5ec2e7" not in repr(PLAN) + repr(PLAN.part("j-w0-0"))
+    with pytest.raises(InputError) as refused:
+        WorkerPlan.from_json({**PLAN.part("j-w0-0").to_json(), "secret": "5ec2e7x"})
+    assert "5ec2e7" not in str(refused.value)
+
+
+def test_each_membership_has_a_secret_of_its_own() -> None:
+    assert replace(PLAN, version=8).sealed(PLAN, "0a").secret == "5ec2e7"
+    assert replace(PLAN, membership=3).sealed(PLAN, "0a").secret == "0a"
+    old = replace(PLAN, secret="")
+    assert replace(old, version=8).sealed(old, "0a").secret == "", "the launchers are in the midst of it"
+
+
+@pytest.mark.parametrize(
+    ("ports", "place"),
+    [
+        ([4001, 4002], (4001, "0a")),
+        ([4001, 0], (4001, "")),  # an older launcher or sidecar: it would be left out by a secret that it never gets
+        ([0, 4002], (29400, "")),
+        ([0], (29400, "")),
+        ([], (29400, "")),
+    ],
+)
+def test_a_membership_meets_where_its_first_member_says_and_in_secret_where_all_can(
+    ports: list[int], place: tuple[int, str]
+) -> None:
+    assert meeting_place(ports, "0a") == place
+
+
 def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
     assert Plan.from_json({**PLAN.to_json(), "novelty": 1}) == PLAN
 
@@ -58,6 +96,8 @@ def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
         ({"sequence_cost": [0.0, 0.0, 0.0]}, "plan.sequence_cost: .* one above"),
         ({"sequence_cost": [1.0]}, "plan.sequence_cost: .* must be three numbers"),
         ({"sequence_cost": "fast"}, "plan.sequence_cost: .* must be three numbers"),
+        ({"secret": "not hex"}, "plan.secret: must be hexadecimal"),
+        ({"secret": 7}, "plan.secret: must be hexadecimal"),
     ],
 )
 def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None:
@@ -68,20 +108,3 @@ def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None
 def test_a_workers_plan_names_a_bad_cost_too() -> None:
     with pytest.raises(InputError, match=r"plan\.sequence_cost: .* none below 0"):
         WorkerPlan.from_json({**PLAN.part("j-w0-0").to_json(), "sequence_cost": [-1.0, 1.0, 0.0]})
-
-
-def test_reports_survive_json() -> None:
-    state = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "stack")
-    for report in (
-        Heartbeat(worker="w", state=LauncherState.RUNNING, step=5),
-        Fault("n", FaultKind.STALLED, "w", 1, 2.0, ranks=(state,), unreachable=("10.0.0.1",)),
-        Evidence(
-            "e1", "w", 1, (RankWindow(0, (1, 2), (0.1, 0.1), (0.05, 0.05), (8, 8), (), (90.0, 70.0), (5e3, 4e3)),)
-        ),
-    ):
-        assert type(report).from_json(json.loads(json.dumps(report.to_json()))) == report
-
-
-def test_a_bad_report_says_what_it_should_have_been() -> None:
-    with pytest.raises(InputError, match="not a Fault"):
-        Fault.from_json({"name": "n", "kind": "Surprise", "worker": "w", "round": 1, "noticed_at": 0.0})

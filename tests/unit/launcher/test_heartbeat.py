@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from pacekeeper.launcher.heartbeat import next_beat
+from pacekeeper.checkpoint_news import CheckpointNews
+from pacekeeper.launcher.heartbeat import HeartbeatFile, next_beat
 from pacekeeper.launcher.rounds import State
 from pacekeeper_analysis.records import STATE
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
@@ -62,3 +67,41 @@ def test_a_script_that_is_only_watched_has_no_mode_and_a_new_round_no_bad_loss_y
     beat = next_beat(before, gathering, None, [], 100.0, 9.0)
     assert (beat.bad_loss_rank, beat.bad_loss_step) == (-1, -1)
     assert next_beat(beat, gathering, None, [rank(3)], 100.0, 9.0).sync_mode == ""
+
+
+def test_what_has_come_of_the_checkpoints_is_told_by_the_worker_of_rank_0() -> None:
+    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    news = CheckpointNews(step=4, kept_ns=60 * 10**9, failed_rank=7, error="/checkpoints: no room")
+    beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, rank=0)], 100.0, 90.0, "", news)
+    assert (beat.checkpoint_failed_rank, beat.checkpoint_error) == (7, "/checkpoints: no room")
+    assert beat.checkpoint_age_seconds == 30.0
+    elsewhere = next_beat(beat, running, None, [rank(9, rank=1)], 101.0, 91.0, "", news)
+    assert (elsewhere.checkpoint_failed_rank, elsewhere.checkpoint_error) == (-1, "")
+    assert elsewhere.checkpoint_age_seconds == -1.0
+    none = replace(news, step=-1)
+    assert next_beat(beat, running, None, [rank(9, rank=0)], 101.0, 91.0, "", none).checkpoint_age_seconds == -1.0
+
+
+def test_that_time_passes_is_written_now_and_then_and_a_failure_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    file = HeartbeatFile(path, "w")
+    beat = Heartbeat("w", checkpoint_age_seconds=1.0)
+
+    def written(beat: Heartbeat, now: float) -> Heartbeat:
+        file.write(beat, now)
+        return Heartbeat.from_json(json.loads(path.read_text()))
+
+    assert written(beat, 10.0) == beat
+    assert written(replace(beat, checkpoint_age_seconds=1.1, step=3), 10.1) == beat
+    later = replace(beat, checkpoint_age_seconds=1.6, step=4)
+    assert written(later, 10.6) == later
+    failed = replace(later, checkpoint_error="no room")
+    assert written(failed, 10.7) == failed
+
+
+def test_ranks_that_cannot_be_killed_are_named_until_they_are_gone() -> None:
+    stuck = State(stage=LauncherState.FAILED, round=1, running=1, unkillable=(3,))
+    beat = next_beat(Heartbeat("w", round=1), stuck, None, [], 100.0, 9.0)
+    assert (beat.state, beat.unkillable_ranks) == (LauncherState.FAILED, (3,))
+    gone = State(stage=LauncherState.GATHERING, round=1)
+    assert next_beat(beat, gone, None, [], 101.0, 10.0).unkillable_ranks == ()

@@ -207,6 +207,17 @@ def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
     assert judge_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), Adapting()).plan is ASYNC
 
 
+def test_each_membership_of_a_local_job_gets_a_secret_of_its_own(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path).make()
+    controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
+    secrets = []
+    for version, membership in ((2, 1), (3, 2), (4, 2)):
+        controller._publish(replace(controller._plan, version=version, membership=membership))
+        secrets.append(json.loads(runtime.plan.read_text())["secret"])
+    assert secrets[0] != secrets[1] == secrets[2]
+    assert [len(bytes.fromhex(secret)) for secret in secrets] == [32] * 3
+
+
 NONSENSE = ["{", '{"state": "Dancing"}', '{"kind": 7}', "[1]", '"words"']
 
 

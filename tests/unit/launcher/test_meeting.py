@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from pacekeeper.launcher.meeting import Ending, Meeting, Phase, Report, Status, View, advance
@@ -33,6 +34,22 @@ def test_a_round_starts_when_all_are_ready_and_not_before() -> None:
 def test_the_rounds_number_is_above_all_that_were_seen_and_not_below_the_plans() -> None:
     assert advance(Meeting(1), by_worker(report("a", round_=6), report("b"))).round == 7
     assert advance(Meeting(1), by_worker(report("a", first_round=9), report("b", first_round=9))).round == 9
+
+
+def test_who_is_not_ready_again_is_named_to_those_that_are() -> None:
+    ended = report("a", Status.READY, 4)
+    meeting = advance(running(), by_worker(ended))  # b is frozen, and its connection has been given up
+    assert meeting.view("a", "first").missing == ("b",)
+    meeting = advance(meeting, by_worker(ended, report("b", Status.ENDING, 4)))
+    assert meeting.view("a", "first").missing == ("b",), "its ranks are not gone"
+    meeting = advance(meeting, by_worker(ended, report("b", Status.READY, 4)))
+    assert (meeting.phase, meeting.view("a", "first").missing) == (Phase.RUNNING, ())
+
+
+def test_only_a_few_of_those_that_have_not_come_are_named() -> None:
+    participants = {f"w{number:03}": "first" for number in range(500)}
+    meeting = advance(Meeting(1, Phase.GATHERING, 4, participants=participants), by_worker(report("w000", round_=4)))
+    assert meeting.missing == tuple(f"w{number:03}" for number in range(1, 9))
 
 
 def test_a_launcher_whose_ranks_have_ended_ends_the_round() -> None:
@@ -103,5 +120,5 @@ def test_nothing_changes_when_nothing_is_new() -> None:
 def test_reports_and_views_survive_the_wire() -> None:
     sent = report("a", Status.ENDING, 4, ending=Ending.LEFT, ran=True, restarts=2, barren=1)
     assert Report.from_json(sent.to_json()) == sent
-    view = View(1, Phase.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why")
-    assert View.from_json(view.to_json()) == view
+    view = View(1, Phase.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why", ("c",))
+    assert View.from_json(json.loads(json.dumps(view.to_json()))) == view

@@ -160,6 +160,11 @@ def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(ru
     assert running.stage() is LauncherState.FAILED
     assert not any(isinstance(command, Start) for command in commands)
     assert FaultKind.ROUND_FAILED not in notified(running.see(after=60))
+    assert list(running.state.unkillable) == [1]
+    running.see(ranks=GONE)
+    assert (list(running.state.unkillable), running.stage()) == ([], LauncherState.RUNNING), (
+        "the kernel has let go of it"
+    )
 
 
 def test_a_new_membership_ends_the_ranks_before_it_is_joined(running: Machine) -> None:
@@ -269,6 +274,18 @@ def test_peers_that_do_not_come_are_complained_of_once() -> None:
     assert notified(machine.see(after=SETTINGS.gather_timeout)) == [FaultKind.ROUND_FAILED]
     assert notified(machine.see(after=SETTINGS.gather_timeout)) == []
     assert machine.status() is Status.READY, "it goes on waiting"
+
+
+def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> None:
+    running.see(ranks=failed(0, 1))
+    running.see(ranks=GONE, view=replace(GATHERING, missing=("other",)))
+    (fault,) = (
+        command.fault
+        for command in running.see(after=SETTINGS.gather_timeout)
+        if isinstance(command, Notify) and command.fault.kind is FaultKind.ROUND_FAILED
+    )
+    assert fault.missing == ("other",)
+    assert fault.error == "the other launchers have not come together within 60 s: other"
 
 
 def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machine) -> None:

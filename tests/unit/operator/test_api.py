@@ -221,6 +221,14 @@ def test_evidence_is_cut_to_what_the_schema_takes() -> None:
     assert written[0].startswith("0 ")
 
 
+def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
+    fields = schema("trainingjobstates")
+    assert set(fields) == {"apiVersion", "kind", "metadata", "schemaVersion", "plan", "state"}
+    for name in ("plan", "state"):
+        assert fields[name]["x-kubernetes-preserve-unknown-fields"] is True
+        assert "properties" not in fields[name], "a field that the schema names is pruned or refused by an older one"
+
+
 @pytest.mark.parametrize(
     ("words", "plural", "path"),
     [

@@ -1,15 +1,20 @@
-"""The operator calls itself dead when it no longer sees the cluster."""
+"""The operator calls itself dead when it no longer sees the cluster, and ends when a part of it has died."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import pytest
 
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator import __main__ as process
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.manifests import Installation
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.operator import FIRST_WORD_SECONDS, MISSED_EVENTS, Operator
 from pacekeeper_operator.settings import Settings
 
@@ -18,7 +23,7 @@ from pacekeeper_operator.settings import Settings
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
     nobody = cast(Cluster, None)
-    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", ""))
+    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", "", ""))
     operator.nodes.hear({"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False)
     return operator
 
@@ -40,3 +45,68 @@ def test_watches_that_never_came_to_life_are_dead_after_a_while(operator: Operat
     operator.nodes.heard = False
     assert operator.blind(operator.memory.started_at + 1) == ""
     assert "no watch has told anything" in operator.blind(later(operator))
+
+
+class TestProcess:
+    """How it ends; what it serves meanwhile is made up."""
+
+    @pytest.fixture
+    def serve(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Runtime], Awaitable[None]]], None]:
+        """Makes the operator do this while it runs."""
+
+        def do(work: Callable[[Runtime], Awaitable[None]]) -> None:
+            async def serving(_settings: Settings, runtime: Runtime) -> None:
+                await work(runtime)
+
+            monkeypatch.setattr(process, "_serve", serving)
+
+        return do
+
+    async def test_told_to_end_it_ends_well(self, serve: Callable[..., None]) -> None:
+        async def work(_runtime: Runtime) -> None:
+            return
+
+        serve(work)
+        assert await process.run(Settings(), Runtime()) == 0
+
+    async def test_when_one_of_its_tasks_dies_it_leaves_in_order_with_an_error(
+        self, serve: Callable[..., None]
+    ) -> None:
+        left = []
+
+        async def die() -> None:
+            raise RuntimeError("a defect")
+
+        async def work(runtime: Runtime) -> None:
+            runtime.start(die(), "a loop")
+            await runtime.failed.wait()  # as the watches' machinery does
+            left.append(True)
+
+        serve(work)
+        assert await process.run(Settings(), Runtime()) == 1
+        assert left
+
+    async def test_what_does_not_leave_is_made_to(
+        self, serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(process, "LEAVING_SECONDS", 0.01)
+
+        async def die() -> None:
+            raise RuntimeError("a defect")
+
+        async def work(runtime: Runtime) -> None:
+            runtime.start(die(), "a loop")
+            await asyncio.Event().wait()
+
+        serve(work)
+        assert await process.run(Settings(), Runtime()) == 1
+
+    async def test_bad_input_is_told_to_the_user(
+        self, serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        async def work(_runtime: Runtime) -> None:
+            raise InputError("Secret pacekeeper-system/pacekeeper-ca: tls.key is missing")
+
+        serve(work)
+        assert await process.run(Settings(), Runtime()) == 2
+        assert "tls.key is missing" in capsys.readouterr().err

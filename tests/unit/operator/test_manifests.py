@@ -12,7 +12,10 @@ import pytest
 from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
+    ProbeImage,
+    metrics_port,
     probe_pod,
+    refused_template,
     worker_name,
     worker_pod,
 )
@@ -172,6 +175,115 @@ def test_only_the_sidecar_can_speak_to_the_operator() -> None:
     assert not environment(body, "trainer").keys() & {"PACEKEEPER_OPERATOR", "PACEKEEPER_CA", "PACEKEEPER_TOKEN_FILE"}
 
 
+def test_only_sidecar_and_trainer_share_the_runtime_folder() -> None:
+    body = pod()
+    assert "/run/pacekeeper" in mounts(body, "trainer")
+    for name in ("logger", "fetch"):
+        assert not [volume for volume in mounts(body, name).values() if volume.startswith("pacekeeper-")]
+
+
+def with_container(kind: str = "containers", **fields: Any) -> dict[str, Any]:
+    return template(**{kind: [*TEMPLATE["spec"][kind], {"name": "spy", "image": "spy", **fields}]})
+
+
+def token(audience: str) -> dict[str, Any]:
+    return {"name": "mine", "projected": {"sources": [{"serviceAccountToken": {"audience": audience, "path": "t"}}]}}
+
+
+REFUSED = {
+    "node": (template(nodeName="node-1"), "nodeName: .* nodeSelector"),
+    "processes": (template(shareProcessNamespace=True), "shareProcessNamespace: .* remove it"),
+    "the node's processes": (template(hostPID=True), "hostPID: .* remove it"),
+    "toleration": (
+        template(tolerations=[{"operator": "Exists"}, {"key": "pacekeeper.dev/quarantine", "operator": "Exists"}]),
+        r"tolerations\[1\]: .* remove the toleration",
+    ),
+    "token": (
+        with_container(volumeMounts=[{"name": "pacekeeper-token"}]),
+        r"containers\[2\].volumeMounts\[0\]: .* remove",
+    ),
+    "runtime": (
+        with_container("initContainers", volumeMounts=[{"name": "data"}, {"name": "pacekeeper-runtime"}]),
+        r"initContainers\[1\].volumeMounts\[1\]: pacekeeper-runtime .* remove",
+    ),
+    "device": (
+        with_container(volumeDevices=[{"name": "pacekeeper-shm"}]),
+        r"containers\[2\].volumeDevices\[0\]: .* remove",
+    ),
+    "trainer": (
+        template(containers=[TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "pacekeeper-token"}]}]),
+        r"containers\[0\].volumeMounts\[0\]: .* remove",
+    ),
+    "volume": (template(volumes=[{"name": "pacekeeper-token", "emptyDir": {}}]), r"volumes\[0\].name: .* rename"),
+    "own token": (
+        template(volumes=[{"name": "a"}, token("pacekeeper")]),
+        r"volumes\[1\].projected: .* audience of your own",
+    ),
+    "second sidecar": (
+        template(initContainers=[{"name": "pacekeeper-sidecar", "image": "spy"}]),
+        r"initContainers\[0\].name: pacekeeper-sidecar .* rename",
+    ),
+    "debugger": (
+        template(ephemeralContainers=[{"name": "x", "volumeMounts": [{"name": "pacekeeper-token"}]}]),
+        r"ephemeralContainers\[0\].volumeMounts\[0\]: .* remove",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_would_get_around_the_rules_is_refused_with_field_and_remedy(given: dict[str, Any], words: str) -> None:
+    refused = refused_template(job(given))
+    assert re.fullmatch(rf"spec\.template\.spec\.{words}.*", refused), refused
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        TEMPLATE,
+        template(hostNetwork=True),
+        template(volumes=None, initContainers=None, tolerations=None),
+        template(volumes=[token("vault"), token("")]),
+        template(shareProcessNamespace=False, hostPID=False),
+        with_container("initContainers", restartPolicy="Always"),
+    ],
+    ids=["usual", "host network", "null", "tokens for others", "said to be off", "a sidecar of the user's"],
+)
+def test_what_harms_nobody_is_not_refused(given: dict[str, Any]) -> None:
+    assert refused_template(job(given)) == ""
+
+
+@pytest.mark.parametrize("given", [{}, {"spec": None}, {"spec": "x"}, template(volumes=[{"projected": "x"}])])
+def test_a_template_that_is_none_is_refused_in_words(given: dict[str, Any]) -> None:
+    assert "is not a pod template" in refused_template(job(given))
+
+
+HOST_NETWORK = template(hostNetwork=True)
+
+
+def test_in_the_nodes_network_each_worker_has_a_metrics_port_of_its_own_that_the_scheduler_knows() -> None:
+    ports = set()
+    for ordinal in range(5):
+        body = worker_pod(job(HOST_NETWORK), ordinal, 0, INSTALLATION)
+        port = metrics_port(job(HOST_NETWORK), body["metadata"]["name"])
+        assert container(body, "pacekeeper-sidecar")["ports"] == [{"name": "pk-metrics", "containerPort": port}]
+        assert environment(body, "pacekeeper-sidecar")["PACEKEEPER_METRICS_PORT"] == str(port)
+        assert 20_000 <= port < 29_000
+        ports.add(port)
+    assert len(ports) == 5
+    again = worker_pod(job(HOST_NETWORK), 0, 1, INSTALLATION)["spec"]["initContainers"][0]["ports"][0]["containerPort"]
+    assert again not in ports, "what holds the port on that node does not hold the replacement's"
+
+
+def test_with_a_network_of_its_own_a_worker_has_the_usual_port() -> None:
+    assert metrics_port(job(), "gpt-w0-0") == 9464
+    assert "dnsPolicy" not in pod()["spec"]
+
+
+def test_in_the_nodes_network_the_operators_name_is_found_unless_the_user_has_said_how_names_are() -> None:
+    assert pod(HOST_NETWORK)["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert pod(template(hostNetwork=True, dnsPolicy="None"))["spec"]["dnsPolicy"] == "None"
+
+
 def test_pods_get_no_other_token_unless_the_user_wants_one() -> None:
     assert pod()["spec"]["automountServiceAccountToken"] is False
     assert pod(template(automountServiceAccountToken=True))["spec"]["automountServiceAccountToken"] is True
@@ -284,14 +396,14 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
-    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "image", ["check"])
+    body = probe_pod("probe", "pacekeeper-system", node, quarantine, ProbeImage("image"), ["check"])
     spec = body["spec"]
     assert spec["nodeName"] == "node-3", "the scheduler would not go there"
     assert {item["key"] for item in spec["tolerations"]} == {
         "pacekeeper.dev/quarantine",
         "node.kubernetes.io/unschedulable",
     }
-    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 60)
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 120)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +18,7 @@ from pacekeeper_operator.observe.prometheus import QUERY, Sample
 from pacekeeper_operator.services.sidecars import Caller, Sidecars
 from pacekeeper_operator.state import Draft, Incident, Past
 from tests.support.fake_cluster import FakeCluster
+from tests.support.still import Still
 from tests.support.worlds import NOW, change_worker, decisions, job, policy, stall, stalls, training
 
 
@@ -221,7 +220,7 @@ class TestLookingClosely:
             nodes.append(address)
             return address == "192.0.2.9"
 
-        async def reaches_worker(_address: str) -> bool:
+        async def reaches_worker(_address: str, _port: int) -> bool:
             return False
 
         monkeypatch.setattr(reachability, "reaches_node", reaches_node)
@@ -267,14 +266,13 @@ async def test_when_a_worker_was_heard_to_complete_a_step() -> None:
     memory, world = Memory(0.0), training(1, 0)
     known = memory.of(world.job)
     known.draft = world.draft
-    sidecars = Sidecars(FakeCluster(), memory)
+    clock = Still()
+    sidecars = Sidecars(FakeCluster(), memory, clock)
     caller = Caller("ns", "j", "j-w0-0")
-    with patch.object(time, "time", return_value=NOW) as clock:
-        await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=7), after=-1, wait=0.0)
-        assert known.contacts["j-w0-0"].stepped_at == 0.0, "when it was completed is not known"
-        for now, step in ((NOW + 3, 8), (NOW + 6, 8)):
-            clock.return_value = now
-            await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=step), after=-1, wait=0.0)
+    await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=7), after=-1, wait=0.0)
+    assert known.contacts["j-w0-0"].stepped_at == 0.0, "when it was completed is not known"
+    for clock.passed in (3.0, 6.0):
+        await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=8), after=-1, wait=0.0)
     (view,) = gather.observe(0.0, known, (), Metrics(), Surroundings(), NOW + 10).workers
     assert view.stepped_seconds == 7.0
 

@@ -90,7 +90,7 @@ async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
     world = training()
     memory = JobMemory(world.job)
     fault = crash("j-w0-0", 0)
-    memory.faults[fault.name] = fault
+    memory.faults.take(fault, workers=1)
     await memory.publish(world.draft, "1")
     assert memory.faults
     await memory.publish(world.draft.settle((fault.name,)), "2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,11 +12,15 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from pacekeeper_operator.observation import NOT_ASKED, GpuValue
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample
+import testcluster.prometheus
+from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
+from pacekeeper_operator.observe.prometheus import Prometheus, Sample, query
+from pacekeeper_operator.settings import Settings
+from tests.support.chart import helm_template
 
 NOW = 1000.0
 JOB = {"namespace": "ns", "trainingjob": "j"}
+OTHER = {"namespace": "ns", "trainingjob": "k"}
 
 
 class FakePrometheus(BaseHTTPRequestHandler):
@@ -38,7 +43,7 @@ def url() -> Iterator[str]:
     FakePrometheus.status = 200
     FakePrometheus.queries.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakePrometheus)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -54,10 +59,10 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
         row("pace", 2.0, **JOB),
         row("pace", 1.0, namespace="ns", trainingjob="other"),
         row("behind", "NaN", **JOB),
-        row("slowest", 0.02, rank="3", **JOB),
+        row("slowest", 0.02, rank="3", pod="j-w1-0", **JOB),
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", Hostname="node-1", gpu="2"),
     ]
-    sample = await Prometheus(url, "Hostname").sample(NOW)
+    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
     assert len(FakePrometheus.queries) == 1
     metrics = sample.of("ns", "j")
     assert (metrics.slowdown, metrics.pace, metrics.slowest_rank) == (1.5, 2.0, 3)
@@ -69,19 +74,129 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
 
 async def test_an_error_is_an_answer_too(url: str) -> None:
     FakePrometheus.status = 503
-    sample = await Prometheus(url, "Hostname").sample(NOW)
+    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
     assert "does not answer" in sample.unavailable
 
 
 async def test_nobody_there_is_an_answer_too() -> None:
-    sample = await Prometheus("http://127.0.0.1:9", "Hostname").sample(NOW)
+    sample = await Prometheus("http://127.0.0.1:9", "gpus", "Hostname").sample(NOW)
     assert "does not answer" in sample.unavailable
 
 
 async def test_none_configured_says_how_to() -> None:
-    sample = await Prometheus("", "Hostname").sample(NOW)
+    sample = await Prometheus("", "gpus", "Hostname").sample(NOW)
     assert "prometheus.url" in sample.unavailable
 
 
 def test_what_was_never_asked_is_not_known() -> None:
     assert Sample().of("ns", "j").unavailable == NOT_ASKED
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row("slowest", 0.02, rank="oops", pod="j-w1-0", **JOB),
+        row("slowest", 0.02, rank="-1", pod="j-w1-0", **JOB),
+        row("slowest", 0.02, rank="9" * 400, pod="j-w1-0", **JOB),
+        row("slowest", 0.02, rank="1", **JOB),
+        row("pace", "NaN", **JOB),
+        row("pace", "+Inf", **JOB),
+        row("pace", -1.0, **JOB),
+        row("pace", 1.0, namespace="ns"),
+        row("pace", 1.0, namespace="../../x", trainingjob="j"),
+        row("pace", 1.0, namespace="n" * 300, trainingjob="j"),
+        row("unheard-of", 1.0, **JOB),
+        row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", gpu="2"),
+        row("gpu", "NaN", __name__="DCGM_FI_DEV_XID_ERRORS", node="node-1", gpu="2"),
+        {"metric": None, "value": [NOW, "1"]},
+        {"metric": JOB},
+        {"metric": {"figure": "pace", **JOB}, "value": []},
+    ],
+    ids=str,
+)
+async def test_a_bad_row_costs_that_row(url: str, bad: dict[str, Any]) -> None:
+    FakePrometheus.rows = [bad, row("step_seconds", 0.5, **JOB), row("slowest", 0.1, rank="2", pod="k-w0-0", **OTHER)]
+    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
+    assert not sample.unavailable
+    assert sample.of("ns", "j") == Metrics(step_seconds=0.5, gpu_unvouched=sample.unvouched, at=sample.at)
+    assert sample.of("ns", "k").slowest_rank == 2
+
+
+async def test_a_pod_speaks_for_no_rank_but_its_own(url: str) -> None:
+    FakePrometheus.rows = [row("slowest", 0.02, rank="3", pod="j-w1-0", **JOB)]
+    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
+    assert sample.of("ns", "j", {"j-w1-0": (2, 3)}).slowest_rank == 3
+    assert sample.of("ns", "j", {"j-w1-0": (0, 1), "j-w0-0": (2, 3)}).slowest_rank is None
+    assert sample.of("ns", "j", {"j-w0-0": (2, 3)}).slowest_rank is None  # it is no worker (any more)
+
+
+class TestGpuSeries:
+    XID = "DCGM_FI_DEV_XID_ERRORS"
+
+    async def test_service_discoverys_word_is_vouched_for_the_exporters_is_not(self, url: str) -> None:
+        FakePrometheus.rows = [
+            row("gpu", 79, __name__=self.XID, node="node-1", Hostname="node-9", gpu="2"),
+            row("gpu", 48, __name__=self.XID, Hostname="node-3", gpu="0"),
+            row("named", 8),
+            row("unnamed", 16),
+        ]
+        sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
+        assert sample.of("ns", "j").gpu == (
+            GpuValue("node-1", "2", self.XID, 79.0, vouched=True),
+            GpuValue("node-3", "0", self.XID, 48.0, vouched=False),
+        )
+        assert "16 GPU series of namespace gpus name their node themselves" in sample.unvouched
+
+    async def test_it_says_whether_they_are_a_witness(self, url: str) -> None:
+        FakePrometheus.rows = [row("named", 8)]
+        assert not (await Prometheus(url, "gpus", "Hostname").sample(NOW)).unvouched
+        FakePrometheus.rows = []
+        assert "no GPU series" in (await Prometheus(url, "gpus", "Hostname").sample(NOW)).unvouched
+        assert "dcgm.namespace" in (await Prometheus(url, "", "Hostname").sample(NOW)).unvouched
+
+    def test_only_the_platforms_namespace_is_asked(self) -> None:
+        assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3
+        assert "DCGM" not in query("")
+
+
+class TestScrapes:
+    """Who speaks is what Prometheus has found, never what the target says."""
+
+    @pytest.mark.parametrize("name", ["pacekeeper", "pacekeeper-workers", "pacekeeper-dcgm"])
+    def test_the_charts(self, name: str) -> None:
+        values = ("podMonitor.enabled=true", "dcgm.podMonitor.enabled=true", "dcgm.namespace=gpus")
+        found = helm_template(*(part for value in values for part in ("--set", value)))
+        (monitor,) = [o for o in found if o["kind"] == "PodMonitor" and o["metadata"]["name"] == name]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["honorLabels"] is False
+        sources = {r["targetLabel"]: r["sourceLabels"] for r in endpoint["relabelings"]}
+        assert sources["namespace"] == ["__meta_kubernetes_namespace"]
+        assert sources["pod"] == ["__meta_kubernetes_pod_name"]
+        assert sources["node"] == ["__meta_kubernetes_pod_node_name"]
+        if name == "pacekeeper-workers":
+            assert sources["trainingjob"] == ["__meta_kubernetes_pod_label_pacekeeper_dev_job"]
+        if name == "pacekeeper-dcgm":
+            assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["gpus"]}
+
+    def test_a_gpu_monitor_needs_the_namespace(self) -> None:
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            helm_template("--set", "dcgm.podMonitor.enabled=true")
+        assert "dcgm.namespace" in refused.value.stderr
+
+    def test_the_namespace_reaches_the_operator(self) -> None:
+        (deployment,) = [o for o in helm_template("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        given = {item["name"]: item.get("value", "") for item in container["env"]}
+        assert Settings.from_environment(given).dcgm_namespace == "gpus"
+
+    def test_the_test_clusters(self) -> None:
+        for scrape in testcluster.prometheus._config()["scrape_configs"]:
+            assert scrape["honor_labels"] is False
+            named = {r["target_label"] for r in scrape["relabel_configs"] if "target_label" in r}
+            assert named >= {"namespace", "pod", "node", "trainingjob"}
+
+    def test_no_variable_of_the_operator_is_given_twice(self) -> None:
+        (deployment,) = [o for o in helm_template("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        names = [item["name"] for item in container["env"]]
+        assert len(names) == len(set(names))

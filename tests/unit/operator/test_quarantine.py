@@ -10,13 +10,15 @@ import pytest
 from pacekeeper_operator import probe
 from pacekeeper_operator.api import (
     FIELD_MANAGER_CORDON,
+    Inconclusive,
     ProbeResult,
     QuarantinePhase,
     QuarantineSpec,
     QuarantineStatus,
 )
-from pacekeeper_operator.decide.node_quarantine import (
-    Action,
+from pacekeeper_operator.decide.node_quarantine import decide
+from pacekeeper_operator.decide.node_steps import (
+    Around,
     Delete,
     EndProbe,
     Guard,
@@ -27,11 +29,11 @@ from pacekeeper_operator.decide.node_quarantine import (
     Release,
     Report,
     StartProbe,
+    Step,
     Unguard,
     Wait,
-    allowed_nodes,
-    decide,
 )
+from pacekeeper_operator.decide.node_suspicion import allowed_nodes
 
 START = 1_000_000.0
 HELD = Node("uid-1", tainted=True, cordoned=True)
@@ -41,8 +43,8 @@ GUARDED = replace(FRESH, guarded=True)
 ACTIVE_STATUS = QuarantineStatus(phase=QuarantinePhase.ACTIVE, cordoned_at=START, previously_cordoned=False)
 
 
-def next_step(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Action:
-    return decide(quarantine, node, pod, 60.0, now)
+def next_step(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Step:
+    return decide(quarantine, node, pod, Around(), now)
 
 
 def report(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Report:
@@ -77,6 +79,8 @@ class TestHolding:
         assert written.event == "NodeQuarantined"
         assert written.status.phase is QuarantinePhase.ACTIVE
         assert (written.status.cordoned_at, written.status.previously_cordoned) == (START, True)
+        said = {c.type: (c.status, c.reason, c.last_transition_time) for c in written.status.conditions}
+        assert said == {"Quarantined": ("True", "Quarantined", START), "Witnessed": ("True", "Person", START)}
         assert next_step(replace(GUARDED, status=written.status), replace(HELD, cordoned_by_others=True)) == Wait(60)
 
     def test_a_mark_that_somebody_takes_away_comes_back(self) -> None:
@@ -156,26 +160,54 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("pod", "seconds", "words"),
         [
-            (ProbePod("Failed", "OutOfcpu"), 5, "OutOfcpu"),
-            (ProbePod("Pending", "ErrImagePull"), 60, "did not end within 60 s: ErrImagePull"),
-            (None, 60, "did not end within 60 s"),
+            (ProbePod("Failed", "3 of 4 GPUs answer"), 5, "3 of 4 GPUs answer"),
+            (ProbePod("Pending"), 60, "did not end within 60 s"),
+            (ProbePod("Running", "waits"), 60, "did not end within 60 s: waits"),
         ],
     )
-    def test_failure_keeps_the_node_and_says_why_and_when_next(
-        self, pod: ProbePod | None, seconds: float, words: str
-    ) -> None:
+    def test_failure_keeps_the_node_and_says_why_and_when_next(self, pod: ProbePod, seconds: float, words: str) -> None:
         begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
         now = START + 3600 + seconds
         written = report(begun, HELD, pod, now)
         assert (written.event, written.warning) == ("ProbeFailed", True)
         failed = replace(begun, status=written.status)
         assert failed.last_probe == ProbeResult("p0", START + 3600, now, False, words)
-        if pod is not None:
-            assert next_step(failed, HELD, pod, now) == EndProbe("p0")
+        assert next_step(failed, HELD, pod, now) == EndProbe("p0")
         kept = report(failed, HELD, None, now).status
         assert kept.phase is QuarantinePhase.ACTIVE
         assert words in (kept.message or "")
         assert next_step(replace(failed, status=kept), HELD, None, now) == Wait(60)
+
+    @pytest.mark.parametrize(
+        "pod",
+        [
+            None,
+            ProbePod("Pending", "ErrImagePull", Inconclusive.IMAGE),
+            ProbePod("Failed", "OutOfcpu", Inconclusive.NOT_RUN),
+        ],
+    )
+    def test_a_pod_that_says_nothing_of_the_node_is_no_failure(self, pod: ProbePod | None) -> None:
+        begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
+        written = report(begun, HELD, pod, START + 3660)
+        assert written.event == "ProbeInconclusive"
+        (ended,) = written.status.probes
+        assert (ended.passed, ended.inconclusive) == (None, pod.inconclusive if pod else Inconclusive.NOT_RUN)
+        kept = replace(begun, status=written.status)
+        assert report(kept, HELD, now=START + 3661).status.phase is QuarantinePhase.ACTIVE  # it waits for the next one
+
+    def test_no_quarantine_is_for_ever_for_want_of_an_image(self) -> None:
+        vain = tuple(replace(p, passed=None, inconclusive=Inconclusive.IMAGE) for p in probed(*[False] * 5))
+        assert isinstance(next_step(with_status(probes=vain[:4]), HELD), Report)
+        freed = next_step(with_status(probes=vain), HELD)
+        assert isinstance(freed, Release)
+        assert "no image" in freed.reason
+        failed = with_status(probes=(*vain[:2], *probed(False), *vain[3:]))
+        assert isinstance(next_step(failed, HELD), Report)  # one of them has seen that the node is bad
+
+    def test_what_was_seen_before_the_quarantine_does_not_release(self) -> None:
+        """A person has approved a suspicion that a probe had cleared."""
+        before = with_status(probes=probed(True, start=START - 100))
+        assert isinstance(next_step(before, HELD), Report)
 
     def test_success_is_written_down_before_the_release(self) -> None:
         begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
@@ -243,7 +275,31 @@ class TestParsing:
         pod = ProbePod.parse({"status": {"phase": "Failed", "containerStatuses": [{"state": state}]}})
         assert pod == ProbePod("Failed", "3 of 4 GPUs answer")
         refused = ProbePod.parse({"status": {"phase": "Failed", "reason": "OutOfcpu", "message": "Node has no cpu"}})
-        assert refused.message == "OutOfcpu: Node has no cpu"
+        assert refused == ProbePod("Failed", "OutOfcpu: Node has no cpu", Inconclusive.NOT_RUN)
+
+    @pytest.mark.parametrize(
+        ("reason", "sandbox", "inconclusive"),
+        [
+            ("ErrImagePull", "False", Inconclusive.IMAGE),
+            ("ImagePullBackOff", "True", Inconclusive.IMAGE),
+            ("ContainerCreating", "True", Inconclusive.IMAGE),  # the pull goes on
+            ("ContainerCreating", "False", None),  # no sandbox: the node cannot start pods
+            ("CreateContainerError", "True", None),
+        ],
+    )
+    def test_a_pod_without_an_image_says_nothing_about_its_node(
+        self, reason: str, sandbox: str, inconclusive: Inconclusive | None
+    ) -> None:
+        waiting = {"name": "probe", "state": {"waiting": {"reason": reason}}}
+        conditions = [{"type": "PodReadyToStartContainers", "status": sandbox}]
+        status = {"phase": "Pending", "containerStatuses": [waiting], "conditions": conditions}
+        assert ProbePod.parse({"status": status}).inconclusive is inconclusive
+
+    @pytest.mark.parametrize(("status", "ready"), [("True", True), ("Unknown", False), ("False", False)])
+    def test_ready_is_what_the_condition_says(self, status: str, ready: bool) -> None:
+        body = node_body() | {"status": {"conditions": [{"type": "Ready", "status": status}]}}
+        assert Node.parse(body).ready is ready
+        assert not Node.parse(node_body()).ready  # a kubelet that has never spoken
 
 
 class TestProbeProgram:

@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import kopf
 import pytest
 
-from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Job
-from pacekeeper_operator.cluster import INCIDENTS, JOBS, PODS, STATES, Denied, Kind, Object, Refused
-from pacekeeper_operator.manifests import Installation, state_object, worker_pod
-from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.api import Cause
+from pacekeeper_operator.cluster import PODS, Refused
+from pacekeeper_operator.decide import STEPS
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observation import Observation, Policy
+from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import desk_for, reconcile
+from pacekeeper_operator.services.reconcile import clean_up, close_incidents, desk_for, reconcile
 from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import NOW, fresh, training
-
-INSTALLATION = Installation("https://operator", "")
-
-
-async def written(cluster: FakeCluster, world: Observation) -> None:
-    """The API server holds the job, its plan and its pods."""
-    await cluster.create(JOBS, {"metadata": {"namespace": world.job.namespace, "name": world.job.name}})
-    await cluster.create(STATES, state_object(world.job, ledger.write(world.draft, world.job.name)))
-    for record in world.state.placement.workers:
-        pod = worker_pod(world.job, record.ordinal, record.incarnation, INSTALLATION)
-        pod["metadata"] |= {"uid": record.uid, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        pod["spec"]["nodeName"] = record.node
-        pod["status"] = {"phase": "Running", "podIP": f"10.0.0.{record.ordinal}"}
-        await cluster.create(PODS, pod)
+from tests.support.worlds import change_worker, policy, training
+from tests.support.written import INSTALLATION, written
 
 
-async def test_a_list_of_pods_that_fails_is_no_news() -> None:
+async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, Desk]:
+    """An operator that has looked around, before its first pass."""
+    await written(cluster, world)
+    operator = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    operator.paused = ""
+    await operator.pods.read(cluster, ())
+    return operator, desk_for(operator, world.job, {})
+
+
+def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
+    found = cluster.objects["trainingjobs", "ns", "j"]["status"]["conditions"]
+    return next(item for item in found if item["type"] == name)
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:
     """A 429 at the operator's restart: nobody has gone because nobody could be seen."""
-    cluster, world = FakeCluster(), training(replicas=2, spares=1)
+    world = training(replicas=2, spares=1)
     await written(cluster, world)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
-    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", ""))
+    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
     with pytest.raises(kopf.TemporaryError):
         await operator.pods.read(cluster, ())
     assert not operator.pods.listed.is_set()
@@ -60,206 +66,64 @@ async def test_a_list_of_pods_that_fails_is_no_news() -> None:
     assert not state.incidents.current
 
 
-class Still(Runtime):
-    """Time stands still, unless a test moves it."""
+async def test_a_step_that_fails_costs_its_own_work_only_and_is_told(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_observation: Observation, _policy: Policy) -> Draft:
+        raise ZeroDivisionError("a bug of ours")
 
-    def __init__(self) -> None:
-        super().__init__(seed=1)
-        self.passed = 0.0
+    steps = tuple((name, broken if name == "suspect" else step) for name, step in STEPS)
+    monkeypatch.setattr("pacekeeper_operator.decide.think.STEPS", steps)
+    world = change_worker(training(replicas=2, spares=1), "j-w1-0", gone=True)
+    thought = think(world, policy())
+    assert [incident.cause for incident in thought.draft.state.incidents.current] == [Cause.WORKER_LOST]
+    assert thought.failures == ("suspect: ZeroDivisionError('a bug of ours')",)
 
-    def now(self) -> float:
-        return NOW + self.passed
-
-    def monotonic(self) -> float:
-        return self.passed
-
-
-class Choosy(FakeCluster):
-    """Refuses what it is told to refuse: plural → what every creation and replacement raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refuses: dict[str, Exception] = {}
-
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
-        self._ask(kind)
-        given = {"uid": f"given-{len(self.objects)}", "creationTimestamp": "2026-01-01T00:00:00Z"}
-        return await super().create(kind, {**body, "metadata": {**given, **body["metadata"]}}, dry_run=dry_run)
-
-    async def replace(self, kind: Kind, body: Object) -> Object:
-        self._ask(kind)
-        return await super().replace(kind, body)
-
-    def _ask(self, kind: Kind) -> None:
-        if kind.plural in self.refuses:
-            raise self.refuses[kind.plural]
-
-    def names(self, kind: Kind) -> set[str]:
-        return {name for (plural, _, name) in self.objects if plural == kind.plural}
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.objects[JOBS.plural, "ns", "j"].get("status", {})
-        return found
-
-    def condition(self, kind: str) -> dict[str, Any]:
-        return next(c for c in self.status()["conditions"] if c["type"] == kind)
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    assert "a bug of ours" in condition(cluster, "Hindered")["message"]
 
 
-async def looking(cluster: FakeCluster, job: Job) -> tuple[Operator, Desk]:
-    """An operator that has listed everything, and its desk for the job."""
-    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", ""), Still(), paused="")
+async def test_a_write_that_is_refused_keeps_nobody_from_saying_so(cluster: FakeCluster) -> None:
+    """Nothing is done that is not written, and the status is said all the same."""
+    world = training(replicas=2, spares=1)
+    operator, desk = await at_work(cluster, world)
+    await cluster.delete(PODS, "j-w1-0", "ns")
     await operator.pods.read(cluster, ())
-    await operator.nodes.read(cluster, ())
-    return operator, desk_for(operator, job, {})
+    cluster.refusals["trainingjobstates"] = [Refused("etcdserver: request is too large")]
+    with pytest.raises(Refused):
+        await reconcile(operator, desk)
+    await desk.errands.settled()
+    assert condition(cluster, "Hindered")["status"] == "True"
+    assert "too large" in condition(cluster, "Hindered")["message"]
+    assert not [key for key in cluster.objects if key[0] == "incidents"], "it is not written, so it is not so"
+    await reconcile(operator, desk)
+    await desk.errands.settled()
+    assert [key for key in cluster.objects if key[0] == "incidents"]
+    assert condition(cluster, "Hindered")["status"] == "False"
 
 
-async def of_live_job() -> tuple[Choosy, Operator, Desk]:
-    """A job of two workers that trains, without a spare; each of its workers has just been heard."""
-    cluster, world = Choosy(), training(replicas=2, spares=0)
-    await written(cluster, world)
-    operator, desk = await looking(cluster, world.job)
-    for view in world.workers:
-        assert view.heartbeat is not None
-        desk.memory.contacts[view.name] = Contact(view.heartbeat, NOW, polling=1)
-    return cluster, operator, desk
+async def test_bookkeeping_that_cannot_be_read_is_told_with_its_remedy(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
+    with pytest.raises(InputError):
+        await reconcile(operator, desk)
+    assert "delete it" in condition(cluster, "Hindered")["message"]
+    await close_incidents_of_a_deleted_job(operator, desk)
 
 
-async def passes(operator: Operator, desk: Desk, count: int = 2) -> float:
-    """Passes, each after what the one before has sent off; seconds until the next is wanted."""
-    pause = 0.0
-    for _ in range(count):
-        pause = await reconcile(operator, desk)
-        await desk.errands.settled()
-        await operator.pods.read(operator.cluster, ())
-    return pause
+async def close_incidents_of_a_deleted_job(operator: Operator, desk: Desk) -> None:
+    """What cannot be read does not hold up its deletion: pods go by the API server's own word."""
+    with pytest.raises(InputError):
+        await close_incidents(operator, desk)
+    assert not await clean_up(operator, desk), "three pods were still there"
+    assert await clean_up(operator, desk)
 
 
-DENIALS = [
-    Denied('pods "j-w0-0" is forbidden: exceeded quota: one, requested: pods=1, used: pods=1, limited: pods=1'),
-    Denied('pods "j-w0-0" is forbidden: error looking up service account ns/nobody: serviceaccount "nobody" not found'),
-    Denied('pods "j-w0-0" is forbidden: no PriorityClass with name urgent was found'),
-    kopf.TemporaryError('POST /api/v1/namespaces/ns/pods: status 500: failed calling webhook "w.example": refused'),
-]
-
-
-class TestPodsThatAreRefused:
-    @pytest.mark.parametrize("denial", DENIALS)
-    async def test_a_new_job_says_so_at_once_in_the_api_servers_words(self, denial: Exception) -> None:
-        cluster, world = Choosy(), fresh()
-        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j"}})
-        cluster.refuses["pods"] = denial
-        operator, desk = await looking(cluster, world.job)
-        pause = await passes(operator, desk)
-        assert cluster.status()["phase"] == "Pending"
-        running = cluster.condition("Running")
-        assert (running["status"], running["reason"]) == ("False", "PodDenied")
-        assert str(denial) in running["message"]
-        assert str(denial) in cluster.condition("Hindered")["message"]
-        assert pause < 5.0, "it is tried again soon"
-
-    async def test_a_template_that_a_webhook_denies_is_invalid(self) -> None:
-        cluster, world = Choosy(), fresh()
-        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j"}})
-        cluster.refuses["pods"] = Refused('admission webhook "w.example" denied the request: no images from there')
-        operator, desk = await looking(cluster, world.job)
-        await passes(operator, desk, 3)
-        invalid = cluster.condition("InvalidTemplate")
-        assert (invalid["status"], "no images from there" in invalid["message"]) == ("True", True)
-
-    async def test_it_begins_once_nothing_refuses_it_any_more(self) -> None:
-        cluster, world = Choosy(), fresh()
-        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j"}})
-        cluster.refuses["pods"] = DENIALS[0]
-        operator, desk = await looking(cluster, world.job)
-        await passes(operator, desk)
-        cluster.refuses.clear()
-        assert isinstance(operator.runtime, Still)
-        operator.runtime.passed += 5
-        await passes(operator, desk, 3)
-        assert cluster.names(PODS) == {"j-w0-0", "j-w1-0", "j-w2-0"}
-        assert cluster.condition("Hindered")["status"] == "False"
-
-    @pytest.mark.parametrize("denial", DENIALS)
-    async def test_a_live_job_that_cannot_replace_a_worker_says_so_and_its_incident_is_written(
-        self, denial: Exception
-    ) -> None:
-        cluster, operator, desk = await of_live_job()
-        await cluster.delete(PODS, "j-w1-0", "ns")
-        cluster.refuses["pods"] = denial
-        await operator.pods.read(cluster, ())
-        await passes(operator, desk)
-        assert cluster.status()["phase"] == "Recovering"
-        hindered = cluster.condition("Hindered")
-        assert (hindered["status"], hindered["reason"]) == ("True", "PodDenied")
-        assert "create j-w1-1" in hindered["message"]
-        assert str(denial) in hindered["message"]
-        assert cluster.names(INCIDENTS) == {"j-r1-worker-lost-w1-0-u1d2c"}
-
-    async def test_incidents_that_cannot_be_written_keep_nothing_else_from_being_done(self) -> None:
-        cluster, operator, desk = await of_live_job()
-        await cluster.delete(PODS, "j-w1-0", "ns")
-        cluster.refuses["incidents"] = Refused("incidents is invalid: spec.message: Too long")
-        await operator.pods.read(cluster, ())
-        await passes(operator, desk)
-        assert cluster.status()["phase"] == "Recovering"
-        assert "Too long" in cluster.condition("Hindered")["message"]
-        assert "j-w1-1" in cluster.names(PODS)
-
-    async def test_bookkeeping_that_cannot_be_written_is_said_and_nothing_is_done_that_is_not_written(self) -> None:
-        cluster, operator, desk = await of_live_job()
-        await cluster.delete(PODS, "j-w1-0", "ns")
-        cluster.refuses["trainingjobstates"] = Denied("trainingjobstates is forbidden: exceeded quota: count")
-        await operator.pods.read(cluster, ())
-        with pytest.raises(Denied):
-            await reconcile(operator, desk)
-        await desk.errands.settled()
-        hindered = cluster.condition("Hindered")
-        assert (hindered["status"], "bookkeeping: trainingjobstates is forbidden" in hindered["message"]) == (
-            "True",
-            True,
-        )
-        assert cluster.names(PODS) == {"j-w0-0"}
-        assert not cluster.names(INCIDENTS)
-
-
-async def test_a_pod_without_a_record_is_deleted() -> None:
-    """Its creation took so long that nobody wanted it any more when it came."""
-    cluster, operator, desk = await of_live_job()
-    for ordinal, uid in ((7, desk.job.uid), (8, "of an earlier job of this name")):
-        pod = worker_pod(desk.job, ordinal, 0, INSTALLATION)
-        pod["metadata"] |= {"uid": f"late-{ordinal}", "creationTimestamp": "2026-01-01T00:00:00Z"}
-        pod["metadata"]["ownerReferences"][0]["uid"] = uid
-        await cluster.create(PODS, pod)
-    await operator.pods.read(cluster, ())
-    await passes(operator, desk)
-    assert cluster.names(PODS) == {"j-w0-0", "j-w1-0", "j-w8-0"}, "what is another's is for the garbage collector"
-
-
-async def test_a_job_created_anew_under_the_same_name_inherits_nothing() -> None:
-    """The old one's finalizer was taken away by force; its state and what this operator knows are still there."""
-    cluster, world = Choosy(), training(replicas=2, spares=0)
-    complete = world.with_draft(world.draft.with_life(completed_at=NOW - 5, stopped_at=NOW - 5))
-    await written(cluster, complete)
-    operator, old = await looking(cluster, world.job)
-    await passes(operator, old)
-    assert cluster.status()["phase"] == "Complete"
-
-    anew = replace(world.job, uid="another-uid")
-    cluster.objects[JOBS.plural, "ns", "j"].pop("status")
-    desk = desk_for(operator, anew, {})
-    assert desk.memory is not old.memory
-    await passes(operator, desk, 3)
-    assert cluster.status()["phase"] == "Pending"
-    (owner,) = cluster.objects[STATES.plural, "ns", "j"]["metadata"]["ownerReferences"]
-    assert owner["uid"] == "another-uid"
-    assert desk.memory.draft is not None
-    assert not desk.memory.draft.state.life.completed_at
-    assert not desk.memory.draft.plan.members
-
-
-async def test_an_operator_that_comes_later_finds_nothing_of_the_earlier_job_either() -> None:
-    cluster, world = Choosy(), training(replicas=2, spares=0)
-    await written(cluster, world.with_draft(world.draft.with_life(completed_at=NOW - 5, stopped_at=NOW - 5)))
-    operator, desk = await looking(cluster, replace(world.job, uid="another-uid"))
-    await passes(operator, desk, 3)
-    assert cluster.status()["phase"] == "Pending"
+async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    before = dict(cluster.objects)
+    operator.leads = lambda: False
+    with pytest.raises(kopf.TemporaryError, match="Lease"):
+        await reconcile(operator, desk)
+    assert cluster.objects == before

@@ -3,53 +3,86 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import base64
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
 import aiohttp
+import kopf
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState
-from pacekeeper_operator import certificates
+from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
+from pacekeeper_operator import certificates, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
+from pacekeeper_operator.connections import Connections
+from pacekeeper_operator.observe import faults
 from pacekeeper_operator.observe.memory import JobMemory, Memory
-from pacekeeper_operator.server import MAX_BODY_BYTES, application
+from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.server import MAX_EVIDENCE_BYTES, MAX_FAULT_BYTES, MAX_HEARTBEAT_BYTES, application, serve
+from pacekeeper_operator.services import sidecars, tokens
 from pacekeeper_operator.services.sidecars import Sidecars
-from tests.support.worlds import crash, training
+from tests.support.worlds import NOW, crash, training
 
 WORLD = training(replicas=2, spares=1)
 Client = TestClient[web.Request, web.Application]
 
 
+class Clock(Runtime):
+    """The real one, but that its clocks stand still until they are moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = NOW
+
+    def now(self) -> float:
+        return self.at
+
+    def monotonic(self) -> float:
+        return self.at
+
+
 @dataclass
 class Reviews:
-    """The API server's token reviews: a token is `<audience>/<pod>/<uid>`."""
+    """The API server's token reviews. The claims of a token say whose it is, and nobody forges here."""
 
     asked: int = 0
+    error: Exception | None = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
 
     async def create(self, _kind: Kind, body: Object) -> Object:
         self.asked += 1
-        audience, _, rest = body["spec"]["token"].partition("/")
-        pod, _, uid = rest.partition("/")
-        if audience not in body["spec"]["audiences"]:
-            return {"status": {"authenticated": False, "error": "token audiences do not match"}}
-        extra = {
-            "authentication.kubernetes.io/pod-name": [pod],
-            "authentication.kubernetes.io/pod-uid": [uid],
-        }
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        payload = body["spec"]["token"].split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
+        if claims.get("forged"):
+            return {"status": {"authenticated": False, "error": "the signature is wrong"}}
+        pod, uid = claims["pod"], claims["uid"]
+        extra = {"authentication.kubernetes.io/pod-name": [pod], "authentication.kubernetes.io/pod-uid": [uid]}
         user = {"username": "system:serviceaccount:ns:default", "extra": extra if pod else {}}
-        return {"status": {"authenticated": True, "audiences": [audience], "user": user}}
+        return {"status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
 
 
 @pytest.fixture
 def reviews() -> Reviews:
     return Reviews()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -65,14 +98,28 @@ async def job(memory: Memory) -> JobMemory:
 
 
 @pytest.fixture
-async def client(memory: Memory, job: JobMemory, reviews: Reviews) -> AsyncIterator[Client]:  # noqa: ARG001
-    sidecars = Sidecars(cast(Cluster, reviews), memory)
-    async with TestClient(TestServer(application(sidecars))) as client:
+def served(memory: Memory, job: JobMemory, reviews: Reviews, clock: Clock) -> Sidecars:  # noqa: ARG001
+    return Sidecars(cast(Cluster, reviews), memory, clock)
+
+
+@pytest.fixture
+async def client(served: Sidecars, clock: Clock) -> AsyncIterator[Client]:
+    async with TestClient(TestServer(application(served, clock))) as client:
         yield client
+    assert not clock.failed.is_set()
 
 
-def as_worker(name: str, uid: str, audience: str = "pacekeeper") -> dict[str, Any]:
-    return {"headers": {"Authorization": f"Bearer {audience}/{name}/{uid}"}}
+def token(pod: str, uid: str, **claims: Any) -> str:
+    payload = {"aud": ["pacekeeper"], "exp": NOW + 3600, "pod": pod, "uid": uid} | claims
+    return f"header.{base64.urlsafe_b64encode(json.dumps(payload).encode()).decode().rstrip('=')}.signature"
+
+
+def bearing(text: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {text}"}}
+
+
+def as_worker(name: str, uid: str, **claims: Any) -> dict[str, Any]:
+    return bearing(token(name, uid, **claims))
 
 
 W0 = as_worker("j-w0-0", "uid-0")
@@ -89,7 +136,7 @@ async def test_a_worker_gets_its_own_part_of_the_plan(client: Client) -> None:
     ("caller", "status"),
     [
         ({}, 401),
-        (as_worker("j-w0-0", "uid-0", "another-audience"), 401),
+        (as_worker("j-w0-0", "uid-0", aud=["another"]), 401),
         (as_worker("", ""), 403),
         (as_worker("j-w0-0", "uid-of-another"), 403),
         (as_worker("j-w9-0", "uid-9"), 403),
@@ -105,17 +152,94 @@ async def test_who_is_not_a_worker_is_refused(client: Client, caller: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "body", ['{"state": "Asleep"}', '{"membership": {}', "[]", '{"state": "Warm", "worker": }'], ids=str
+    "body",
+    [
+        b'{"state": "Asleep"}',
+        b'{"membership": {}',
+        b"[]",
+        b"",
+        b'{"state": "Warm", "worker": }',
+        b'{"step": NaN}',
+        b'{"step": -Infinity}',
+        b'{"worker": "\xff\xfe"}',
+        b'{"step": ' + b"1" * 5000 + b"}",
+        b'{"a":' * 8000 + b"1" + b"}" * 8000,
+    ],
+    ids=lambda body: str(body[:20]),
 )
-async def test_a_malformed_body_is_refused(client: Client, body: str) -> None:
-    headers = W0["headers"] | {"Content-Type": "application/json"}
-    answer = await client.post("/v1/plan", data=body, headers=headers)
+async def test_a_malformed_body_is_refused(client: Client, body: bytes) -> None:
+    answer = await client.post("/v1/plan", data=body, **W0)
     assert answer.status == 400
+    assert (await answer.json())["error"]
 
 
-async def test_a_huge_body_is_refused(client: Client) -> None:
-    answer = await client.post("/v1/faults", data=b"x" * (MAX_BODY_BYTES + 1), **W0)
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/v1/plan", MAX_HEARTBEAT_BYTES),
+        ("/v1/faults", MAX_FAULT_BYTES),
+        ("/v1/evidence/why", MAX_EVIDENCE_BYTES),
+    ],
+)
+@pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in pieces"])
+async def test_a_huge_body_is_refused_before_it_is_read(
+    client: Client, job: JobMemory, path: str, most: int, told: bool
+) -> None:
+    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    sent, endless = 0, 2**30
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < endless:
+            sent += most // 4
+            yield b" " * (most // 4)
+
+    headers = W0["headers"] | ({"Content-Length": str(endless)} if told else {})
+    answer = await client.post(path, data=pieces(), headers=headers)
     assert answer.status == 413
+    assert sent < 2**26, "what lies in the buffers on the way"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("wait=nan", "wait=inf", "wait=-1", "wait=1e309", "wait=x", "wait="),
+        *("after=nan", "after=1e3", "after=x", "after=", "after=" + "1" * 5000),
+    ],
+)
+async def test_a_senseless_query_is_refused(client: Client, query: str) -> None:
+    answer = await client.post(f"/v1/plan?{query}", json=BEAT, **W0)
+    assert answer.status == 400
+    assert query[:4] in (await answer.json())["error"]
+
+
+async def test_a_slow_body_is_not_waited_for(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+    answered = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"{"
+        await answered.wait()
+
+    answer = await client.post("/v1/plan", data=pieces(), **W0)
+    answered.set()
+    assert answer.status == 408
+
+
+async def test_two_tokens_are_none(client: Client) -> None:
+    headers = [("Authorization", W0["headers"]["Authorization"])] * 2
+    assert (await client.post("/v1/plan", json=BEAT, headers=headers)).status == 401
+
+
+async def test_a_defect_is_said_to_nobody_and_logged_once(
+    client: Client, job: JobMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    cast(Any, job).contacts = None
+    for _ in range(3):
+        answer = await client.post("/v1/plan", json=BEAT, **W0)
+        assert answer.status == 500
+        assert (await answer.json()) == {"error": "the operator cannot answer this; its log says why"}
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
 
 
 async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobMemory) -> None:
@@ -148,7 +272,7 @@ async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client,
 
 
 async def test_a_fault_that_is_looked_into_is_to_be_sent_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pacekeeper_operator.services.sidecars.TAKE_SECONDS", 0.05)
+    monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.05)
     answer = await client.post("/v1/faults", json=crash("j-w0-0", 0).to_json(), **W0)
     assert answer.status == 503
     assert answer.headers["Retry-After"]
@@ -167,19 +291,8 @@ async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMe
         answer = await client.post(f"/v1/evidence/{evidence.request}", json=evidence.to_json(), **W0)
         assert answer.status == 202
     assert job.evidence == {"j-w0-0": new}
-    mismatch = await client.post("/v1/evidence/other", json=new.to_json(), **W0)
+    mismatch = await client.post("/v1/evidence/why", json=old.to_json(), **W0)
     assert mismatch.status == 400
-
-
-async def test_a_token_is_reviewed_once_a_minute(
-    client: Client, reviews: Reviews, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(3):
-        await client.post("/v1/plan", json=BEAT, **W0)
-    assert reviews.asked == 1
-    monkeypatch.setattr("pacekeeper_operator.services.sidecars.REVIEW_SECONDS", 0.0)
-    await client.post("/v1/plan", json=BEAT, **W0)
-    assert reviews.asked == 2
 
 
 async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) -> None:
@@ -192,18 +305,348 @@ async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) 
     assert job.contacts["j-w0-0"].heartbeat.step == 5
 
 
-async def test_the_serving_certificate_is_trusted_by_the_authority_alone(memory: Memory, reviews: Reviews) -> None:
-    now = datetime.now(UTC)
-    authority, stranger = certificates.create(now), certificates.create(now)
-    server = TestServer(application(Sidecars(cast(Cluster, reviews), memory)))
-    await server.start_server(ssl=authority.serving_context(("localhost", "127.0.0.1"), now))
+class TestPolls:
+    async def test_a_new_one_ends_the_older_one_of_its_worker(self, client: Client, job: JobMemory) -> None:
+        path = f"/v1/plan?after={WORLD.plan.version}&wait=30"
+        older = asyncio.create_task(client.post(path, json=BEAT, **W0))
+        await asyncio.wait_for(job.wake.wait(), 5)
+        newer = asyncio.create_task(client.post(path, json=BEAT, **W0))
+        assert (await asyncio.wait_for(older, 5)).status == 204
+        assert not newer.done()
+        assert job.contacts["j-w0-0"].polling == 1
+        await job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        assert (await asyncio.wait_for(newer, 5)).status == 200
+
+    async def test_a_heartbeat_in_between_ends_none(self, client: Client, job: JobMemory) -> None:
+        held = asyncio.create_task(client.post(f"/v1/plan?after={WORLD.plan.version}&wait=30", json=BEAT, **W0))
+        await asyncio.wait_for(job.wake.wait(), 5)
+        beat = await client.post(f"/v1/plan?after={WORLD.plan.version}&wait=0", json=BEAT, **W0)
+        assert beat.status == 204
+        assert not held.done()
+        await job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        assert (await asyncio.wait_for(held, 5)).status == 200
+
+    async def test_who_calls_without_end_is_told_to_wait(self, client: Client, clock: Clock) -> None:
+        statuses = [(await client.post("/v1/plan", json=BEAT, **W0)).status for _ in range(sidecars.CALLS_AT_ONCE + 1)]
+        assert statuses[-2:] == [200, 429]
+        other = BEAT | {"worker": "j-w1-0"}
+        assert (await client.post("/v1/plan", json=other, **as_worker("j-w1-0", "uid-1"))).status == 200
+        clock.at += 1
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
+
+
+class TestTokens:
+    async def test_one_is_reviewed_once_a_minute(self, client: Client, reviews: Reviews, clock: Clock) -> None:
+        for _ in range(3):
+            await client.post("/v1/plan", json=BEAT, **W0)
+        assert reviews.asked == 1
+        clock.at += tokens.REVIEW_SECONDS
+        await client.post("/v1/plan", json=BEAT, **W0)
+        assert reviews.asked == 2
+
+    async def test_many_calls_share_one_review(self, client: Client, reviews: Reviews) -> None:
+        reviews.gate.clear()
+        calls = [asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0)) for _ in range(20)]
+        await until(lambda: reviews.asked > 0)
+        reviews.gate.set()
+        assert {(await call).status for call in calls} == {200}
+        assert reviews.asked == 1
+
+    async def test_who_hangs_up_takes_nobodys_review_away(self, served: Sidecars, reviews: Reviews) -> None:
+        reviews.gate.clear()
+        good = token("j-w0-0", "uid-0")
+        first, second = (asyncio.create_task(served.authenticate(good, "10.0.0.1")) for _ in range(2))
+        await until(lambda: reviews.asked > 0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        reviews.gate.set()
+        assert (await second).worker == "j-w0-0"
+        assert reviews.asked == 1
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "garbage",
+            "a.b.c",
+            "a." + base64.urlsafe_b64encode(b"[]").decode() + ".c",
+            "a." + base64.urlsafe_b64encode(b"[" * 6000).decode().rstrip("=") + ".c",
+            token("j-w0-0", "uid-0", aud="https://kubernetes.default.svc"),
+            token("j-w0-0", "uid-0", aud={"pacekeeper": 1, "x": [7]}),
+            token("j-w0-0", "uid-0", exp=NOW - 86400),
+            token("j-w0-0", "uid-0", exp="tomorrow"),
+            token("j-w0-0", "uid-0", exp=float("nan")),
+        ],
+        ids=["words", "no base64", "no claims", "no end", "audience", "audiences", "expired", "never", "NaN"],
+    )
+    async def test_what_is_no_token_is_refused_without_asking(
+        self, client: Client, reviews: Reviews, text: str
+    ) -> None:
+        assert (await client.post("/v1/plan", json=BEAT, **bearing(text))).status == 401
+        assert reviews.asked == 0
+
+    async def test_a_clock_that_is_hours_off_refuses_nobody(self, client: Client, clock: Clock) -> None:
+        clock.at += 5 * 3600
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
+
+    async def test_a_refused_one_is_not_asked_about_again_at_once(
+        self, client: Client, reviews: Reviews, clock: Clock
+    ) -> None:
+        forged = as_worker("j-w0-0", "uid-0", forged=1)
+        for _ in range(3):
+            assert (await client.post("/v1/plan", json=BEAT, **forged)).status == 401
+        assert reviews.asked == 1
+        clock.at += tokens.REFUSED_SECONDS
+        await client.post("/v1/plan", json=BEAT, **forged)
+        assert reviews.asked == 2
+
+    async def test_a_storm_of_bad_ones_is_limited_and_good_ones_pass(
+        self, client: Client, reviews: Reviews, clock: Clock
+    ) -> None:
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
+        storm = [as_worker("j-w0-0", "uid-0", forged=number) for number in range(1, 301)]
+        statuses = [(await client.post("/v1/plan", json=BEAT, **bad)).status for bad in storm]
+        assert statuses.count(401) == tokens.REFUSED_AT_ONCE
+        assert statuses[-1] == 429
+        assert reviews.asked == 1 + tokens.REFUSED_AT_ONCE
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200, "one that is known as good"
+        clock.at += 10
+        fresh = as_worker("j-w1-0", "uid-1")
+        answer = await client.post("/v1/plan", json=BEAT | {"worker": "j-w1-0"}, **fresh)
+        assert answer.status == 200, "one that is new, once the storm is over"
+
+    async def test_good_ones_do_not_count(self, client: Client, reviews: Reviews, clock: Clock) -> None:
+        for number in range(2 * tokens.REFUSED_AT_ONCE):
+            clock.at += 1 / sidecars.CALLS_PER_SECOND
+            answer = await client.post("/v1/plan", json=BEAT, **as_worker("j-w0-0", "uid-0", jti=number))
+            assert answer.status == 200
+        assert reviews.asked == 2 * tokens.REFUSED_AT_ONCE
+
+    async def test_an_api_server_that_is_away_refuses_nobody(self, client: Client, reviews: Reviews) -> None:
+        for error in (kopf.TemporaryError("10.0.0.1 does not answer"), kopf.PermanentError("denied")):
+            reviews.error = error
+            answer = await client.post("/v1/plan", json=BEAT, **W0)
+            assert answer.status == 503
+            assert "10.0.0.1" not in await answer.text()
+        reviews.error = None
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
+
+
+class TestFaults:
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+
+    async def send(self, client: Client, name: str, **changes: Any) -> int:
+        fault = replace(crash("j-w0-0", 0), name=name, **changes)
+        return (await client.post("/v1/faults", json=fault.to_json(), **W0)).status
+
+    async def test_a_name_is_its_workers_own(self, client: Client, job: JobMemory) -> None:
+        for name in ("j-w1-0-rank-1-round-1", "x", "j-w0-0", "j-w0-0-" + "x" * 300):
+            assert await self.send(client, name) == 400
+        assert not job.faults
+
+    async def test_of_too_many_the_oldest_stay(
+        self, client: Client, job: JobMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(faults, "MAX_OF_WORKER", 3)
+        statuses = [await self.send(client, f"j-w0-0-{number}") for number in range(5)]
+        assert statuses == [503, 503, 503, 429, 429]
+        assert list(job.faults) == ["j-w0-0-0", "j-w0-0-1", "j-w0-0-2"]
+        assert await self.send(client, "j-w0-0-1") == 503, "one that is known is asked for again"
+        await job.publish(WORLD.draft.settle(("j-w0-0-1",)), "2")
+        clock.at += 1
+        assert await self.send(client, "j-w0-0-4") == 503, "there is room again"
+
+    async def test_their_bytes_count_too(self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 3000)
+        statuses = [await self.send(client, f"j-w0-0-{number}", error="x" * 1500) for number in range(2)]
+        assert statuses == [503, 429]
+        assert len(job.faults) == 1
+
+    async def test_a_jobs_are_bounded_whoever_sends_them(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(faults, "MAX_FOR_EACH_WORKER", 0)
+        monkeypatch.setattr(faults, "MAX_BESIDE", 1)
+        assert await self.send(client, "j-w0-0-1") == 503
+        other = crash("j-w1-0", 1).to_json()
+        answer = await client.post("/v1/faults", json=other, **as_worker("j-w1-0", "uid-1"))
+        assert answer.status == 429
+        assert answer.headers["Retry-After"]
+        assert len(job.faults) == 1
+
+    async def test_those_of_a_worker_that_is_gone_make_room(self, job: JobMemory) -> None:
+        for number in range(faults.MAX_OF_WORKER):
+            assert job.faults.take(crash("j-w0-0", number), 3) == ""
+        assert job.faults.take(crash("j-w0-0", 99), 3)
+        await job.publish(WORLD.draft.with_placement(workers=WORLD.state.placement.workers[1:]), "2")
+        assert not job.faults
+        assert job.faults.take(crash("j-w0-0", 99), 3) == ""
+
+
+class TestClocks:
+    """Of workers: they may be hours off, and may be made up."""
+
+    @pytest.mark.parametrize("off", [-7200.0, 0.0, 7200.0])
+    async def test_a_fault_is_placed_by_its_age(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, off: float
+    ) -> None:
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        fault = crash("j-w0-0", 0, noticed_at=NOW + off - 3, sent_at=NOW + off)
+        await client.post("/v1/faults", json=fault.to_json(), **W0)
+        assert next(iter(job.faults.values())).noticed_at == pytest.approx(NOW - 3)
+
+    @pytest.mark.parametrize(
+        ("noticed", "sent", "placed"),
+        [
+            (NOW + 7200, 0.0, NOW),
+            (NOW - 7200, 0.0, NOW - 3600),
+            (NOW, NOW + 10**9, NOW - 3600),
+            (NOW + 10**9, NOW, NOW),
+        ],
+    )
+    async def test_nothing_made_up_leaves_the_last_hour(
+        self,
+        client: Client,
+        job: JobMemory,
+        monkeypatch: pytest.MonkeyPatch,
+        noticed: float,
+        sent: float,
+        placed: float,
+    ) -> None:
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        fault = crash("j-w0-0", 0, noticed_at=noticed, sent_at=sent)
+        await client.post("/v1/faults", json=fault.to_json(), **W0)
+        assert next(iter(job.faults.values())).noticed_at == placed
+
+    async def test_a_first_step_is_placed_by_its_age_and_stays_there(
+        self, client: Client, job: JobMemory, clock: Clock
+    ) -> None:
+        theirs = NOW - 7200
+        beat = BEAT | {"first_step_at": theirs - 40, "round_started_at": theirs - 50, "sent_at": theirs}
+        await client.post("/v1/plan", json=beat, **W0)
+        heard = job.contacts["j-w0-0"].heartbeat
+        assert heard.first_step_at == pytest.approx(NOW - 40)
+        assert heard.round_started_at == pytest.approx(NOW - 50)
+        job.wake.clear()
+        clock.at += 30  # of which the message was on its way for 10
+        await client.post("/v1/plan", json=beat | {"sent_at": theirs + 20}, **W0)
+        assert job.contacts["j-w0-0"].heartbeat.first_step_at == heard.first_step_at
+        assert job.contacts["j-w0-0"].at == clock.at
+        assert not job.wake.is_set(), "nothing has happened"
+
+    async def test_a_step_of_the_future_was_just_now(self, client: Client, job: JobMemory) -> None:
+        await client.post("/v1/plan", json=BEAT | {"first_step_at": NOW + 999.0, "sent_at": NOW}, **W0)
+        assert job.contacts["j-w0-0"].heartbeat.first_step_at == NOW
+
+
+async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> None:
+    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    anothers = Evidence("why", "j-w1-0", 1).to_json()
+    assert (await client.post("/v1/evidence/why", json=anothers, **W0)).status == 403
+    own, others = (RankWindow(rank, (1,), (0.1,), (0.1,), (1,)) for rank in (0, 1))
+    evidence = Evidence("why", "j-w0-0", 1, (own, others))
+    assert (await client.post("/v1/evidence/why", json=evidence.to_json(), **W0)).status == 202
+    assert job.evidence["j-w0-0"].windows == (own,)
+
+
+async def test_a_spares_evidence_is_not_read(client: Client, job: JobMemory) -> None:
+    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    answer = await client.post("/v1/evidence/why", data=b"x" * 2 * MAX_EVIDENCE_BYTES, **as_worker("j-w2-0", "uid-2"))
+    assert answer.status == 202
+    assert not job.evidence
+
+
+class TestConnections:
+    async def test_of_one_address_are_bounded(self, served: Sidecars, clock: Clock) -> None:
+        connections = Connections(most_of_address=2)
+        async with serve(served, clock, 0, None, address="127.0.0.1", connections=connections) as port:
+            first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            await until(lambda: connections.total == 2)
+            refused, third = await asyncio.open_connection("127.0.0.1", port)
+            assert await closed(refused)
+            third.close()
+            for reader, writer in first:
+                writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b"200" in await reader.readline()
+                writer.close()
+            await until(lambda: connections.total == 0)
+            assert not connections.of_address
+
+    async def test_count_before_they_have_said_anything(self, served: Sidecars, clock: Clock) -> None:
+        context = certificates.create(datetime.now(UTC)).serving(("127.0.0.1",), datetime.now(UTC)).context()
+        connections = Connections(most=1)
+        async with serve(served, clock, 0, context, address="127.0.0.1", connections=connections) as port:
+            _, silent = await asyncio.open_connection("127.0.0.1", port)
+            await until(lambda: connections.total == 1)
+            refused, second = await asyncio.open_connection("127.0.0.1", port)
+            assert await closed(refused)
+            second.close()
+            silent.write(b"this is no TLS")
+            await until(lambda: connections.total == 0)
+            silent.close()
+
+    @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the machine has no IPv6")
+    async def test_come_by_both_protocols(self, served: Sidecars, clock: Clock) -> None:
+        async with serve(served, clock, 0, None) as port, aiohttp.ClientSession() as session:
+            for host in ("127.0.0.1", "[::1]"):
+                async with session.get(f"http://{host}:{port}/healthz") as answer:
+                    assert answer.status == 200
+
+    async def test_what_is_not_http_is_answered_and_not_logged(
+        self, served: Sidecars, clock: Clock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        requests = [
+            b"garbage\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+            b"POST /v1/plan HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"POST /v1/plan HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+            b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\xff: \xff\r\n\r\n",
+        ]
+        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+            for request in requests:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request)
+                status = await asyncio.wait_for(reader.readline(), 5)
+                assert status.split()[1:2] == [b"400"], request[:40]
+                assert b"Traceback" not in await asyncio.wait_for(reader.read(), 5)
+                writer.close()
+        assert not caplog.records
+
+    async def test_an_idle_one_is_closed(self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "IDLE_SECONDS", 0.1)
+        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+            for begun in (b"", b"POST /v1/plan HTTP/1.1\r\nHost:"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(begun)
+                assert await closed(reader), begun
+                writer.close()
+
+    async def test_a_poll_ends_with_its_connection(self, served: Sidecars, clock: Clock, job: JobMemory) -> None:
+        body = json.dumps(BEAT).encode()
+        request = (
+            f"POST /v1/plan?after={WORLD.plan.version}&wait=30 HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: {W0['headers']['Authorization']}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request.encode() + body)
+            await asyncio.wait_for(job.wake.wait(), 5)
+            assert job.contacts["j-w0-0"].polling == 1
+            writer.close()
+            await until(lambda: job.contacts["j-w0-0"].polling == 0)
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side ends the connection without a word."""
     try:
-        async with aiohttp.ClientSession() as session:
-            url = f"https://127.0.0.1:{server.port}/healthz"
-            trusting = ssl.create_default_context(cadata=authority.certificate)
-            async with session.get(url, ssl=trusting) as answer:
-                assert answer.status == 200
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await session.get(url, ssl=ssl.create_default_context(cadata=stranger.certificate))
-    finally:
-        await server.close()
+        return await asyncio.wait_for(reader.read(), 10) == b""
+    except ConnectionError:
+        return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  # of others' state, which sets no event
+            await asyncio.sleep(0)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 from dataclasses import replace
 
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator import certificates
 from pacekeeper_operator.api import Outcome
-from pacekeeper_operator.cluster import INCIDENTS, LEASES, Conflict
+from pacekeeper_operator.cluster import INCIDENTS, Conflict
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observe.memory import JobMemory
-from pacekeeper_operator.services import bookkeeping, incidents, leadership
+from pacekeeper_operator.services import bookkeeping, incidents
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.worlds import NOW, policy, stalls, training
-
-SETTINGS = Settings(namespace="system", identity="one", lease_seconds=0.3)
-RIVAL = replace(SETTINGS, identity="two")
 
 
 @pytest.fixture
@@ -78,45 +72,6 @@ class TestIncident:
         assert [option["name"] for option in body["status"]["considered"]] == ["RestartRanks", "ReplaceWorker"]
 
 
-class TestLease:
-    async def test_only_one_acts_and_the_next_one_takes_over(self, cluster: FakeCluster) -> None:
-        order = []
-
-        async def lead(settings: Settings) -> None:
-            async with leadership.hold(cluster, settings, asyncio.Event()):
-                order.append(settings.identity)
-                await asyncio.sleep(0.5)
-                order.append(settings.identity)
-
-        await asyncio.wait_for(asyncio.gather(lead(SETTINGS), lead(RIVAL)), 10)
-        assert order[0] == order[1] != order[2] == order[3]
-
-    async def test_who_has_lost_it_is_told(self, cluster: FakeCluster) -> None:
-        lost = asyncio.Event()
-        async with leadership.hold(cluster, SETTINGS, lost):
-            body = await cluster.get(LEASES, leadership.LEASE, "system")
-            body["spec"] |= {"holderIdentity": "two", "leaseDurationSeconds": 60}
-            await cluster.replace(LEASES, body)
-            await asyncio.wait_for(lost.wait(), 5)
-        assert (await cluster.get(LEASES, leadership.LEASE, "system"))["spec"]["holderIdentity"] == "two"
-
-    async def test_the_same_pod_leads_on_at_once_after_a_crash(self, cluster: FakeCluster) -> None:
-        dead = leadership.hold(cluster, replace(SETTINGS, lease_seconds=60.0), asyncio.Event())
-        await dead.__aenter__()  # and never left
-        async with asyncio.timeout(1), leadership.hold(cluster, SETTINGS, asyncio.Event()):
-            pass
-
-
-async def test_the_authority_is_made_once(cluster: FakeCluster) -> None:
-    async def create(kind: object, body: dict[str, dict[str, str]], **_: object) -> object:
-        encoded = {name: base64.b64encode(text.encode()).decode() for name, text in body.pop("stringData").items()}
-        return await FakeCluster.create(cluster, kind, body | {"data": encoded})  # type: ignore[arg-type]
-
-    cluster.create = create  # type: ignore[method-assign,assignment]
-    first = await certificates.ensure(cluster, "system")
-    assert await certificates.ensure(cluster, "system") == first
-
-
 class TestSettings:
     def test_from_the_environment(self) -> None:
         settings = Settings.from_environment(
@@ -132,7 +87,13 @@ class TestSettings:
         assert (settings.paused, settings.breaker_nodes) == (True, 7)
 
     @pytest.mark.parametrize(
-        "variable", [("PACEKEEPER_MODE", "Perhaps"), ("PACEKEEPER_PORT", "x"), ("PACEKEEPER_QUARANTINE_MAX_SHARE", "2")]
+        "variable",
+        [
+            ("PACEKEEPER_MODE", "Perhaps"),
+            ("PACEKEEPER_PORT", "x"),
+            ("PACEKEEPER_QUARANTINE_MAX_SHARE", "2"),
+            ("PACEKEEPER_LEASE_SECONDS", "0"),
+        ],
     )
     def test_a_bad_value_is_named(self, variable: tuple[str, str]) -> None:
         with pytest.raises(InputError, match=variable[0]):

@@ -155,7 +155,7 @@ class TestCrash:
         error = "Traceback …\nValueError: no such file"
         faults = (
             crash("j-w0-0", 0, 1, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 9),
-            crash("j-w0-0", 0, 2, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 5),
+            crash("j-w1-0", 1, 2, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 5),
         )
         draft = think(change_members(replace(training(), faults=faults), round=2), policy()).draft
         assert draft.state.life.failed_reason == "ScriptFailed"
@@ -167,7 +167,7 @@ class TestCrash:
         world = change_members(
             replace(training(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
         )
-        world = again(think(world, policy()), world, faults=(crash("j-w0-0", 0, 4, **error),), now=NOW + 60)
+        world = again(think(world, policy()), world, faults=(crash("j-w1-0", 1, 4, **error),), now=NOW + 60)
         assert think(world, policy()).draft.state.life.failed_reason == "ScriptFailed"
 
     def test_launchers_that_gave_up_are_judged_by_the_crash_that_made_them(self) -> None:

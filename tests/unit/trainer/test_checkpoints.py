@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper import checkpoints
 from pacekeeper.checkpoints import CheckpointFolder, Manifest, checksum
 from pacekeeper.state import differences
 from pacekeeper_analysis.errors import InputError
@@ -120,6 +121,38 @@ def test_a_volume_that_cannot_be_read_is_no_later_round(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "read_text", fails)
     with pytest.raises(OSError, match="Input/output error"):
         folder.publish(manifest)
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, path: Path, round_: int) -> CheckpointFolder:
+    """A round that begins while the volume is full."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "_write_durably", full)
+        return owned(path, round_)
+
+
+def test_a_round_that_began_without_room_publishes_once_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = owned(tmp_path, round_=1)
+    folder = without_room(monkeypatch, tmp_path, round_=2)
+    assert folder.publish(write(folder, 10))
+    assert not before.publish(write(before, 20))
+    assert folder.publish(write(folder, 30))
+    assert steps(folder) == [30, 10]
+
+
+def test_a_round_that_began_without_room_gives_way_to_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned(tmp_path, round_=1)
+    folder = without_room(monkeypatch, tmp_path, round_=2)
+    later = owned(tmp_path, round_=3)
+    assert not folder.publish(write(folder, 10))
+    assert later.publish(write(later, 10))
 
 
 def test_what_earlier_rounds_left_half_written_is_cleared_away(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from pacekeeper.snapshots import NOTHING, Snapshots, Version, choose, interval, unpack
 from pacekeeper.state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
+from pacekeeper_analysis.errors import InputError
 
 
 def make(folder: Path, round_: int = 1, fingerprint: int = 7) -> Snapshots:
@@ -113,6 +116,40 @@ def test_the_interval_keeps_the_cost_below_one_percent() -> None:
     assert interval(0.1, 0.1) == 100
     assert interval(9.0, 0.1) == 100
     assert interval(0.001, 0.0) == 100
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_slot_from_a_peer_that_is_none_is_an_input_error_and_runs_nothing(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    writer.write(5, state(5)).publish(rank_states(5))
+    good = writer.read(Version(5, 1))
+    content = good.numpy().tobytes()
+    start = content.index(b"[{")
+    bomb = pickle.dumps(_Bomb(tmp_path / "exploded"))
+    for hostile in (
+        b"",
+        content[:100],
+        content[:-300],
+        bomb,
+        content[:start] + bomb + content[start + len(bomb) :],
+        content[:start] + b"[" * 500 + content[start + 500 :],
+    ):
+        with pytest.raises(InputError):
+            unpack(torch.frombuffer(bytearray(hostile) or bytearray(1), dtype=torch.uint8), None)
+    assert not (tmp_path / "exploded").exists()
+    assert_same(unpack(good, None)[0], state(5))
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^sched\.0\.when: a pathlib.* cannot be kept"):
+        make(tmp_path).write(5, {"sched": [{"when": tmp_path}]})
 
 
 def test_rank_states_bring_all_generators_back() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 
-from .heartbeat import HeartbeatFile
+from .heartbeat import HeartbeatFile, SignOfLife
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
@@ -54,18 +54,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def launch(script: Script, settings: Settings, runtime: Runtime) -> int:
     """Imports torch, forks the warm process, and follows the plan until the end; the exit code."""
+    sign = SignOfLife(runtime.alive)
     heartbeat, warm = _prepare(settings, runtime)
-    return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat).run())
+    return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, sign).run())
 
 
 def launch_locally(script: Script, ranks: int, restarts: int) -> int:
     """The same on this machine, with a controller in place of operator and sidecar; the exit code."""
     with local_runtime() as runtime:
         settings = local_settings(dict(os.environ))
+        sign = SignOfLife(runtime.alive)
         heartbeat, warm = _prepare(settings, runtime)
 
         async def run() -> int:
-            launcher = Launcher(script, settings, runtime, warm, heartbeat)
+            launcher = Launcher(script, settings, runtime, warm, heartbeat, sign)
             controller = LocalController(runtime, ranks, restarts, give_up=launcher.give_up)
             controlling = asyncio.create_task(controller.run())
             code = await launcher.run()

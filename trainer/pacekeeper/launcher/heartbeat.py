@@ -1,4 +1,4 @@
-"""The heartbeat file: the worker's present state, for the sidecar to send."""
+"""What the sidecar is told of the launcher: the worker's present state, and that the launcher is alive at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pacekeeper.checkpoint_news import NO_NEWS, CheckpointNews
 from pacekeeper.modes import MODES
 from pacekeeper.runtime import write_json
 from pacekeeper_analysis.plan import WorkerPlan
@@ -16,7 +17,29 @@ from pacekeeper_analysis.reports import Heartbeat, LauncherState
 from .rounds import State
 
 PERIOD = 0.5
-"""Seconds between two writes while only the step has changed; all else is written at once."""
+"""Seconds between two writes while only steps and ages have changed; all else is written at once."""
+
+SIGN_PERIOD = 0.5
+"""Seconds between two signs of life."""
+
+
+class SignOfLife:
+    """The file that is touched as long as the launcher follows the plan. It is gone before that, while torch is being
+    imported, and after an orderly end: nobody is to miss a sign then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._given_at = float("-inf")
+        self.end()
+
+    def give(self, now: float) -> None:
+        """`now`: seconds of the monotonic clock."""
+        if now - self._given_at >= SIGN_PERIOD:
+            self._path.touch()
+            self._given_at = now
+
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)
 
 
 class HeartbeatFile:
@@ -30,8 +53,7 @@ class HeartbeatFile:
 
     def write(self, beat: Heartbeat, now: float) -> None:
         """`now`: seconds of the monotonic clock."""
-        same_but_for_steps = replace(beat, step=0, steps_in_round=0) == replace(self._beat, step=0, steps_in_round=0)
-        if beat == self._beat or (same_but_for_steps and now - self._written_at < PERIOD):
+        if beat == self._beat or (_what_is_rare(beat) == _what_is_rare(self._beat) and now - self._written_at < PERIOD):
             return
         write_json(self._path, beat.to_json())
         self._beat, self._written_at = beat, now
@@ -39,6 +61,10 @@ class HeartbeatFile:
     @property
     def last(self) -> Heartbeat:
         return self._beat
+
+
+def _what_is_rare(beat: Heartbeat) -> Heartbeat:
+    return replace(beat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0)
 
 
 def next_beat(
@@ -49,10 +75,12 @@ def next_beat(
     wall: float,
     monotonic: float,
     refused: str = "",
+    checkpoints: CheckpointNews = NO_NEWS,
 ) -> Heartbeat:
     """The heartbeat after `before`. `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds.
 
-    refused: what rank 0 wrote of why it does not follow the plan, when it was here last.
+    refused, checkpoints: what rank 0 wrote of why it does not follow the plan, and of checkpoints, when it was here
+    last.
     What a new round does not know yet (step, checkpoints) stays as the round before left it.
     """
     beat = replace(
@@ -63,6 +91,7 @@ def next_beat(
         round=state.round,
         restarts=state.restarts,
         refused="",
+        unkillable_ranks=state.unkillable,
     )
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
@@ -76,6 +105,8 @@ def next_beat(
         # Exact for the round's first step, which is seen within a tick; a later one is seen only after a long tick.
         beat = replace(beat, first_step_at=wall - (monotonic - int(slowest["step_end_ns"]) * 1e-9))
     step = int(slowest["step"])
+    rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
+    told = checkpoints if rank_0_is_here else NO_NEWS
     bad = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
     first_bad = min(bad, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
@@ -89,7 +120,10 @@ def next_beat(
         checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
         global_batch=int(slowest["global_batch"]),
         steered=bool(slowest["global_batch"] > 0),
-        refused=refused if any(rank["rank"] == 0 for rank in ranks) else "",
+        refused=refused if rank_0_is_here else "",
+        checkpoint_failed_rank=told.failed_rank,
+        checkpoint_error=told.error,
+        checkpoint_age_seconds=told.age(monotonic),
         sync_mode=_mode(int(slowest["sync_mode"])),
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
         bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),

@@ -9,18 +9,19 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pacekeeper.checkpoint_news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
-from .heartbeat import HeartbeatFile, next_beat
-from .network import interface_of
+from .heartbeat import HeartbeatFile, SignOfLife, next_beat
+from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
 from .ranks import Ranks
@@ -58,7 +59,13 @@ class Launcher:
     """One worker's launcher, from its start to its exit code."""
 
     def __init__(
-        self, script: Script, settings: Settings, runtime: Runtime, warm: Warm, heartbeat: HeartbeatFile
+        self,
+        script: Script,
+        settings: Settings,
+        runtime: Runtime,
+        warm: Warm,
+        heartbeat: HeartbeatFile,
+        sign: SignOfLife,
     ) -> None:
         self._script = script
         self._settings = settings
@@ -68,10 +75,13 @@ class Launcher:
         self._state = State()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
+        self._sign = sign
         self._wake = asyncio.Event()
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
         self._hosting = ""  # address that the host serves
+        self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
+        self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
         self._watch = Watch(settings, self._ranks.records, self.notify)
         self._gpus = open_gpus()
@@ -99,6 +109,7 @@ class Launcher:
             loop.remove_reader(self._warm.connection)
             self._watch.stop()
             self._ranks.close()
+            self._sign.end()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
         return self._exit.code
@@ -114,6 +125,7 @@ class Launcher:
 
     async def _turn(self) -> None:
         """One look at the world and what follows from it; again at once while something does."""
+        self._sign.give(time.monotonic())
         processes.reap(except_for=self._warm.pid)
         self._ranks.take_news()
         plan = self._plan.read()
@@ -131,9 +143,10 @@ class Launcher:
     def _observe(self, plan: WorkerPlan | None, now: float) -> None:
         """What is to be told: the heartbeat, stalls, GPU errors."""
         states = self._ranks.states()
-        self._heartbeat.write(
-            next_beat(self._heartbeat.last, self._state, plan, states.values(), time.time(), now, self._refused()), now
-        )
+        checkpoints = read_news(self._runtime.checkpoints)
+        last, ranks = self._heartbeat.last, states.values()
+        beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
+        self._heartbeat.write(replace(beat, meeting_port=self._meeting_port), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
@@ -198,9 +211,12 @@ class Launcher:
             self._client.leave()
             return
         address, port = _split(plan.store)
-        if plan.serves_store and self._hosting != plan.store:
-            await self._serve_meeting(plan.store)
-        self._client.attend(address, port)
+        if plan.serves_store:
+            if self._hosting != plan.store:
+                await self._serve_meeting(plan.store)
+            if self._host is not None:
+                self._host.admit(plan.membership, plan.secret)
+        self._client.attend(address, port, plan.membership, plan.secret)
         self._client.say(report(self._state, plan, self._settings))
 
     async def _serve_meeting(self, store: str) -> None:
@@ -209,12 +225,20 @@ class Launcher:
             self._host, self._hosting = None, ""
         host = MeetingHost(self._open_store)
         try:
-            await host.serve(*_split(store))
+            await host.serve(self._listener(*_split(store)))
         except OSError as error:
             log.warning("cannot serve the meeting at %s: %s; trying again", store, error)
             await asyncio.sleep(_BIND_PAUSE)
         else:
             self._host, self._hosting = host, store
+
+    def _listener(self, address: str, port: int) -> socket.socket:
+        """Raises OSError where the port is taken. The one that the heartbeat announces is not: it is held since the
+        launcher's start, because on the node's own network others want ports, too."""
+        if self._held is None or port != self._meeting_port:
+            return bind(address, port)
+        held, self._held = self._held, None
+        return held
 
     def _open_store(self) -> int:
         """A fresh store for the process group of a new round; the one before ends, its ranks are gone."""
@@ -237,7 +261,8 @@ class Launcher:
             "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
         )
         self._watch.stop()
-        earlier = self._watch.step_seconds(self._ranks.states())
+        # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
+        earlier = self._watch.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
         self._watch = Watch(self._settings, self._ranks.records, self.notify, earlier)
 

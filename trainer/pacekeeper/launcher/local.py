@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -20,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper.runtime import Runtime, read_json, write_plan
 from pacekeeper.sidecar.ranks import Ranks as RankWindows
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Hysteresis, Trouble, Way
 from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, SyncMode
+from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankWindow
 
 from .settings import Settings
@@ -145,10 +146,9 @@ class LocalController:
         self._complaint = ""
         self._adapting = Adapting(changes=Hysteresis(first=HOLD_SECONDS))
         member = Member(WORKER, ADDRESS, tuple(range(ranks)))
-        self._plan = self._before = Plan(
-            version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts
-        )
-        self._publish(self._plan)
+        self._plan = self._before = Plan()
+        self._publish(Plan(version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts))
+        self._before = self._plan
 
     async def run(self) -> None:
         """Until cancelled, or given up."""
@@ -189,8 +189,8 @@ class LocalController:
             log.warning("cannot be judged: %s", error)
 
     def _publish(self, plan: Plan) -> None:
-        self._before, self._plan = self._plan, plan
-        write_json(self._runtime.plan, plan.part(WORKER).to_json())
+        self._before, self._plan = self._plan, plan.sealed(self._plan, secrets.token_hex(SECRET_BYTES))
+        write_plan(self._runtime.plan, self._plan.part(WORKER))
 
     def _take_faults(self) -> list[Fault]:
         new = []

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Self
 
+MOST_MISSING = 8
+"""So many of the workers that have not come are named."""
+
 
 class Status(StrEnum):
     """What a launcher's ranks are doing."""
@@ -79,6 +82,7 @@ class View:
     ended_by: str = ""  # worker whose ranks ended the round before, as far as is known
     ending: Ending = Ending.ENDED  # how they ended it
     reason: str = ""  # of HALTED
+    missing: tuple[str, ...] = ()  # while gathering: the first workers of the round before that are not ready again
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,7 +90,8 @@ class View:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**{**known, "phase": Phase(data["phase"]), "ending": Ending(data["ending"])})
+        known |= {"phase": Phase(data["phase"]), "ending": Ending(data["ending"])}
+        return cls(**{**known, "missing": tuple(data.get("missing", ()))})
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Meeting:
     participants: Mapping[str, str] = field(default_factory=dict)  # worker → incarnation, of the round
     endings: tuple[tuple[str, Ending], ...] = ()  # how the round's launchers ended, in order of arrival
     reason: str = ""
+    missing: tuple[str, ...] = ()  # of `participants`, the first that are not ready
 
     def view(self, worker: str, incarnation: str) -> View:
         # Whose ending explains best why the last round ended; of equals, the first to say so.
@@ -115,6 +121,7 @@ class Meeting:
             ended_by=ended_by,
             ending=ending,
             reason=self.reason,
+            missing=self.missing,
         )
 
 
@@ -127,7 +134,7 @@ def advance(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
         elif _all_finished(meeting, reports):
             return replace(meeting, phase=Phase.FINISHED)
     if meeting.phase is Phase.GATHERING:
-        meeting = replace(meeting, endings=_endings(meeting, reports))
+        meeting = replace(meeting, endings=_endings(meeting, reports), missing=_missing(meeting, reports))
         if reports and _all_ready(meeting, reports):
             return _next_round(meeting, reports)
     return meeting
@@ -159,6 +166,12 @@ def _endings(meeting: Meeting, reports: Mapping[str, Report]) -> tuple[tuple[str
     return tuple(known.items())
 
 
+def _missing(meeting: Meeting, reports: Mapping[str, Report]) -> tuple[str, ...]:
+    """A few names are enough, and change seldom: everybody is told of each change."""
+    ready = {worker for worker, report in reports.items() if report.status is Status.READY}
+    return tuple(sorted(set(meeting.participants) - ready)[:MOST_MISSING])
+
+
 def _all_ready(meeting: Meeting, reports: Mapping[str, Report]) -> bool:
     """Whether every launcher of the membership is ready and knows that the meeting's last round is over."""
     expected = max(report.workers for report in reports.values())
@@ -187,5 +200,6 @@ def _next_round(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
         phase=Phase.RUNNING,
         round=max(first, 1 + max(meeting.round, *(report.round for report in everyone))),
         restarts=restarts,
+        missing=(),
         participants={report.worker: report.incarnation for report in everyone},
     )

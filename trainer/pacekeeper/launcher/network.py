@@ -1,4 +1,4 @@
-"""Which interface holds an address."""
+"""Which interface holds an address, and sockets that are bound to one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def interface_of(address: str) -> str | None:
         return "lo"
     held = _interfaces_v4() if wanted.version == 4 else _interfaces_v6()
     return held.get(str(wanted))
+
+
+def bind(address: str, port: int = 0) -> socket.socket:
+    """A socket that holds the port and does not listen yet; `port` 0: any free one. Raises OSError where it is taken.
+
+    A port that was asked for may linger from a launcher that ran here before; one that is free must be nobody else's.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
+        bound.bind((address, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _interfaces_v4() -> dict[str, str]:

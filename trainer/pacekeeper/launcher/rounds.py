@@ -105,6 +105,7 @@ class State:
     barren: int = 0  # rounds in a row without a completed step
     gathering_since: float = 0.0
     said: frozenset[str] = frozenset()  # names of the faults that are said once a round
+    unkillable: tuple[int, ...] = ()  # ranks that are still there long after SIGKILL
 
 
 @dataclass
@@ -210,7 +211,7 @@ def _look_at_ranks(turn: _Turn) -> None:
             _end_ranks(turn)
     elif all(rank.gone for rank in ranks):
         stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
-        turn.set(running=0, ending_since=None, killed_at=None, gathering_since=turn.now)
+        turn.set(running=0, ending_since=None, killed_at=None, unkillable=(), gathering_since=turn.now)
         turn.set(stage=state.stage if stays else LauncherState.GATHERING)
 
 
@@ -273,10 +274,10 @@ def _carry_out_ending(turn: _Turn) -> None:
             turn.set(killed_at=turn.now)
             turn.do(Kill())
     elif turn.now - state.killed_at > turn.settings.kill_timeout:
-        alive = [rank.rank for rank in turn.seen.ranks if not rank.gone]
-        turn.set(stage=LauncherState.FAILED)
+        alive = tuple(rank.rank for rank in turn.seen.ranks if not rank.gone)
+        turn.set(stage=LauncherState.FAILED, unkillable=alive)
         error = (
-            f"ranks {alive} are still there {turn.settings.kill_timeout:g} s after SIGKILL; "
+            f"ranks {list(alive)} are still there {turn.settings.kill_timeout:g} s after SIGKILL; "
             "no round can start on this worker: replace it"
         )
         turn.notify_once(turn.fault(FaultKind.ROUND_FAILED, error=error))
@@ -384,7 +385,7 @@ def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
     finished = state.stage is LauncherState.FINISHED
     if view is None:
         if not finished:
-            _gather(turn)
+            _gather(turn, missing=())
         return
     turn.set(restarts=max(state.restarts, view.restarts))
     if view.phase is Phase.FINISHED:
@@ -401,12 +402,13 @@ def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
         return  # the others are still at it
     else:
         turn.set(round=max(state.round, view.round))
-        _gather(turn)
+        _gather(turn, view.missing)
 
 
-def _gather(turn: _Turn) -> None:
+def _gather(turn: _Turn, missing: tuple[str, ...]) -> None:
     if turn.state.stage is not LauncherState.GATHERING:
         turn.set(stage=LauncherState.GATHERING, gathering_since=turn.now)
     elif turn.now - turn.state.gathering_since >= turn.settings.gather_timeout:
-        error = f"the other launchers have not come together within {turn.settings.gather_timeout:g} s"
-        turn.notify_once(turn.fault(FaultKind.ROUND_FAILED, error=error))
+        who = f": {', '.join(missing)}" if missing else ""
+        error = f"the other launchers have not come together within {turn.settings.gather_timeout:g} s{who}"
+        turn.notify_once(turn.fault(FaultKind.ROUND_FAILED, error=error, missing=missing))

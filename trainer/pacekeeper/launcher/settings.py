@@ -36,7 +36,8 @@ class Settings:
     phase_deadline: float = 1800.0
     """Deadline of every other phase."""
     neighbour_port: int = 9464
-    """Port at which a neighbour's address is probed when ranks stall: its metrics."""
+    """Port at which a neighbour's address is probed when ranks stall: its metrics. In the node's network they are
+    elsewhere, and the refusal is an answer all the same."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:

@@ -29,7 +29,7 @@ ARMED_AFTER = 5
 SHORTEST, STEPS_LONG = 2.0, 10
 """The training phase's deadline: so many seconds, or so many of the rank's steps where they are longer."""
 SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
-"""The same for the first steps of a round whose step time is known from the round before only."""
+"""The same for the first steps of a round, whose step time is known from before it only."""
 RECENT_STEPS = 32
 STOPPED = "T"
 """State letter of a process that a signal has stopped."""
@@ -50,7 +50,7 @@ def deadline(
     """How long a rank may show no progress (seconds).
 
     step_seconds: the median of its recent steps, or of its synchronisations where those take longer.
-    earlier_step_seconds: the same of the round before; 0: unknown.
+    earlier_step_seconds: the same of the round before, or of the plan where there was none here; 0: unknown.
     """
     if phase is not Phase.TRAIN:
         return settings.phase_deadline
@@ -80,7 +80,7 @@ class Watch:
     records: Callable[[int], NDArray[np.void]]
     notify: Callable[[Fault], None]
     earlier_step_seconds: float = 0.0
-    """That of the round before; 0: there was none that got so far."""
+    """That of the round before, or the plan's where there was none here that got so far; 0: it is not known."""
     _progress: dict[int, _Progress] = field(default_factory=dict)
     _inspection: asyncio.Task[None] | None = None
     _reports: int = 0

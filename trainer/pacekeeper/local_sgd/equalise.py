@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pacekeeper.exchange import gather
+from pacekeeper.plain import allow
+
 from .outer import exchange_type, local
 
 _CHUNK_BYTES = 64 << 20
@@ -68,6 +71,9 @@ class _Layout:
     on_cpu: bool
 
 
+allow(_Layout)
+
+
 @dataclass(frozen=True)
 class _Entry:
     tensor: torch.Tensor
@@ -84,10 +90,8 @@ def _borrow_layout(
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor) or _is_number(value)
     }
-    everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, mine, group=group)
     union: dict[tuple[int, str], _Layout] = {}
-    for layouts in everybody:
+    for layouts in gather(mine, group, local(parameters[0]).device):
         union = layouts | union
     missing = union.keys() - mine.keys()
     for index, key in sorted(missing):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -37,11 +39,12 @@ class OperatorClient:
     async def plan(self, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds."""
         query = {"after": str(after), "wait": f"{wait:g}"}
-        answer = await self._post("/v1/plan", heartbeat.to_json(), query, wait + ANSWER_SECONDS)
+        beat = replace(heartbeat, sent_at=time.time())
+        answer = await self._post("/v1/plan", beat.to_json(), query, wait + ANSWER_SECONDS)
         return None if answer is None else WorkerPlan.from_json(answer)
 
     async def fault(self, fault: Fault) -> None:
-        await self._post("/v1/faults", fault.to_json(), {}, ANSWER_SECONDS)
+        await self._post("/v1/faults", replace(fault, sent_at=time.time()).to_json(), {}, ANSWER_SECONDS)
 
     async def evidence(self, evidence: Evidence) -> None:
         await self._post(f"/v1/evidence/{evidence.request}", evidence.to_json(), {}, ANSWER_SECONDS)

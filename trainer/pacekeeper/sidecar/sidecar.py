@@ -1,4 +1,4 @@
-"""What the sidecar does all the time: four loops between the runtime folder and the operator.
+"""What the sidecar does all the time: five loops between the runtime folder and the operator.
 
 None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
 """
@@ -6,24 +6,34 @@ None of them ever gives up: the operator may be away for hours, and the training
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
+import time
 from pathlib import Path
 
-from pacekeeper.runtime import read_json, write_json
+from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, Heartbeat
+from pacekeeper_analysis.reports import Fault
 
 from .client import OperatorClient, Rejected, Unavailable
+from .launcher import LauncherSeen
 from .ranks import Ranks
 from .settings import Settings
 
 LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
-QUIET_FIELDS = ("step", "steps_in_round", "snapshot_step", "checkpoint_step")
+QUIET_FIELDS = (
+    *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds"),
+)
 """Fields of the heartbeat whose change can wait for the next poll."""
+SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
+"""Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
+PARTING_SECONDS = 3.0
+"""How long the operator may take to hear of the end."""
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +47,37 @@ class Sidecar:
         self._client = client
         self._ranks = ranks
         self._plan = _plan_on_disk(settings.runtime.plan)
+        self._launcher = LauncherSeen(settings.runtime, settings.worker)
+        self._told: dict[str, object] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for loop in (self._follow_plan, self._tell_changes, self._deliver_faults, self._answer_requests):
-                tasks.create_task(loop())
+        """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
+        before this returns, if it answers."""
+        loops = (self._look, self._follow_plan, self._tell_changes, self._deliver_faults, self._answer_requests)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for loop in loops:
+                    tasks.create_task(loop())
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PARTING_SECONDS):
+                    await self._part()
+
+    async def _part(self) -> None:
+        """The launcher ends before its sidecar is told to: its last words are there."""
+        self._launcher.look(time.monotonic())
+        backoff = Backoff()
+        while (now := self._loud()) != self._told:
+            try:
+                await self._tell(now)
+            except (Unavailable, Rejected, InputError) as error:
+                await backoff.sleep("the last heartbeat is not sent", error)
+        await asyncio.gather(*(self._deliver(path) for path in self._reported()))
+
+    async def _look(self) -> None:
+        while True:
+            self._launcher.look(time.monotonic())
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:
         """Poll the plan; each poll carries the heartbeat."""
@@ -56,19 +91,21 @@ class Sidecar:
 
     async def _tell_changes(self) -> None:
         """Send the heartbeat at once when more than the step has changed, beside the poll that is being held."""
-        told = self._loud()
         backoff = Backoff()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._loud()
-            if now == told:
+            if now == self._told:
                 continue
             try:
-                await self._poll(wait=0)
-                told = now
+                await self._tell(now)
                 backoff.reset()
             except (Unavailable, Rejected, InputError) as error:
                 await backoff.sleep("heartbeat not sent", error)
+
+    async def _tell(self, loud: dict[str, object]) -> None:
+        await self._poll(wait=0)
+        self._told = loud
 
     async def _deliver_faults(self) -> None:
         """Send each fault until the operator has acknowledged it; several at once, so that none waits for another."""
@@ -104,7 +141,9 @@ class Sidecar:
             plan = self._plan
             if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
                 continue
-            evidence = self._ranks.evidence(plan.evidence_request, self._settings.worker, self._heartbeat().round)
+            evidence = self._ranks.evidence(
+                plan.evidence_request, self._settings.worker, self._launcher.heartbeat.round
+            )
             try:
                 await self._client.evidence(evidence)
                 answered = plan.evidence_request
@@ -117,10 +156,10 @@ class Sidecar:
 
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version
-        plan = await self._client.plan(self._heartbeat(), after, wait)
+        plan = await self._client.plan(self._launcher.heartbeat, after, wait)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
-            write_json(self._runtime.plan, plan.to_json())
+            write_plan(self._runtime.plan, plan)
             self._plan = plan
 
     def _reported(self) -> list[Path]:
@@ -129,13 +168,11 @@ class Sidecar:
     def _in_contact(self) -> None:
         self._runtime.contact.touch()
 
-    def _heartbeat(self) -> Heartbeat:
-        written = read_json(self._runtime.heartbeat)
-        return Heartbeat(worker=self._settings.worker) if written is None else Heartbeat.from_json(written)
-
     def _loud(self) -> dict[str, object]:
         """The heartbeat without what can wait."""
-        return {name: value for name, value in self._heartbeat().to_json().items() if name not in QUIET_FIELDS}
+        beat = self._launcher.heartbeat
+        loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
+        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds)}
 
 
 class Backoff:
@@ -153,6 +190,11 @@ class Backoff:
             log.warning("%s: %s", what, why)
         await asyncio.sleep(self._next * random.uniform(0.5, 1.0))
         self._next = min(2 * self._next, self._longest)
+
+
+def _silence_to_tell(seconds: float) -> int:
+    """Another number whenever the operator is to hear of the launcher's silence, or of its end."""
+    return min(int(seconds), SILENCE_TOLD_TO) if seconds >= SILENCE_TOLD_FROM else 0
 
 
 def _read_fault(path: Path) -> Fault | None:

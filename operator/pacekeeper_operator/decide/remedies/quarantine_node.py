@@ -15,6 +15,6 @@ def apply(action: QuarantineNode, decision: Decision, observation: Observation) 
     if action.withheld:
         return Applied(observation.draft, f"no quarantine of {action.node}: {action.withheld}")
     incident = decision.incident_name(observation.job)
-    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness)
+    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
     others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
     return Applied(observation.draft.with_incidents(quarantines=(*others, wanted)))

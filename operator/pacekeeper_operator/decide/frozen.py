@@ -1,0 +1,63 @@
+"""A worker is there but cannot act: its launcher stands still, stopped whole or stuck in the kernel, or ranks on it
+outlive SIGKILL. Neither mends itself, no round can begin on it, and no checkpoint waits for it; its node is not blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pacekeeper_analysis.reports import FaultKind
+
+from ..api import Cause, Class
+from ..decision import Decision
+from ..observation import FROZEN_SECONDS, Observation, Policy, WorkerView
+from . import loss
+from .loss import Loss
+
+CONSEQUENCES = (FaultKind.STALLED, FaultKind.ROUND_FAILED, FaultKind.RANK_FAILED)
+"""What a worker that stands still does to its peers."""
+
+
+def check(observation: Observation, policy: Policy) -> Decision | None:
+    found = tuple(_found(observation))
+    if not found:
+        return None
+    follows = observation.faults_of(*CONSEQUENCES) if any(_seated(observation, one.view) for one in found) else ()
+    return loss.decide(observation, policy, found, tuple(fault.name for fault in follows))
+
+
+def suspected(observation: Observation) -> bool:
+    """A member is frozen, or its sidecar misses its launcher already: the others cannot meet now."""
+    return any(
+        view.usable
+        and view.heartbeat is not None
+        and (view.heartbeat.launcher_silent_seconds > 0 or bool(view.heartbeat.unkillable_ranks))
+        for view in observation.members
+    )
+
+
+def _found(observation: Observation) -> Iterator[Loss]:
+    """Members first: they hold the others up."""
+    for view in (*observation.members, *observation.spares):
+        words = _how(view)
+        if words and view.usable and view.name not in observation.state.life.finished:
+            yield Loss(view, Cause.WORKER_FROZEN, Class.UNKNOWN, words, _since(observation, view))
+
+
+def _how(view: WorkerView) -> str:
+    """In words; "": it is not frozen."""
+    if view.heartbeat is None:
+        return ""
+    if view.frozen:
+        return f"its launcher has stood still for more than {FROZEN_SECONDS:.0f} s, although its sidecar answers"
+    ranks = ", ".join(map(str, view.heartbeat.unkillable_ranks))
+    return f"its rank {ranks} is still there long after SIGKILL" if ranks else ""
+
+
+def _since(observation: Observation, view: WorkerView) -> float:
+    silent = view.heartbeat.launcher_silent_seconds if view.heartbeat is not None else 0.0
+    return observation.now - silent
+
+
+def _seated(observation: Observation, view: WorkerView) -> bool:
+    return any(member.worker == view.name for member in observation.plan.members)

@@ -1,0 +1,69 @@
+"""Probes of a node by a pod of the operator's own: when the next one is due, and what one has come to.
+
+A probe passes, or fails, or says nothing about its node: a registry that is away, a missing pull secret or a full node
+are no reason to quarantine a node, nor to hold one for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..api import Inconclusive, ProbeResult, QuarantineStatus
+from .node_steps import ProbePod, Quarantine
+
+PROBE_POLL_SECONDS = 1.0
+FIRST_BACK_OFF = 60.0
+LONGEST_BACK_OFF = 3600.0
+MAX_PROBES = 10
+
+
+def result(probe: ProbeResult, pod: ProbePod | None, timeout: float, now: float) -> ProbeResult | None:
+    """The probe as it has ended; None: it goes on. `pod`: None, if there is none (yet)."""
+    ended = replace(probe, finished=now)
+    if pod is not None and pod.phase == "Succeeded":
+        return replace(ended, passed=True, message="passed")
+    if pod is not None and pod.phase == "Failed":
+        return _judged(ended, pod.inconclusive, pod.message or "failed without a word")
+    if now < probe.started + timeout:
+        return None
+    waiting = f": {pod.message}" if pod is not None and pod.message else ""
+    reason = Inconclusive.NOT_RUN if pod is None else pod.inconclusive
+    return _judged(ended, reason, f"did not end within {timeout:.0f} s{waiting}")
+
+
+def overtaken(probe: ProbeResult, now: float) -> ProbeResult:
+    """Nobody needs its answer any more."""
+    ended = replace(probe, finished=now, message="another witness has spoken meanwhile")
+    return replace(ended, inconclusive=Inconclusive.OVERTAKEN)
+
+
+def in_words(ended: ProbeResult) -> str:
+    if ended.inconclusive is not None:
+        return f"has said nothing about the node: {ended.message}"
+    return "passed" if ended.passed else f"failed: {ended.message}"
+
+
+def begun(quarantine: Quarantine, now: float) -> QuarantineStatus:
+    """With one more probe. It is written down before its pod is made."""
+    probe = ProbeResult(pod=f"probe-{quarantine.uid[:8]}-{int(now)}", started=now)
+    return replace(quarantine.status, probes=(*quarantine.status.probes, probe)[-MAX_PROBES:])
+
+
+def finished(quarantine: Quarantine, ended: ProbeResult) -> QuarantineStatus:
+    """With the last probe as it has ended."""
+    return replace(quarantine.status, probes=(*quarantine.status.probes[:-1], ended))
+
+
+def due_after(probes: Sequence[ProbeResult]) -> float:
+    """When the back-off behind so many probes in vain is over; it doubles with each. 0: there were none."""
+    if not probes:
+        return 0.0
+    back_off: float = FIRST_BACK_OFF * 2 ** (len(probes) - 1)
+    ended = max(probe.finished or probe.started for probe in probes)
+    return ended + min(back_off, LONGEST_BACK_OFF)
+
+
+def _judged(ended: ProbeResult, reason: Inconclusive | None, message: str) -> ProbeResult:
+    """It has not succeeded: by its node's fault, or by `reason`."""
+    return replace(ended, passed=None if reason is not None else False, inconclusive=reason, message=message)

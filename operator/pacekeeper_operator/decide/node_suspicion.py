@@ -1,0 +1,249 @@
+"""What a node that jobs blame needs next. It is untouched until a witness outside of the jobs' own pods has spoken.
+
+A job can be made to say anything about the node that its pods are on. So its word only raises a suspicion; what decides
+is the node's own condition, GPU series that the platform vouches for, or a probe pod of the operator's on that node.
+A confirmed suspicion is held back for a moment, in which a fault that many nodes share shows as one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..api import Inconclusive, QuarantinePhase, Sign, Verdict, Witness
+from . import node_probes
+from .node_steps import (
+    Approve,
+    Around,
+    Delete,
+    EndProbe,
+    Node,
+    ProbePod,
+    Quarantine,
+    Release,
+    Report,
+    StartProbe,
+    Step,
+    Wait,
+    clock,
+    told,
+    unless_known,
+    witnessed,
+)
+
+HOLD_SECONDS = 10.0
+"""A confirmed suspicion waits so long from its first sign: others of the same power or network fault come meanwhile."""
+AT_ONCE_SECONDS = 60.0
+"""Nodes that are blamed within so long of each other fail at once."""
+SUSPICION_SECONDS = 600.0
+"""What has come to nothing so long after its last sign is dropped."""
+CLEARED_SECONDS = 600.0
+"""For so long after a probe has passed, jobs alone bring about no other one."""
+REPEAT_SECONDS = 60.0
+"""A namespace's next word is no news before."""
+MAX_SIGNS = 8
+PROBES_AT_ONCE = 8
+"""Of suspicions in the whole cluster; those that decide upon a release are bounded by the budget."""
+LOOK_SECONDS = 5.0
+RESYNC_SECONDS = 60.0
+STAYS_TRIPPED_SECONDS = 300.0
+"""From then on the breaker's word stays until the suspicion is dropped: the others may have been dropped before it."""
+
+
+def consider(quarantine: Quarantine, node: Node, pod: ProbePod | None, around: Around, now: float) -> Step:
+    """The next step of a suspicion."""
+    if quarantine.status.phase is QuarantinePhase.RELEASED:
+        return Delete()
+    if node.marked:
+        return Release("its quarantine is not approved")
+    witness = witness_of(quarantine, node)
+    if quarantine.probe_runs:
+        return _watch(quarantine, pod, witness, around.rules.probe_timeout, now)
+    if quarantine.last_probe is not None and pod is not None:
+        return EndProbe(quarantine.last_probe.pod)
+    return _look(quarantine, around, now) if witness is None else _judge(quarantine, around, witness, now)
+
+
+def witness_of(quarantine: Quarantine, node: Node) -> Witness | None:
+    """Who confirms the suspicion; None: nobody yet. A sign that says the node is not Ready is held against the node."""
+    signs, word = quarantine.open_signs, quarantine.last_word
+    if any(sign.witness is Witness.GPU_SERIES for sign in signs):
+        return Witness.GPU_SERIES
+    if signs and not node.ready:
+        return Witness.NODE_CONDITION
+    return Witness.PROBE if word is not None and word.passed is False else None
+
+
+def with_sign(signs: tuple[Sign, ...], sign: Sign) -> tuple[Sign, ...]:
+    """The last of each namespace. What is no news changes nothing, however often it is said."""
+    before = next((known for known in signs if known.namespace == sign.namespace), None)
+    if before is not None and not _is_news(before, sign):
+        return signs
+    others = [known for known in signs if known.namespace != sign.namespace]
+    if len(others) == MAX_SIGNS:
+        others.remove(next((known for known in others if known.witness is Witness.NONE), others[0]))
+    return (*others, sign)
+
+
+def failing_at_once(quarantine: Quarantine, others: tuple[Quarantine, ...]) -> int:
+    """How many nodes are blamed at about the same time as this one, itself included."""
+    return 1 + sum(
+        any(abs(sign.at - quarantine.last_sign) <= AT_ONCE_SECONDS for sign in other.open_signs)
+        for other in others
+        if not other.over and _worth_a_look(other)
+    )
+
+
+def allowed_nodes(nodes: int, max_nodes: int, max_share: float) -> int:
+    """How many of `nodes` may be quarantined at once: by share, but one at least, and by count."""
+    rounding = 1e-9  # 0.29 · 100 is 28.999…
+    return min(max_nodes, max(1, math.floor(max_share * nodes + rounding)))
+
+
+def _is_news(before: Sign, sign: Sign) -> bool:
+    if before.incident == sign.incident:
+        return False
+    stronger = (before.weak and not sign.weak) or (before.witness, sign.witness) == (Witness.NONE, Witness.GPU_SERIES)
+    return stronger or sign.at >= before.at + REPEAT_SECONDS
+
+
+def _worth_a_look(quarantine: Quarantine) -> bool:
+    """The platform looks at a node for one strong sign, or for weak ones of two namespaces."""
+    signs = quarantine.open_signs
+    return any(not sign.weak for sign in signs) or len(signs) > 1
+
+
+def _look(quarantine: Quarantine, around: Around, now: float) -> Step:
+    """Nobody has confirmed it: a probe pod shall decide."""
+    if quarantine.cleared_at is not None:
+        return _keep_cleared(quarantine, quarantine.cleared_at, now)
+    if now >= quarantine.last_sign + SUSPICION_SECONDS:
+        return _drop(quarantine, "nobody has confirmed the suspicion", now)
+    if not _worth_a_look(quarantine):
+        return _wait(quarantine, "waits for the word of a second namespace", SUSPICION_SECONDS, now)
+    due = node_probes.due_after(quarantine.probes_in_vain)
+    if now < due:
+        last = node_probes.in_words(quarantine.probes_in_vain[0])
+        return _wait(quarantine, f"the last probe {last}; the next one comes at {clock(due)}", due - now, now)
+    if sum(other.suspicion and other.probe_runs for other in around.others) >= PROBES_AT_ONCE:
+        return _wait(quarantine, "waits for its turn to be probed", LOOK_SECONDS, now)
+    probing = replace(quarantine, status=node_probes.begun(quarantine, now))
+    return _suspected(probing, "a probe pod on the node decides whether it is quarantined", now)
+
+
+def _watch(quarantine: Quarantine, pod: ProbePod | None, witness: Witness | None, timeout: float, now: float) -> Step:
+    """A probe is under way."""
+    probe = quarantine.last_probe
+    assert probe is not None
+    ended = node_probes.result(probe, pod, timeout, now) if witness is None else node_probes.overtaken(probe, now)
+    if ended is None:
+        return StartProbe(probe.pod, share=True) if pod is None else Wait(node_probes.PROBE_POLL_SECONDS)
+    after = replace(quarantine, status=node_probes.finished(quarantine, ended))
+    if ended.passed:
+        return replace(_cleared(after, now), event="NodeCleared")
+    event = {None: "ProbeFailed", Inconclusive.OVERTAKEN: ""}.get(ended.inconclusive, "ProbeInconclusive")
+    words = f"the probe pod {node_probes.in_words(ended)}"
+    return replace(_suspected(after, words, now, witness), event=event, warning=True)
+
+
+def _judge(quarantine: Quarantine, around: Around, witness: Witness, now: float) -> Step:
+    """A witness has spoken."""
+    if quarantine.status.phase is QuarantinePhase.PENDING:
+        return Wait(RESYNC_SECONDS)
+    first_sign = min((sign.at for sign in quarantine.open_signs), default=0.0)
+    if now < first_sign + HOLD_SECONDS:
+        words = f"is held back for {HOLD_SECONDS:.0f} s, in which a fault of many nodes would show"
+        return unless_known(
+            quarantine, _suspected(quarantine, words, now, witness), max(0.0, first_sign + HOLD_SECONDS - now)
+        )
+    verdict, words = _verdict(quarantine, around, now)
+    if verdict is Verdict.QUARANTINED:
+        approving = _suspected(quarantine, "is to be quarantined", now, witness)
+        return Approve() if approving.status == quarantine.status else approving
+    if verdict is Verdict.AWAITS_APPROVAL:
+        return _await(quarantine, witness, words, now)
+    if now >= quarantine.last_sign + SUSPICION_SECONDS:
+        return _drop(quarantine, words, now)
+    found = told(quarantine, QuarantinePhase.HELD, verdict, words, now)
+    held = witnessed(quarantine, found, witness, _evidence(quarantine, witness), now)
+    fresh = quarantine.verdict is not verdict
+    return unless_known(
+        quarantine, replace(held, event="QuarantineHeldBack" if fresh else "", warning=True), LOOK_SECONDS
+    )
+
+
+def _verdict(quarantine: Quarantine, around: Around, now: float) -> tuple[Verdict, str]:
+    """What becomes of a confirmed suspicion, and the words for it."""
+    rules = around.rules
+    if _tripped(quarantine, around, now):
+        return (
+            Verdict.BREAKER,
+            f"the breaker has tripped at {rules.breaker_nodes} nodes: many fail at once, by no fault of their own",
+        )
+    if around.paused:
+        return Verdict.PAUSED, around.paused
+    # A request to a person takes nothing from the budget, but people are not to be flooded with requests either.
+    spent = sum(_counts(other, asked_too=not rules.acts) for other in around.others)
+    allowed = allowed_nodes(around.nodes, rules.max_nodes, rules.max_share)
+    if spent >= allowed:
+        return Verdict.BUDGET_SPENT, f"the budget of {allowed} of {around.nodes} nodes is spent"
+    if rules.acts:
+        return Verdict.QUARANTINED, ""
+    waits = "waits for spec.approved to be set to true by the platform team; the node is untouched"
+    return Verdict.AWAITS_APPROVAL, waits
+
+
+def _tripped(quarantine: Quarantine, around: Around, now: float) -> bool:
+    if failing_at_once(quarantine, around.others) >= around.rules.breaker_nodes:
+        return True
+    return quarantine.verdict is Verdict.BREAKER and now >= quarantine.last_sign + STAYS_TRIPPED_SECONDS
+
+
+def _counts(other: Quarantine, asked_too: bool) -> bool:
+    return other.spec.approved or (asked_too and other.status.phase is QuarantinePhase.PENDING)
+
+
+def _await(quarantine: Quarantine, witness: Witness, words: str, now: float) -> Step:
+    found = told(quarantine, QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL, words, now)
+    return replace(witnessed(quarantine, found, witness, _evidence(quarantine, witness), now), event="ApprovalNeeded")
+
+
+def _suspected(quarantine: Quarantine, words: str, now: float, witness: Witness | None = None) -> Report:
+    """Where a probe that has just failed is in it, that is the witness."""
+    word = quarantine.last_word
+    if witness is None and word is not None and word.passed is False:
+        witness = Witness.PROBE
+    found = told(quarantine, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, words, now)
+    evidence = words if witness is None else _evidence(quarantine, witness)
+    return witnessed(quarantine, found, witness, evidence, now)
+
+
+def _evidence(quarantine: Quarantine, witness: Witness) -> str:
+    word = quarantine.last_word
+    if witness is Witness.PROBE and word is not None:
+        return f"a probe pod {node_probes.in_words(word)}"
+    if witness is Witness.NODE_CONDITION:
+        return "the node is not Ready"
+    return next((s.reason for s in quarantine.open_signs if s.witness is witness), "")
+
+
+def _wait(quarantine: Quarantine, words: str, seconds: float, now: float) -> Step:
+    left = quarantine.last_sign + SUSPICION_SECONDS - now
+    return unless_known(quarantine, _suspected(quarantine, words, now), max(0.0, min(seconds, left)))
+
+
+def _cleared(quarantine: Quarantine, now: float) -> Report:
+    words = "a probe pod on the node has passed: the node is untouched"
+    found = told(quarantine, QuarantinePhase.CLEARED, Verdict.CLEARED, words, now)
+    return witnessed(quarantine, found, None, words, now)
+
+
+def _keep_cleared(quarantine: Quarantine, since: float, now: float) -> Step:
+    """So that jobs which blame the node without end bring about no probes without end."""
+    left = since + CLEARED_SECONDS - now
+    return unless_known(quarantine, _cleared(quarantine, now), left) if left > 0 else Delete()
+
+
+def _drop(quarantine: Quarantine, why: str, now: float) -> Report:
+    words = f"the suspicion is dropped and the node untouched: {why}"
+    return replace(told(quarantine, QuarantinePhase.RELEASED, Verdict.CLEARED, words, now), event="SuspicionDropped")

@@ -1,0 +1,66 @@
+"""Bounds on what somebody may ask of the operator: how often, and how long an answer is remembered.
+
+Both forget what was used longest ago, so that nobody makes them grow by asking under ever new names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass
+class _Bucket:
+    left: float
+    at: float
+
+
+class Rate(Generic[Key]):
+    """So many at once and so many a second, for each key (a token bucket). Times are of a clock that never jumps."""
+
+    def __init__(self, per_second: float, at_once: int, keys: int = 20_000) -> None:
+        self._per_second = per_second
+        self._at_once = at_once
+        self._keys = keys
+        self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
+
+    def take(self, key: Key, now: float) -> bool:
+        """Whether one more is allowed, which then counts."""
+        bucket = self._buckets.pop(key, None) or _Bucket(self._at_once, now)
+        bucket.left = min(self._at_once, bucket.left + (now - bucket.at) * self._per_second)
+        bucket.at = now
+        allowed = bucket.left >= 1
+        bucket.left -= allowed
+        self._buckets[key] = bucket
+        if len(self._buckets) > self._keys:
+            self._buckets.popitem(last=False)
+        return allowed
+
+    def give_back(self, key: Key) -> None:
+        """The last one does not count after all."""
+        if key in self._buckets:
+            self._buckets[key].left += 1
+
+
+class Remembered(Generic[Key, Value]):
+    """Answers that hold for `seconds`, the newest `most` of them."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._answers: OrderedDict[Key, tuple[float, Value]] = OrderedDict()
+
+    def get(self, key: Key, now: float) -> Value | None:
+        at, value = self._answers.get(key, (0.0, None))
+        return value if value is not None and now - at < self._seconds else None
+
+    def put(self, key: Key, value: Value, now: float) -> None:
+        self._answers.pop(key, None)
+        self._answers[key] = (now, value)
+        if len(self._answers) > self._most:
+            self._answers.popitem(last=False)

@@ -1,0 +1,62 @@
+"""Faults that workers have told of and that are not dealt with yet: bounded, so that no worker fills the operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from pacekeeper_analysis.reports import Fault
+
+MAX_OF_WORKER = 32
+MAX_BYTES_OF_WORKER = 4 * 2**20
+MAX_FOR_EACH_WORKER = 4
+MAX_BESIDE = 64
+"""Of one job: so many for each of its workers, and so many beside."""
+
+
+class OpenFaults(Mapping[str, Fault]):
+    """By name. What came first stays; what is too much is not taken, and comes again once there is room."""
+
+    def __init__(self) -> None:
+        self._faults: dict[str, Fault] = {}
+        self._count: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    def take(self, fault: Fault, workers: int) -> str:
+        """Why it is not taken; "": it is, or was before. `workers`: how many the job has."""
+        if fault.name in self._faults:
+            return ""
+        if self._count[fault.worker] >= MAX_OF_WORKER:
+            return f"worker {fault.worker} has {MAX_OF_WORKER} faults that are not dealt with yet"
+        if self._bytes[fault.worker] + _weight(fault) > MAX_BYTES_OF_WORKER:
+            return f"worker {fault.worker} has faults of {MAX_BYTES_OF_WORKER} bytes that are not dealt with yet"
+        if len(self._faults) >= MAX_FOR_EACH_WORKER * workers + MAX_BESIDE:
+            return f"the job has {len(self._faults)} faults that are not dealt with yet"
+        self._add(fault)
+        return ""
+
+    def keep(self, wanted: Callable[[Fault], bool]) -> None:
+        """Forget all others."""
+        faults = [fault for fault in self._faults.values() if wanted(fault)]
+        self._faults, self._count, self._bytes = {}, Counter(), Counter()
+        for fault in faults:
+            self._add(fault)
+
+    def __getitem__(self, name: str) -> Fault:
+        return self._faults[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._faults)
+
+    def __len__(self) -> int:
+        return len(self._faults)
+
+    def _add(self, fault: Fault) -> None:
+        self._faults[fault.name] = fault
+        self._count[fault.worker] += 1
+        self._bytes[fault.worker] += _weight(fault)
+
+
+def _weight(fault: Fault) -> int:
+    """About the bytes that it takes; all that is long in it is text."""
+    return 512 + len(fault.error) + sum(512 + len(state.stack) for state in fault.ranks)

@@ -1,0 +1,347 @@
+"""What tenants try through the API server, and what a stolen token of the operator's is still good for.
+
+Rights are asked for, and writes are dry runs, which go through authorization and admission: nothing here needs a pod.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.chart import RELEASE, SYSTEM
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
+
+OPERATOR = f"system:serviceaccount:{SYSTEM}:{RELEASE}"
+API_VERSION = "pacekeeper.dev/v1alpha1"
+DRY_RUN = "--dry-run=server"
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A namespace with service accounts of different rights in it, and what stands in it."""
+
+    cluster: Cluster
+    namespace: str
+
+    def account(self, name: str) -> str:
+        return f"system:serviceaccount:{self.namespace}:{name}"
+
+    def rights(self, user: str, questions: list[str]) -> list[str]:
+        """Those of the questions that the API server answers with yes.
+
+        A question is verb, resource and perhaps a namespace: "patch incidents.pacekeeper.dev/status", "get pods in x".
+        """
+        reviews = [access_review(user, question, self.namespace) for question in questions]
+        body = json.dumps(several(reviews))
+        lines = 'jsonpath={.status.allowed}{"\\n"}'
+        answers = self.cluster.kubectl("create", "-f", "-", "-o", lines, stdin=body).split()
+        return [question for question, answer in zip(questions, answers, strict=True) if answer == "true"]
+
+    def write(self, user: str, *arguments: str, body: dict[str, Any] | None = None, namespace: str = "") -> str:
+        where = ("--namespace", namespace or self.namespace, f"--as={user}")
+        return self.cluster.kubectl(*arguments, *where, stdin=None if body is None else json.dumps(body))
+
+    def refusal(self, user: str, *arguments: str, body: dict[str, Any] | None = None, namespace: str = "") -> str:
+        """The API server's words; the test fails if it does not refuse."""
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            self.write(user, *arguments, DRY_RUN, body=body, namespace=namespace)
+        return str(refused.value.stderr)
+
+
+def access_review(user: str, question: str, namespace: str) -> dict[str, Any]:
+    verb, what, *elsewhere = question.split()
+    resource, _, subresource = what.partition("/")
+    plural, _, group = resource.partition(".")
+    attributes = {
+        "verb": verb,
+        "group": group,
+        "resource": plural,
+        "subresource": subresource,
+        "namespace": elsewhere[1] if elsewhere else namespace,
+    }
+    groups = ["system:authenticated", "system:serviceaccounts", f"system:serviceaccounts:{user.split(':')[2]}"]
+    return {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
+    }
+
+
+def several(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """For one call of kubectl, which tries each and tells all refusals."""
+    return {"apiVersion": "v1", "kind": "List", "items": list(bodies)}
+
+
+@pytest.fixture(scope="module")
+def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG001  # the chart must be installed
+    with scratch_namespace(cluster) as namespace:
+        found = Tenant(cluster, namespace)
+        cluster.apply(JOB, namespace)
+        uid = cluster.get("tj", "gpt", namespace)["metadata"]["uid"]
+        for body in (
+            STATE,
+            STRAY_POD,
+            plan_of_old("gpt-plan", uid),
+            plan_of_old("settings", uid),
+            *bindings(namespace),
+        ):
+            cluster.apply(body, namespace)
+        wait_for(lambda: cluster.get("serviceaccount", "default", namespace), timeout=30, what="service account")
+        yield found
+
+
+JOB: dict[str, Any] = {
+    "apiVersion": API_VERSION,
+    "kind": "TrainingJob",
+    "metadata": {"name": "gpt"},
+    "spec": {"suspend": True, "template": {"spec": {"containers": [{"name": "trainer", "image": "x"}]}}},
+}
+STATE: dict[str, Any] = {
+    "apiVersion": API_VERSION,
+    "kind": "TrainingJobState",
+    "metadata": {"name": "of-nobody"},
+    "schemaVersion": 1,
+    "plan": {"round": 1},
+    "state": {},
+}
+STRAY_POD: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "stray"},
+    "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x"}]},
+}
+
+
+def owner(kind: str, name: str = "gpt", api_version: str = API_VERSION, uid: str = "u") -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "name": name, "uid": uid, "controller": True}
+
+
+def owned_pod(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
+    body = copy.deepcopy(STRAY_POD)
+    body["metadata"] = {"name": name, "ownerReferences": list(owners)}
+    return body
+
+
+def worker(**spec: Any) -> dict[str, Any]:
+    body = owned_pod("gpt-w0-0", owner("TrainingJob"))
+    return body | {"spec": body["spec"] | spec}
+
+
+def container(**security_context: Any) -> list[dict[str, Any]]:
+    return [{"name": "trainer", "image": "x", "securityContext": security_context}]
+
+
+def plan_of_old(name: str, uid: str) -> dict[str, Any]:
+    """What jobs from before have: a ConfigMap with their label, owned by them. Only the right name makes it a plan."""
+    metadata = {
+        "name": name,
+        "labels": {"pacekeeper.dev/job": "gpt"},
+        "ownerReferences": [owner("TrainingJob", uid=uid)],
+    }
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+
+
+def bindings(namespace: str) -> Iterator[dict[str, Any]]:
+    """`editor` and `viewer` as platform teams bind their tenants; `careless` may do all that a role can grant."""
+    group = "rbac.authorization.k8s.io"
+    rule = {"apiGroups": ["pacekeeper.dev"], "resources": ["*"], "verbs": ["*"]}
+    yield {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": "all"}, "rules": [rule]}
+    for name, kind, role in (
+        ("editor", "ClusterRole", "edit"),
+        ("viewer", "ClusterRole", "view"),
+        ("careless", "Role", "all"),
+    ):
+        yield {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": group, "kind": kind, "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        }
+
+
+def test_a_tenant_runs_its_own_jobs(tenant: Tenant) -> None:
+    user = tenant.account("editor")
+    tenant.write(user, "create", DRY_RUN, "-f", "-", body=JOB | {"metadata": {"name": "other"}})
+    tenant.write(user, "patch", "tj", "gpt", DRY_RUN, "--type=merge", "-p", '{"spec": {"suspend": false}}')
+    tenant.write(user, "patch", "tj", "gpt", DRY_RUN, "--type=merge", "-p", '{"spec": {"syncMode": "Sync"}}')
+    tenant.write(user, "scale", "tj", "gpt", DRY_RUN, "--replicas=3")
+    tenant.write(user, "delete", "tj", "gpt", DRY_RUN)
+
+
+def test_a_tenant_has_no_right_to_books_nodes_and_the_operators_namespace(tenant: Tenant) -> None:
+    forbidden = [
+        *[f"{verb} trainingjobstates.pacekeeper.dev" for verb in ("create", "update", "patch", "delete")],
+        *[f"{verb} incidents.pacekeeper.dev" for verb in ("create", "update", "patch")],
+        *[f"{verb} nodequarantines.pacekeeper.dev" for verb in ("create", "update", "patch", "delete")],
+        "patch incidents.pacekeeper.dev/status",
+        "patch trainingjobs.pacekeeper.dev/status",
+        "patch nodes",
+        *[f"get {resource} in {SYSTEM}" for resource in ("secrets", "configmaps", "pods", "pods/log")],
+        f"get leases.coordination.k8s.io in {SYSTEM}",
+        f"create configmaps in {SYSTEM}",
+        f"create serviceaccounts/token in {SYSTEM}",
+        f"impersonate serviceaccounts in {SYSTEM}",
+    ]
+    assert tenant.rights(tenant.account("editor"), forbidden) == []
+
+
+def test_a_tenant_has_the_rights_that_jobs_need(tenant: Tenant) -> None:
+    needed = [
+        *[f"{verb} trainingjobs.pacekeeper.dev" for verb in ("get", "watch", "create", "update", "patch", "delete")],
+        "patch trainingjobs.pacekeeper.dev/scale",
+        "delete incidents.pacekeeper.dev",
+        "get trainingjobstates.pacekeeper.dev",
+    ]
+    assert tenant.rights(tenant.account("editor"), needed) == needed
+
+
+def test_who_may_only_look_sees_jobs_but_no_plan(tenant: Tenant) -> None:
+    user = tenant.account("viewer")
+    allowed = ["list trainingjobs.pacekeeper.dev", "watch incidents.pacekeeper.dev"]
+    a_secret_of_the_job_stands_there = ["get trainingjobstates.pacekeeper.dev"]
+    assert (
+        tenant.rights(user, [*allowed, *a_secret_of_the_job_stands_there, "patch trainingjobs.pacekeeper.dev"])
+        == allowed
+    )
+
+
+def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> None:
+    user = tenant.account("careless")
+    forged = STATE | {"metadata": {"name": "forged"}}
+    patch = ("patch", "tjs", "of-nobody", "--type=merge", "-p", '{"state": {"quarantines": ["node-1"]}}')
+    for words in (
+        tenant.refusal(user, "create", "-f", "-", body=forged),
+        tenant.refusal(user, *patch),
+        tenant.refusal(user, "delete", "tjs", "of-nobody"),
+    ):
+        assert "a TrainingJobState is the operator's own" in words
+
+
+def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
+    rdma = worker(hostNetwork=True, containers=container(capabilities={"add": ["IPC_LOCK"]}))
+    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
+    probe = owned_pod("probe", owner("NodeQuarantine", "node-1"))
+    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
+    state = STATE | {"metadata": {"name": "gpt", "ownerReferences": [owner("TrainingJob")]}}
+    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=state)
+    tenant.write(OPERATOR, *node_patch(tenant, {"unschedulable": True}, taint(OURS)), DRY_RUN)
+    finalizers = '{"metadata": {"finalizers": ["pacekeeper.dev/job"]}}'
+    tenant.write(OPERATOR, "patch", "tj", "gpt", DRY_RUN, "--type=merge", "-p", finalizers)
+    tenant.write(OPERATOR, "delete", "configmap", "gpt-plan", DRY_RUN)
+
+
+STRANGERS = (
+    owned_pod("of-nobody"),
+    owned_pod("of-another-controller", owner("Job", api_version="batch/v1")),
+    owned_pod("of-a-look-alike", owner("TrainingJob", api_version="example.com/v1")),
+    owned_pod("owned-but-not-controlled", owner("TrainingJob") | {"controller": False}),
+    owned_pod("probe-outside-of-its-namespace", owner("NodeQuarantine")),
+)
+
+
+def test_a_stolen_operator_makes_no_pod(tenant: Tenant) -> None:
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(STRANGERS))
+    assert words.count("only what a TrainingJob controls") == len(STRANGERS)
+
+
+def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
+    pods = (
+        worker(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
+        worker(hostPID=True),
+        worker(hostIPC=True),
+        worker(containers=container(privileged=True)),
+        worker(containers=container(capabilities={"add": ["SYS_ADMIN"]})),
+        worker(initContainers=[{"name": "first", "image": "x", "securityContext": {"privileged": True}}]),
+    )
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(pods))
+    assert words.count("admissionPolicy.hostAccess") == len(pods), words
+
+
+def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
+    probes = [owned_pod("probe", owner("NodeQuarantine")) for _ in range(2)]
+    probes[0]["spec"]["hostNetwork"] = True
+    probes[1]["spec"]["serviceAccountName"] = RELEASE
+    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(probes), namespace=SYSTEM)
+    assert words.count("a probe needs nothing of its node") == len(probes), words
+
+
+def test_a_stolen_operator_enters_no_namespace_of_the_system(tenant: Tenant) -> None:
+    for namespace in ("kube-system", "kube-public", "kube-node-lease"):
+        words = tenant.refusal(OPERATOR, "create", "-f", "-", body=worker(), namespace=namespace)
+        assert "nothing to do in this namespace" in words
+
+
+OURS = "pacekeeper.dev/quarantine"
+
+
+def taint(key: str, effect: str = "NoSchedule") -> dict[str, Any]:
+    return {"key": key, "effect": effect}
+
+
+def node_patch(tenant: Tenant, spec: dict[str, Any], *taints: dict[str, Any], **metadata: Any) -> list[str]:
+    """kubectl's arguments. The API server takes taints as a whole list: those that are there are repeated."""
+    node = tenant.cluster.list("node")[0]
+    if taints:
+        spec = spec | {"taints": [*node["spec"].get("taints", []), *taints]}
+    change = json.dumps({"metadata": metadata, "spec": spec})
+    return ["patch", "node", node["metadata"]["name"], "--type=merge", "-p", change]
+
+
+def test_a_stolen_operator_does_no_more_to_a_node(tenant: Tenant) -> None:
+    changes = {
+        "labels, annotations or any other": node_patch(tenant, {}, labels={"trusted": "true"}),
+        "or any other metadata": node_patch(tenant, {}, annotations={"a": "b"}),
+        "may change no taint of a node but": node_patch(tenant, {}, taint("other")),
+        "the effect of the operator's taint is": node_patch(tenant, {}, taint(OURS, "NoExecute")),  # would evict
+        "may change only the cordon": node_patch(tenant, {"providerID": "stolen://1"}),
+    }
+    for message, arguments in changes.items():
+        assert message in tenant.refusal(OPERATOR, *arguments)
+
+
+def test_a_stolen_operator_deletes_nothing_of_others(tenant: Tenant) -> None:
+    assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "pod", "stray")
+    assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "tjs", "of-nobody")
+    assert "only the plans of jobs" in tenant.refusal(OPERATOR, "delete", "configmap", "settings")
+
+
+def test_a_stolen_operator_changes_no_job(tenant: Tenant) -> None:
+    patch = json.dumps({"spec": {"template": {"spec": {"containers": [{"name": "trainer", "image": "evil"}]}}}})
+    assert "its users' to say" in tenant.refusal(OPERATOR, "patch", "tj", "gpt", "--type=merge", "-p", patch)
+
+
+def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None:
+    annotations = {"kubernetes.io/service-account.name": RELEASE}
+    token = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/service-account-token",
+        "metadata": {"name": "kept", "annotations": annotations},
+    }
+    assert "makes no tokens" in tenant.refusal(OPERATOR, "create", "-f", "-", body=token, namespace=SYSTEM)
+
+
+def test_the_operator_has_no_rights_beyond(tenant: Tenant) -> None:
+    beyond = [
+        "get secrets",
+        f"list secrets in {SYSTEM}",
+        "list configmaps",
+        *[f"{verb} configmaps" for verb in ("create", "update", "patch")],
+        *[f"{verb} pods" for verb in ("update", "patch")],
+        *[f"create pods/{subresource}" for subresource in ("exec", "eviction", "attach", "portforward")],
+        "get pods/log",
+        "create trainingjobs.pacekeeper.dev",
+        "create rolebindings.rbac.authorization.k8s.io",
+        *[f"{verb} nodes" for verb in ("create", "delete")],
+        "patch nodes/status",
+        f"create serviceaccounts/token in {SYSTEM}",
+        "delete validatingadmissionpolicies.admissionregistration.k8s.io",
+    ]
+    assert tenant.rights(OPERATOR, beyond) == []

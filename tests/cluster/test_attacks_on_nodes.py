@@ -1,0 +1,127 @@
+"""What a tenant does to have a node taken away from the others: by its workers' words, by series, by the objects.
+
+Everything here is done with what a tenant has: a job of its own, its workers' tokens, pods in its own namespace.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import TAINT_QUARANTINE
+from pacekeeper_operator.observe.prometheus import Prometheus
+from testcluster.images import DEV_IMAGE
+from testcluster.settings import PROMETHEUS_URL
+from tests.support.cluster import Cluster, wait_for
+from tests.support.jobs import Job, paced
+from tests.support.operator_process import OperatorProcess
+from tests.support.sidecar_calls import call, token
+
+pytestmark = pytest.mark.usefixtures("resources")
+
+NODE, VICTIM = "node-4", "node-6"
+LONG = 100_000  # steps: until the test ends it
+FALLEN_OFF_THE_BUS = 79
+FORGED = f"""
+DCGM_FI_DEV_XID_ERRORS{{Hostname="{VICTIM}",node="{VICTIM}",namespace="gpu-monitoring",gpu="0"}} 79
+pacekeeper_rank_compute_seconds{{namespace="team-b",trainingjob="victim",pod="victim-w0-0",rank="0"}} 900
+pacekeeper_rank_compute_seconds{{trainingjob="victim",rank="oops"}} NaN
+"""
+
+
+@pytest.fixture(autouse=True)
+def released(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
+
+
+def untouched(cluster: Cluster, node: str) -> bool:
+    spec = cluster.get("node", node)["spec"]
+    return not spec.get("unschedulable") and all(t["key"] != TAINT_QUARANTINE for t in spec.get("taints", ()))
+
+
+def phase(cluster: Cluster, node: str) -> str:
+    found = cluster.get("nodequarantine", node) or {}
+    return str(found.get("status", {}).get("phase", ""))
+
+
+def lie(job: Job, worker: str, name: str) -> None:
+    """The worker says that its GPU has failed; whether it is taken at once does not matter here."""
+    fault = {
+        "name": name,
+        "kind": "GpuError",
+        "worker": worker,
+        "round": 1,
+        "noticed_at": time.time(),
+        "xid": FALLEN_OFF_THE_BUS,
+    }
+    assert call(job, "/v1/faults", token(job, worker), fault)[0] in (202, 503)
+
+
+def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
+    cluster: Cluster, namespace: str, operator_process: OperatorProcess
+) -> None:
+    assert operator_process.alive()
+    body = paced("liar", LONG, replicas=1, remediation={"allow": ["QuarantineNode"]})
+    body["spec"]["template"]["spec"]["nodeName"] = NODE  # the node that the liar wants to see gone
+    job = Job.apply(cluster, namespace, body)
+    job.until_phase("Running", timeout=120)
+    worker = job.worker(0)
+    for number in range(5):
+        lie(job, worker, f"lie-{number}")
+    wait_for(lambda: phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
+    for number in range(5, 10):
+        lie(job, worker, f"lie-{number}")
+    incidents = [i for i in job.incidents() if i["spec"]["cause"] == "gpu-error"]
+    assert incidents, "the lie was heard"
+    assert untouched(cluster, NODE)
+    assert len(cluster.get("nodequarantine", NODE)["status"]["probes"]) == 1
+
+
+def query(text: str) -> list[dict[str, Any]]:
+    url = f"{PROMETHEUS_URL}/api/v1/query?query={urllib.parse.quote(text)}"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    return found
+
+
+async def test_forged_series_speak_for_nobody_but_their_pod(cluster: Cluster, namespace: str) -> None:
+    serve = "mkdir /tmp/www && cd /tmp/www && printf '%s' \"$SERIES\" > metrics && exec python -m http.server 9464"
+    container = {
+        "name": "main",
+        "image": DEV_IMAGE,
+        "imagePullPolicy": "Never",
+        "command": ["sh", "-c", serve],
+        "env": [{"name": "SERIES", "value": FORGED}],
+        "ports": [{"name": "pk-metrics", "containerPort": 9464}],
+    }
+    labels = {"pacekeeper.dev/job": "liar", "app.kubernetes.io/name": "dcgm-exporter"}
+    pod = {"metadata": {"name": "liar-w0-0", "labels": labels}, "spec": {"containers": [container]}}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", **pod}, namespace)
+
+    own = f'DCGM_FI_DEV_XID_ERRORS{{namespace="{namespace}"}}'
+    wait_for(lambda: bool(query(own)), 60, "Prometheus has scraped the forged series")
+
+    sample = await Prometheus(PROMETHEUS_URL, "gpu-monitoring", "Hostname").sample(time.time())
+    assert not sample.unavailable
+    assert all(value.node != VICTIM for value in sample.gpu)
+    assert not sample.of("team-b", "victim").slowdown
+    assert not query('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
+
+
+@pytest.mark.parametrize("resource", ["nodequarantines.pacekeeper.dev", "nodequarantines.pacekeeper.dev/status"])
+def test_no_tenant_writes_quarantines(cluster: Cluster, namespace: str, resource: str) -> None:
+    account = f"{namespace}:default"
+    binding = ["--clusterrole=edit", f"--serviceaccount={account}", "--namespace", namespace]
+    cluster.kubectl("create", "rolebinding", "tenant", *binding)
+    for verb in ("create", "patch", "update", "delete"):
+        with pytest.raises(subprocess.CalledProcessError) as denied:  # kubectl's way to say no
+            cluster.kubectl("auth", "can-i", verb, resource, f"--as=system:serviceaccount:{account}")
+        assert denied.value.output.strip() == "no", verb

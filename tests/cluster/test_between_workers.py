@@ -1,0 +1,71 @@
+"""Workers among strangers: whoever reaches the port where launchers meet changes nothing for the job."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job, paced
+
+pytestmark = pytest.mark.usefixtures("operator")
+
+LONG = 100_000  # steps: until the test ends it
+NONCE = b"0" * 32
+HOSTILE = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x00" * 100_000,
+    pickle.dumps({"worker": "stranger"}) + b"\n",
+    b"pacekeeper " + NONCE + b' 1\n{"worker": "stranger", "membership": 1, "status": "Ending", "round": 9}\n',
+    b"pacekeeper " + NONCE + b" 1\n" + b"0" * 64 + b' {"worker": "stranger"}\n',
+    b"",
+)
+HANG_UP = 10.0  # seconds; the launcher takes two
+
+
+def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(cluster: Cluster, namespace: str) -> None:
+    job = Job.apply(cluster, namespace, paced("guarded", LONG))
+    job.until_phase("Running", timeout=120)
+    plan, first = job.plan(), job.plan()["members"][0]
+    assert plan["secret"]
+    for content in HOSTILE:
+        said = knock(first["address"], plan["store_port"], content)
+        assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
+    job.until_trained_on()
+    assert job.plan()["membership"] == plan["membership"]
+    assert job.incidents() == []
+    log = cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", namespace)
+    assert log.count("turned away") == 1, "said once, not for each of them"
+    assert plan["secret"] not in log
+
+    job.crash(1)
+    job.until_healed("crash")
+    job.until_trained_on()
+    job.delete()
+
+
+def test_no_other_container_has_what_is_the_sidecars(cluster: Cluster, namespace: str) -> None:
+    """The condition says it in the operator's words, and no pod is made."""
+    spy = {"name": "spy", "image": "spy", "volumeMounts": [{"name": "pacekeeper-token", "mountPath": "/token"}]}
+    body = paced("spying", LONG)
+    body["spec"]["template"]["spec"]["containers"].append(spy)
+    job = Job.apply(cluster, namespace, body)
+    job.until(lambda: job.condition("InvalidTemplate").get("status") == "True", 20, "the template is refused")
+    assert "containers[1].volumeMounts[0]: pacekeeper-token" in job.condition("InvalidTemplate")["message"]
+    assert job.pods() == []
+    job.delete()
+
+
+def knock(address: str, port: int, content: bytes) -> bytes:
+    """All that the host says until it hangs up."""
+    said = bytearray()
+    with socket.create_connection((address, port), timeout=HANG_UP) as connection:
+        try:
+            connection.sendall(content)
+            while part := connection.recv(1 << 16):
+                said += part
+        except ConnectionError:
+            pass
+    return bytes(said)

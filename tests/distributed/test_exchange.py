@@ -1,0 +1,119 @@
+"""What ranks tell each other arrives as it was said, and nothing of it is unpickled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pacekeeper import exchange
+from pacekeeper.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
+from pacekeeper_analysis.errors import InputError
+from tests.support.ranks import run_ranks, unpickle_nothing
+
+RANKS = 3
+
+
+def group() -> dist.ProcessGroup:
+    """Of all ranks; from here on whoever unpickles something fails."""
+    dist.init_process_group("gloo")
+    unpickle_nothing()
+    its = dist.distributed_c10d._get_default_group()
+    with pytest.raises(AssertionError, match="unpickles"):
+        dist.all_gather_object(["", "", ""], "words", group=its)
+    return its
+
+
+def said(rank: int) -> Any:
+    """Of another length on each rank."""
+    return {"rank": rank, "words": "x" * 1000 * rank, "tensor": torch.full((rank,), rank), 7: (rank, None)}
+
+
+def plain(value: Any) -> Any:
+    return {**value, "tensor": value["tensor"].tolist()}
+
+
+def test_all_hear_everybody_or_what_is_meant_for_them() -> None:
+    def rank_main(rank: int) -> bool:
+        everyone = group()
+        gathered = exchange.gather(said(rank), everyone)
+        collected = exchange.collect(said(rank), everyone)
+        scattered = exchange.scatter([said(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone)
+        heard = exchange.broadcast(said(rank + 2), everyone)
+        expected = [plain(said(its)) for its in range(RANKS)]
+        assert [plain(its) for its in gathered] == expected
+        assert (collected is None) == (rank > 0)
+        assert collected is None or [plain(its) for its in collected] == expected
+        assert plain(scattered) == plain(said(2 - rank))
+        assert plain(heard) == plain(said(2))
+        return True
+
+    assert run_ranks(rank_main, RANKS) == [True] * RANKS
+
+
+def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
+    def rank_main(rank: int) -> bool:
+        everyone = group()
+        content = torch.frombuffer(bytearray(pickle.dumps({"rank": rank})), dtype=torch.uint8)
+        if rank == 1:
+            exchange._content = lambda *_: content  # a hostile peer's own version
+        with pytest.raises(InputError, match="another format"):
+            exchange.gather(rank, everyone)
+        return True
+
+    assert run_ranks(rank_main, RANKS) == [True] * RANKS
+
+
+def state(rank: int, value: float) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((3, 4), value), "half": torch.full((5,), value, dtype=torch.bfloat16)},
+        "optimizer": {"param_groups": {"lr": value, "betas": (value, 0.99), "names": [None, True, "a"]}},
+        "other": b"%f" % value,
+        f"own.{rank}": b"%d %f" % (rank, value),
+    }
+
+
+def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_something(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> bool:
+        save(state(rank, 0.5), tmp_path, group())
+        (tmp_path / TORCHS_INDEX).unlink(missing_ok=True)
+        found = state((rank + 1) % RANKS, 0.0)
+        load(found, tmp_path)
+        wanted = state((rank + 1) % RANKS, 0.5)
+        for name, tensor in wanted.pop("model").items():
+            assert torch.equal(found["model"][name], tensor)
+            assert found["model"][name].dtype == tensor.dtype
+        found.pop("model")
+        assert found == wanted
+        return True
+
+    assert run_ranks(rank_main, RANKS) == [True] * RANKS
+
+
+@pytest.mark.parametrize("method", ["prepare_local_plan", "prepare_global_plan", "write_data", "finish"])
+def test_what_fails_on_one_rank_fails_on_all_with_its_reason(method: str, tmp_path: Path) -> None:
+    culprit = 0 if method in {"prepare_global_plan", "finish"} else 1
+
+    def fail(*_: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    def rank_main(rank: int) -> str:
+        everyone = group()
+        if rank == culprit:
+            setattr(FileSystemWriter, method, fail)
+        with pytest.raises(Failed) as failed:
+            save(state(rank, 0.5), tmp_path, everyone)
+        return str(failed.value)
+
+    assert run_ranks(rank_main, RANKS) == [f"rank {culprit}: OSError: [Errno 28] No space left on device"] * RANKS
+
+
+def test_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    with pytest.raises(InputError, match="another format"):
+        load({}, tmp_path)

@@ -1,0 +1,82 @@
+"""A clock for ranks on one machine, by which nothing takes time but the work that their script says it does.
+
+What ranks record of themselves is then exact, however busy the machine is. Each rank's clock is its own, and goes on by
+`work`. Where ranks wait for each other, it goes on to when the last of them came, as real ones do (Lamport, 1978): each
+rank writes down when it came to its n-th collective, and whoever has waited takes the latest of those. All ranks must
+come to the same collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MOST_COLLECTIVES = 1 << 20
+_WORD = np.dtype("<i8")
+
+
+class FakeClock:
+    """One rank's. `folder` is shared by the ranks."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        path = folder / "arrivals"
+        with path.open("ab") as file:
+            file.truncate(ranks * _MOST_COLLECTIVES * _WORD.itemsize)
+        self._arrivals = np.memmap(path, _WORD, "r+", shape=(ranks, _MOST_COLLECTIVES))
+        self._rank = rank
+        self._collectives = 0
+        self._now = 10**9
+
+    def nanoseconds(self) -> int:
+        return self._now
+
+    def work(self, seconds: float) -> None:
+        """So long this rank is busy with its own."""
+        self._now += round(seconds * 1e9)
+
+    def come(self) -> None:
+        """To the next collective."""
+        self._collectives += 1
+        self._arrivals[self._rank, self._collectives] = self._now
+
+    def meet(self) -> None:
+        """The newest collective is over: all have come to it, or are about to."""
+        if self._collectives == 0:
+            return
+        while not (there := self._arrivals[:, self._collectives]).all():
+            time.sleep(0)
+        self._now = max(self._now, int(there.max()))
+
+
+def install(folder: Path, rank: int, ranks: int) -> FakeClock:
+    """By this clock the rank's recorder records from now on; call it before the rank is watched."""
+    from torch._C._distributed_c10d import Work
+
+    from pacekeeper.collectives import _Watcher
+    from pacekeeper.ring import RingWriter
+
+    clock = FakeClock(folder, rank, ranks)
+    enter, wait, ended = RingWriter.enter_collective, Work.wait, _Watcher._backward_ended
+
+    def enter_collective(ring: RingWriter, *place: Any) -> None:
+        clock.come()
+        enter(ring, *place)
+
+    def wait_and_meet(work: Work, *arguments: Any, **options: Any) -> Any:
+        try:
+            return wait(work, *arguments, **options)
+        finally:
+            clock.meet()
+
+    def backward_ended(watcher: _Watcher) -> None:
+        clock.meet()  # C++ has waited for the gradients
+        ended(watcher)
+
+    RingWriter.enter_collective = enter_collective  # type: ignore[method-assign,assignment]
+    Work.wait = wait_and_meet  # type: ignore[method-assign,assignment]
+    _Watcher._backward_ended = backward_ended  # type: ignore[method-assign,assignment]
+    time.monotonic_ns = clock.nanoseconds
+    return clock

@@ -1,0 +1,32 @@
+"""What a sidecar, or whoever has its token, may say to the operator."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+from tests.support.jobs import Job
+
+
+def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """POST to the operator, at the address and with the authority that sidecars are given; (status, answer)."""
+    sidecar = job.pods()[0]["spec"]["initContainers"][0]
+    given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
+    request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
+    if bearer:
+        request.add_header("Authorization", f"Bearer {bearer}")
+    trusted = ssl.create_default_context(cadata=given["PACEKEEPER_CA"])
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=trusted) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")
+
+
+def token(job: Job, pod: str, audience: str = "pacekeeper") -> str:
+    """Of the pod, as its sidecar gets it from the kubelet."""
+    bound = ["--bound-object-kind=Pod", f"--bound-object-name={pod}", f"--audience={audience}"]
+    return job.cluster.kubectl("create", "token", "default", *bound, "-n", job.namespace).strip()

@@ -1,0 +1,144 @@
+"""What passes want done is done apart from them, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import kopf
+import pytest
+
+from pacekeeper_operator.effects import CreatePod, DeletePod, Effect
+from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.services.errands import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, Errands
+from pacekeeper_operator.state import Worker
+
+A, B = (CreatePod(Worker(f"j-w{n}-0", n, 0)) for n in range(2))
+
+
+class StandingClock(Runtime):
+    """Time goes on when the test says so."""
+
+    at = 1000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+    def random(self) -> float:
+        return 0.5
+
+
+class Doing:
+    def __init__(self) -> None:
+        self.runtime = StandingClock()
+        self.done: list[str] = []
+        self.woken = 0
+        self.answers: dict[str, Callable[[], float]] = {}
+        self.held: dict[str, asyncio.Event] = {}
+        self.errands = Errands(self.runtime, self.carry_out, self.wake, "job ns/j")
+
+    async def carry_out(self, effect: Effect) -> float:
+        if held := self.held.get(effect.key):
+            await held.wait()
+        self.done.append(effect.key)
+        return self.answers.get(effect.key, lambda: 0.0)()
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def fails(self, effect: Effect, error: Exception) -> None:
+        def answer() -> float:
+            raise error
+
+        self.answers[effect.key] = answer
+
+    async def sent(self, *effects: Effect) -> None:
+        self.errands.send(effects)
+        await self.errands.settled()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """A few turns of the event loop, until it does."""
+    for _ in range(100):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("never")
+
+
+@pytest.fixture
+def doing() -> Doing:
+    return Doing()
+
+
+async def test_one_that_is_slow_holds_up_no_other_and_no_pass(doing: Doing) -> None:
+    doing.held[A.key] = asyncio.Event()
+    doing.errands.send([A, B])  # returns at once
+    await until(lambda: B.key in doing.done)
+    assert doing.errands.busy
+    doing.errands.send([A, B])
+    doing.held[A.key].set()
+    await doing.errands.settled()
+    assert doing.done.count(A.key) == 1, "it was under way already"
+
+
+async def test_what_fails_is_told_and_tried_again_ever_more_slowly(doing: Doing) -> None:
+    doing.fails(A, kopf.TemporaryError("exceeded quota: pods=1"))
+    pauses = []
+    for _ in range(12):
+        await doing.sent(A, B)
+        (trouble,) = doing.errands.troubles
+        assert trouble.pods
+        assert trouble.why == "exceeded quota: pods=1"
+        pauses.append(doing.errands.due_in())
+        tries = doing.done.count(A.key)
+        await doing.sent(A)
+        assert doing.done.count(A.key) == tries, "not before its time"
+        doing.runtime.at += pauses[-1]
+    assert pauses[0] == pytest.approx(FIRST_BACKOFF_SECONDS)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LONGEST_BACKOFF_SECONDS)
+    del doing.answers[A.key]
+    await doing.sent(A)
+    assert doing.errands.troubles == ()
+
+
+async def test_what_nobody_wants_any_more_is_no_trouble(doing: Doing) -> None:
+    doing.fails(A, kopf.PermanentError("no such service account"))
+    await doing.sent(A)
+    assert doing.errands.troubles
+    await doing.sent(B)
+    assert doing.errands.troubles == ()
+    assert doing.errands.due_in() == float("inf")
+
+
+async def test_a_bug_in_one_is_a_trouble_like_others(doing: Doing) -> None:
+    doing.fails(A, ZeroDivisionError("of ours"))
+    await doing.sent(A, B)
+    assert "of ours" in doing.errands.troubles[0].why
+    assert B.key in doing.done
+    assert not doing.runtime.failed.is_set()
+
+
+async def test_what_is_done_rests_until_it_shows(doing: Doing) -> None:
+    doing.answers[A.key] = lambda: 2.0
+    await doing.sent(A)
+    await doing.sent(A)
+    assert doing.done.count(A.key) == 1
+    doing.runtime.at += 2.0
+    await doing.sent(A)
+    assert doing.done.count(A.key) == 2
+
+
+async def test_a_pass_is_wanted_whenever_something_is_done(doing: Doing) -> None:
+    await doing.sent(A, DeletePod("j-w1-0", "uid"))
+    assert doing.woken == 2
+
+
+async def test_closing_ends_what_is_under_way(doing: Doing) -> None:
+    doing.held[A.key] = asyncio.Event()
+    doing.errands.send([A])
+    await asyncio.sleep(0)
+    await doing.errands.close()
+    assert not doing.errands.busy
+    assert not doing.runtime.failed.is_set()

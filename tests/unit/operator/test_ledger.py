@@ -1,0 +1,163 @@
+"""How plan and bookkeeping are written: small, and without losing what another version of the operator knows."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_operator import ledger, legacy
+from pacekeeper_operator.api import Cause, Class
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.state import Draft, GpuHealth, Past, Placement, State, Worker
+from tests.support.worlds import NOW, policy, stalls, training
+
+ETCD_BYTES = 1.5 * 2**20
+LONG = "-117.us-west-2.compute.internal.example"
+
+
+def on_the_wire(draft: Draft, **named: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(ledger.write(draft, "j", **named)))
+    return content
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    world = training()
+    world = world.with_draft(world.draft.with_gpus(values={"node-1/0/DCGM_FI_DEV_XID_ERRORS": 31.0}))
+    draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
+    assert draft.state.incidents.current
+    assert ledger.read(on_the_wire(draft), "j") == ledger.Written(draft)
+
+
+def test_workers_that_were_replaced_and_leave_are_written_as_they_are() -> None:
+    workers = (
+        Worker("j-w3-7", 3, 7, "uid-a", "node-a", leaving="its pod is gone", dead=True, force=True),
+        Worker("j-w0-0", 0, 0),
+        Worker("j-w1-2", 1, 2, "uid-b"),
+    )
+    plan = Plan(members=(Member("j-w9-4", "10.0.0.1", (1, 0)), Member("j-w1-2", "10.0.0.2", (2,))))
+    placement = Placement(workers=workers, incarnations={"0": 0, "1": 2, "3": 7, "10": 1})
+    gpus = GpuHealth(nodes=("elsewhere", "node-a"))
+    draft = Draft(plan, State(placement=placement, gpus=gpus))
+    assert ledger.read(on_the_wire(draft), "j").draft == draft
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_say_the_same_numbers(seed: int) -> None:
+    dice = random.Random(seed)
+    numbers: list[int] = []
+    for _ in range(dice.randint(0, 12)):
+        start, length = dice.randint(0, 30), dice.randint(1, 6)
+        numbers += dice.choice([list(range(start, start + length)), [start] * length])
+    assert ledger.read_runs(ledger.write_runs(numbers)) == numbers
+
+
+def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
+    name = "j" * 40
+    workers = tuple(
+        Worker(
+            f"{name}-w{n}-{n % 3}", n, n % 3, f"{n:08x}-1111-4222-8333-{n:012x}", f"ip-10-{n % 250}-{n // 250}-117.node"
+        )
+        for n in range(10_000)
+    )
+    workers = tuple(replace(w, node=f"{w.node}.us-west-2.compute.internal"[-50:]) for w in workers)
+    members = tuple(
+        Member(worker.name, f"10.100.{n // 250}.{n % 250}", tuple(range(8 * n, 8 * n + 8)))
+        for n, worker in enumerate(workers)
+    )
+    past = tuple(Past(Cause.CRASH, NOW, 3.0, 7, workers[n].name, workers[n].node, Class.UNKNOWN) for n in range(100))
+    state = State(
+        placement=Placement(workers=workers, incarnations={str(n): n % 3 for n in range(10_000)}),
+        gpus=GpuHealth(nodes=tuple(sorted({worker.node for worker in workers}))),
+    )
+    draft = Draft(Plan(version=10**9, members=members), state)
+    draft = draft.with_incidents(past=past, settled=tuple(f"{workers[n].name}-rank-{n}-round-7" for n in range(500)))
+    content = ledger.write(draft, name)
+    assert ledger.size(content) < 0.9 * ETCD_BYTES
+    assert ledger.read(json.loads(json.dumps(content)), name).draft == draft
+
+
+class TestOtherVersions:
+    """An older operator passes over what a newer one has written, and does not lose it: so that one may go back."""
+
+    def newer(self) -> dict[str, Any]:
+        content = on_the_wire(training().draft)
+        content["schemaVersion"] = 1
+        content["shards"] = 2
+        content["plan"]["novel"] = {"x": 1}
+        content["state"]["future"] = {"a": [1, 2]}
+        content["state"]["life"]["moon"] = "full"
+        content["state"]["incidents"]["past"] = [
+            {"cause": "sunspots", "at": 1.0, "seconds": 2.0},
+            {"cause": "crash", "at": 1.0, "seconds": 2.0, "class": "Unknown"},
+        ]
+        content["state"]["adaptation"]["vain"] = {"shape": "unknown here"}
+        return content
+
+    def test_is_passed_over(self) -> None:
+        draft = ledger.read(self.newer(), "j").draft
+        assert draft.plan == training().plan
+        assert [past.cause for past in draft.state.incidents.past] == [Cause.CRASH]
+        assert draft.state.adaptation.vain is None
+
+    def test_is_written_back_beside_what_has_changed(self) -> None:
+        read = ledger.read(self.newer(), "j")
+        changed = read.draft.with_life(completed_at=NOW)
+        content = on_the_wire(changed, unknown=read.unknown)
+        assert content["shards"] == 2
+        assert content["plan"]["novel"] == {"x": 1}
+        assert content["state"]["future"] == {"a": [1, 2]}
+        assert content["state"]["life"] | {"moon": "full", "completedAt": NOW} == content["state"]["life"]
+        assert {item["cause"] for item in content["state"]["incidents"]["past"]} == {"sunspots", "crash"}
+        assert content["state"]["adaptation"]["vain"] == {"shape": "unknown here"}
+
+    @pytest.mark.parametrize("path", [("plan",), ("state",), ("state", "placement"), ("plan", "members")])
+    @pytest.mark.parametrize("rubbish", [None, 7, "x", [], {}])
+    def test_rubbish_is_named_with_its_remedy(self, path: tuple[str, ...], rubbish: object) -> None:
+        content = on_the_wire(training().draft)
+        place = content
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = rubbish
+        with pytest.raises(InputError, match=r"TrainingJobState j cannot be read .* delete it"):
+            ledger.read(content, "j")
+
+
+class TestLegacy:
+    """The ConfigMap of operators before: the job goes on, but nothing in it reaches a node."""
+
+    def written(self, **changes: Any) -> dict[str, str]:
+        plan = Plan(version=7, membership=3, round=4, members=(Member("j-w0-1", "10.0.0.1", (0,)),)).to_json()
+        state = {
+            "workers": [{"name": "j-w0-1", "ordinal": 0, "incarnation": 1, "uid": "u", "node": "n"}],
+            "incarnations": {"0": 1},
+            "templateAccepted": 2,
+            "restarts": [NOW],
+            "restartsTotal": 5,
+            "membershipRestarts": 1,
+            "startTime": 1.5,
+            "quarantines": [{"node": "n", "uid": "nu", "reason": "forged", "incident": "i"}],
+            "past": [{"cause": "node-lost", "at": NOW, "seconds": 1.0, "node": "n", "class": "Infrastructure"}],
+            "incidents": [],
+        }
+        return {"plan.json": json.dumps(plan), "state.json": json.dumps({**state, **changes})}
+
+    def test_is_adopted(self) -> None:
+        draft = legacy.adopted(self.written(), "j", NOW)
+        assert (draft.plan.membership, draft.plan.round, draft.plan.members[0].worker) == (3, 4, "j-w0-1")
+        assert draft.plan.version > 7
+        assert draft.state.placement.workers == (Worker("j-w0-1", 0, 1, "u", "n"),)
+        assert (draft.state.budget.total, draft.state.budget.in_membership) == (5, 1)
+
+    def test_words_about_nodes_are_not_believed(self) -> None:
+        incidents = legacy.adopted(self.written(), "j", NOW).state.incidents
+        assert (incidents.quarantines, incidents.past, incidents.current) == ((), (), ())
+
+    def test_rubbish_is_named_with_its_remedy(self) -> None:
+        with pytest.raises(InputError, match=r"ConfigMap j-plan .* delete it"):
+            legacy.adopted({"plan.json": "{}", "state.json": "["}, "j", NOW)

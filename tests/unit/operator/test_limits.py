@@ -1,0 +1,46 @@
+"""Whatever somebody asks, and under however many names, what is kept of it stays bounded."""
+
+from __future__ import annotations
+
+from pacekeeper_operator.limits import Rate, Remembered
+
+
+def test_so_many_at_once_and_so_many_a_second() -> None:
+    rate = Rate[str](per_second=2.0, at_once=3)
+    assert [rate.take("a", 100.0) for _ in range(4)] == [True, True, True, False]
+    assert rate.take("b", 100.0), "another's are its own"
+    assert [rate.take("a", 101.0) for _ in range(3)] == [True, True, False]
+    assert [rate.take("a", 1000.0) for _ in range(4)] == [True, True, True, False], "what is not used is not saved up"
+
+
+def test_what_is_given_back_does_not_count() -> None:
+    rate = Rate[str](per_second=0.0, at_once=1)
+    assert rate.take("a", 0.0)
+    rate.give_back("a")
+    assert rate.take("a", 0.0)
+    rate.give_back("nobody")
+
+
+def test_of_too_many_keys_the_one_that_was_not_used_for_longest_is_forgotten() -> None:
+    rate = Rate[str](per_second=0.0, at_once=1, keys=2)
+    for key in "ab":
+        rate.take(key, 0.0)
+    assert not rate.take("a", 0.0)
+    rate.take("c", 0.0)
+    assert not rate.take("a", 0.0)
+    assert rate.take("b", 0.0)
+
+
+def test_answers_hold_for_a_time() -> None:
+    answers = Remembered[str, int](seconds=10.0, most=2)
+    answers.put("a", 1, 0.0)
+    assert answers.get("a", 9.0) == 1
+    assert answers.get("a", 10.0) is None
+    assert answers.get("b", 0.0) is None
+
+
+def test_of_too_many_answers_the_oldest_goes() -> None:
+    answers = Remembered[str, int](seconds=10.0, most=2)
+    for at, key in enumerate("abac"):
+        answers.put(key, at, float(at))
+    assert [answers.get(key, 3.0) for key in "abc"] == [2, None, 3]

@@ -1,0 +1,115 @@
+"""What is known of the API server: by watches that are late or dead, and lists that fail or come late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator.cluster import PODS
+from pacekeeper_operator.observe.store import Shelf
+from tests.support.fake_cluster import FakeCluster
+
+
+def pod(name: str, version: int, node: str = "", namespace: str = "ns") -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace, "resourceVersion": str(version), "labels": {"job": "j"}}
+    return {"metadata": metadata, "spec": {"nodeName": node}}
+
+
+class Known:
+    """A shelf of pods by their node, and what it told."""
+
+    def __init__(self) -> None:
+        self.cluster = FakeCluster()
+        self.told: list[str] = []
+        self.shelf: Shelf[str] = Shelf(
+            PODS,
+            lambda body: str(body["spec"]["nodeName"]),
+            group=lambda key, _: key[0],
+            changed=lambda key, _: self.told.append(key[1]),
+        )
+
+    async def there_are(self, *pods: dict[str, Any], version: int) -> None:
+        self.cluster.objects = {("pods", p["metadata"]["namespace"], p["metadata"]["name"]): p for p in pods}
+        self.cluster.version = version
+
+    async def read(self, *namespaces: str) -> None:
+        await self.shelf.read(self.cluster, namespaces)
+
+
+@pytest.fixture
+def known() -> Known:
+    return Known()
+
+
+async def test_nothing_is_known_before_the_first_list(known: Known) -> None:
+    known.cluster.failures["pods"] = [kopf.TemporaryError("429")]
+    known.shelf.hear(pod("a", 5), deleted=False)
+    with pytest.raises(kopf.TemporaryError):
+        await known.read()
+    assert not known.shelf.listed.is_set()
+    await known.there_are(pod("a", 5), pod("b", 6), version=7)
+    await known.read()
+    assert known.shelf.listed.is_set()
+    assert len(known.shelf.of("ns")) == 2
+
+
+async def test_a_list_that_fails_takes_nothing_away(known: Known) -> None:
+    await known.there_are(pod("a", 5, "n"), version=7)
+    await known.read()
+    known.cluster.failures["pods"] = [kopf.TemporaryError("429")]
+    with pytest.raises(kopf.TemporaryError):
+        await known.read()
+    assert known.shelf.get(("ns", "a")) == "n"
+
+
+async def test_a_list_shows_what_watches_have_missed_and_counts_it(known: Known) -> None:
+    await known.there_are(pod("a", 5), pod("b", 6), version=7)
+    await known.read()
+    assert known.shelf.unheard == 0, "the first one is no proof of anything"
+    await known.there_are(pod("b", 9, "n"), version=10)
+    await known.read()
+    assert known.shelf.get(("ns", "a")) is None
+    assert known.shelf.get(("ns", "b")) == "n"
+    assert known.shelf.unheard == 2
+    known.shelf.hear(pod("b", 11, "n"), deleted=False)
+    assert known.shelf.unheard == 0
+
+
+async def test_a_list_from_before_what_a_watch_has_told_changes_nothing(known: Known) -> None:
+    await known.there_are(pod("a", 5, "old"), pod("gone", 6), version=7)
+    await known.read()
+    known.shelf.hear(pod("a", 20, "new"), deleted=False)
+    known.shelf.hear(pod("young", 21), deleted=False)
+    known.shelf.hear(pod("gone", 22), deleted=True)
+    await known.read()  # the answer was made at 7
+    assert known.shelf.get(("ns", "a")) == "new"
+    assert known.shelf.get(("ns", "young")) is not None
+    assert known.shelf.get(("ns", "gone")) is None
+
+
+async def test_a_watch_that_is_behind_a_list_changes_nothing(known: Known) -> None:
+    await known.there_are(pod("a", 9, "new"), version=10)
+    await known.read()
+    known.shelf.hear(pod("a", 5, "old"), deleted=False)
+    assert known.shelf.get(("ns", "a")) == "new"
+    known.shelf.hear(pod("a", 8), deleted=True)  # of a pod that had the name before
+    assert known.shelf.get(("ns", "a")) == "new"
+
+
+async def test_only_what_is_news_to_decisions_is_told(known: Known) -> None:
+    for version in (1, 2, 3):
+        known.shelf.hear(pod("a", version, "n"), deleted=False)
+    known.shelf.hear(pod("a", 4, "m"), deleted=False)
+    known.shelf.hear(pod("a", 5, "m"), deleted=True)
+    assert known.told == ["a", "a", "a"]
+
+
+async def test_other_namespaces_than_those_that_are_listed_are_left_alone(known: Known) -> None:
+    await known.there_are(pod("a", 5), pod("a", 6, namespace="other"), version=7)
+    await known.read()
+    await known.there_are(version=9)
+    await known.read("ns")
+    assert known.shelf.of("ns") == ()
+    assert len(known.shelf.of("other")) == 1

@@ -1,0 +1,622 @@
+"""A node that jobs blame: who is believed, who is not, and what holds a quarantine back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import kopf
+import pytest
+
+from pacekeeper_operator.api import (
+    LABEL_NO_QUARANTINE,
+    TAINT_QUARANTINE,
+    Inconclusive,
+    Mode,
+    ObjectRef,
+    ProbeResult,
+    QuarantineCondition,
+    QuarantinePhase,
+    QuarantineSpec,
+    QuarantineStatus,
+    Sign,
+    Verdict,
+    Witness,
+)
+from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Listing, Object, Objects
+from pacekeeper_operator.decide.node_quarantine import decide
+from pacekeeper_operator.decide.node_steps import (
+    Approve,
+    Around,
+    Delete,
+    EndProbe,
+    Node,
+    ProbePod,
+    Quarantine,
+    Report,
+    Rules,
+    StartProbe,
+    Step,
+    Wait,
+)
+from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
+from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
+from pacekeeper_operator.observation import Ruling
+from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.services import quarantine as service
+from pacekeeper_operator.services.operator import PAUSE
+from pacekeeper_operator.services.quarantine import Blame, look, suspect
+from pacekeeper_operator.settings import Settings
+from tests.support.fake_cluster import FakeCluster
+from tests.support.schema import faults, schema
+
+START = 1_000_000.0
+NODE, DOWN = Node("uid-1"), Node("uid-1", ready=False)
+PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors")
+NO_IMAGE = ProbePod("Pending", "ErrImagePull", Inconclusive.IMAGE)
+
+
+def sign(at: float = START, namespace: str = "team-a", **changes: Any) -> Sign:
+    return replace(Sign(namespace, f"gpt-r{at:.0f}", "XID 79", at), **changes)
+
+
+def suspicion(*signs: Sign, name: str = "node-1", **status: Any) -> Quarantine:
+    spec = QuarantineSpec("XID 79", "uid-1", signs=signs or (sign(),))
+    return Quarantine(name, f"q-{name}", spec, QuarantineStatus(**status), guarded=True)
+
+
+def settle(
+    quarantine: Quarantine,
+    node: Node = NODE,
+    pod: ProbePod | None = None,
+    around: Around | None = None,
+    now: float = START,
+) -> tuple[Quarantine, Step]:
+    """What is written until something else is to be done, and that."""
+    for _ in range(10):
+        step = decide(quarantine, node, pod, around or Around(nodes=100), now)
+        if not isinstance(step, Report):
+            return quarantine, step
+        quarantine = replace(quarantine, status=step.status)
+    raise AssertionError("it never comes to rest")
+
+
+def condition(quarantine: Quarantine, type_: QuarantineCondition) -> tuple[str, str]:
+    found = next(c for c in quarantine.status.conditions if c.type == type_)
+    return found.status, found.reason
+
+
+def after_a_probe(pod: ProbePod, *signs: Sign, seconds: float = 5.0) -> Quarantine:
+    """Suspected at START, probed, and the pod is gone."""
+    begun, step = settle(suspicion(*signs))
+    assert isinstance(step, StartProbe)
+    told = decide(begun, NODE, pod, Around(), START + seconds)
+    assert isinstance(told, Report)
+    return replace(begun, status=told.status)
+
+
+class TestWitnesses:
+    def test_a_jobs_word_only_brings_about_a_probe(self) -> None:
+        begun, step = settle(suspicion())
+        assert step == StartProbe("probe-q-node-1-1000000", share=True)
+        assert begun.status.phase is QuarantinePhase.SUSPECTED
+        assert condition(begun, QuarantineCondition.WITNESSED) == ("False", "NoWitness")
+        assert decide(begun, NODE, ProbePod("Running"), Around(), START + 2) == Wait(1)
+
+    def test_a_probe_that_passes_clears_the_node_and_keeps_the_next_ones_away(self) -> None:
+        cleared = after_a_probe(PASSED)
+        assert (cleared.status.phase, cleared.verdict) == (QuarantinePhase.CLEARED, Verdict.CLEARED)
+        assert decide(cleared, NODE, PASSED, Around(), START + 5) == EndProbe("probe-q-node-1-1000000")
+        again = replace(cleared, spec=replace(cleared.spec, signs=with_sign(cleared.spec.signs, sign(START + 100))))
+        assert isinstance(decide(again, NODE, None, Around(), START + 101), Wait)
+        assert decide(again, NODE, None, Around(), START + 606) == Delete()
+
+    def test_a_probe_that_fails_confirms(self) -> None:
+        failed = after_a_probe(FAILED, seconds=12)
+        assert condition(failed, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        assert settle(failed, now=START + 12)[1] == Approve()
+
+    def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
+        begun, _ = settle(suspicion())
+        late, step = settle(begun, pod=ProbePod("Pending"), now=START + 60)
+        assert condition(late, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        assert step == EndProbe("probe-q-node-1-1000000")
+
+    def test_the_nodes_own_condition_confirms_while_the_probe_still_waits(self) -> None:
+        begun, _ = settle(suspicion())
+        told, step = settle(begun, DOWN, ProbePod("Pending"), now=START + 40)
+        assert step == EndProbe("probe-q-node-1-1000000")
+        assert told.status.probes[-1].inconclusive is Inconclusive.OVERTAKEN
+        approving, step = settle(told, DOWN, now=START + 40)
+        assert step == Approve()
+        assert condition(approving, QuarantineCondition.WITNESSED) == ("True", "NodeCondition")
+
+    def test_a_job_that_says_that_the_node_is_not_ready_is_held_against_the_node(self) -> None:
+        _, step = settle(suspicion(sign(witness=Witness.NODE_CONDITION)), NODE)
+        assert isinstance(step, StartProbe)
+
+    def test_vouched_series_need_no_probe_and_none_refutes_them(self) -> None:
+        vouched = suspicion(sign(witness=Witness.GPU_SERIES))
+        assert settle(vouched, now=START + 10)[1] == Approve()
+        cleared = after_a_probe(PASSED)
+        later = with_sign(cleared.spec.signs, sign(START + 100, witness=Witness.GPU_SERIES))
+        found, step = settle(replace(cleared, spec=replace(cleared.spec, signs=later)), now=START + 110)
+        assert step == Approve()
+        assert condition(found, QuarantineCondition.WITNESSED) == ("True", "GpuSeries")
+
+    def test_a_witness_that_withdraws_leaves_the_question_to_a_probe(self) -> None:
+        held, step = settle(suspicion(), DOWN, now=START + 1)
+        assert isinstance(step, Wait)
+        _, step = settle(held, NODE, now=START + 5)
+        assert isinstance(step, StartProbe)
+
+    def test_weak_signs_take_two_namespaces(self) -> None:
+        weak = sign(weak=True)
+        assert isinstance(settle(suspicion(weak))[1], Wait)
+        assert isinstance(settle(suspicion(weak, sign(START + 9, "team-b", weak=True)), now=START + 9)[1], StartProbe)
+        again = with_sign((weak,), sign(START + 100, weak=True))
+        assert isinstance(settle(suspicion(*again), now=START + 100)[1], Wait), "one namespace is one voice"
+
+    def test_what_nobody_confirms_is_dropped(self) -> None:
+        dropped, step = settle(suspicion(sign(weak=True)), now=START + 600)
+        assert (dropped.status.phase, step) == (QuarantinePhase.RELEASED, Delete())
+
+    def test_a_probe_without_an_image_confirms_nothing_and_backs_off(self) -> None:
+        begun, _ = settle(suspicion())
+        told = decide(begun, NODE, NO_IMAGE, Around(), START + 60)
+        assert isinstance(told, Report)
+        assert told.event == "ProbeInconclusive"
+        vain = replace(begun, status=told.status)
+        waiting, step = settle(vain, now=START + 61)
+        assert isinstance(step, Wait)
+        assert condition(waiting, QuarantineCondition.WITNESSED) == ("Unknown", "ProbeInconclusive")
+        assert "ErrImagePull" in (waiting.status.message or "")
+        assert isinstance(settle(waiting, now=START + 121)[1], StartProbe)
+
+    def test_probes_in_the_whole_cluster_are_bounded(self) -> None:
+        others = tuple(
+            suspicion(sign(START - 300), name=f"node-{i + 2}", probes=(ProbeResult("p", START - 1),))
+            for i in range(PROBES_AT_ONCE)
+        )
+        assert isinstance(settle(suspicion(), around=Around(others=others[1:]))[1], StartProbe)
+        waiting, step = settle(suspicion(), around=Around(others=others))
+        assert isinstance(step, Wait)
+        assert "its turn" in (waiting.status.message or "")
+
+
+class TestSigns:
+    def test_a_namespaces_flood_changes_nothing(self) -> None:
+        first = with_sign((), sign())
+        assert with_sign(first, sign(START + 1)) == first
+        assert with_sign(first, sign(START + 59)) == first
+        assert with_sign(first, sign(START + 60)) != first
+
+    def test_what_is_stronger_is_news_at_once(self) -> None:
+        weak = with_sign((), sign(weak=True))
+        (strong,) = with_sign(weak, sign(START + 1))
+        assert not strong.weak
+        (vouched,) = with_sign((strong,), sign(START + 2, witness=Witness.GPU_SERIES))
+        assert vouched.witness is Witness.GPU_SERIES
+
+    def test_many_namespaces_do_not_crowd_out_a_witness(self) -> None:
+        signs = with_sign((), sign(witness=Witness.GPU_SERIES))
+        for i in range(20):
+            signs = with_sign(signs, sign(START + i, f"mob-{i}"))
+        assert len(signs) == MAX_SIGNS
+        assert signs[0].witness is Witness.GPU_SERIES
+
+
+def confirmed(name: str, at: float = START, **status: Any) -> Quarantine:
+    return suspicion(sign(at, witness=Witness.GPU_SERIES), name=name, **status)
+
+
+def approved(quarantine: Quarantine) -> Quarantine:
+    return replace(quarantine, spec=replace(quarantine.spec, approved=True))
+
+
+class TestHeldBack:
+    def test_for_a_moment_in_which_a_fault_of_many_shows(self) -> None:
+        held, step = settle(confirmed("node-1"), now=START + 1)
+        assert step == Wait(9)
+        others = (confirmed("node-2", START + 4), confirmed("node-3", START + 8))
+        tripped, _ = settle(held, around=Around(others=others, nodes=100), now=START + 10)
+        assert (tripped.status.phase, tripped.verdict) == (QuarantinePhase.HELD, Verdict.BREAKER)
+
+    def test_those_quarantined_earlier_do_not_trip_it(self) -> None:
+        earlier = tuple(approved(confirmed(f"node-{i}", START - 3600 * i)) for i in (2, 3))
+        _, step = settle(confirmed("node-1"), around=Around(others=earlier, nodes=100), now=START + 10)
+        assert step == Approve()
+
+    def test_those_that_were_marked_within_the_window_do(self) -> None:
+        lately = tuple(approved(confirmed(f"node-{i}", START - 20)) for i in (2, 3))
+        tripped, _ = settle(confirmed("node-1"), around=Around(others=lately, nodes=100), now=START + 10)
+        assert tripped.verdict is Verdict.BREAKER
+
+    def test_it_clears_where_the_others_turn_out_well(self) -> None:
+        blamed = tuple(suspicion(sign(), name=f"node-{i}") for i in (2, 3))
+        tripped, _ = settle(confirmed("node-1"), around=Around(others=blamed, nodes=100), now=START + 10)
+        assert tripped.verdict is Verdict.BREAKER
+        cleared = tuple(replace(b, status=after_a_probe(PASSED, *b.spec.signs).status) for b in blamed)
+        assert settle(tripped, around=Around(others=cleared, nodes=100), now=START + 20)[1] == Approve()
+
+    def test_a_mass_fault_that_stays_drops_all_and_quarantines_none(self) -> None:
+        """The first that is dropped must not make the others look like faults of their own."""
+        mass = [confirmed(f"node-{i}", START + i) for i in range(3)]
+        alive = dict(enumerate(mass))
+        for now in range(int(START) + 15, int(START) + 700, 5):
+            for i, one in list(alive.items()):
+                others = tuple(other for j, other in alive.items() if j != i)
+                alive[i], step = settle(one, around=Around(others=others, nodes=100), now=float(now))
+                assert not isinstance(step, Approve)
+                if isinstance(step, Delete):
+                    del alive[i]
+        assert not alive
+
+    def test_a_pause_holds_it(self) -> None:
+        held, _ = settle(confirmed("node-1"), around=Around(nodes=100, paused="maintenance"), now=START + 10)
+        assert (held.status.phase, held.verdict) == (QuarantinePhase.HELD, Verdict.PAUSED)
+        assert settle(held, now=START + 20)[1] == Approve()
+
+    def test_the_budget_counts_what_is_quarantined_not_what_is_suspected(self) -> None:
+        rules = Rules(max_nodes=1)
+        others = (confirmed("node-2", START - 300),)
+        assert settle(confirmed("node-1"), around=Around(rules, others, 100), now=START + 10)[1] == Approve()
+        spent = Around(rules, (approved(others[0]),), 100)
+        held, _ = settle(confirmed("node-1"), around=spent, now=START + 10)
+        assert held.verdict is Verdict.BUDGET_SPENT
+        assert "1 of 100" in (held.status.message or "")
+
+    def test_recommend_asks_a_person_and_does_not_flood_him(self) -> None:
+        rules = Rules(acts=False, max_nodes=1)
+        asked, step = settle(confirmed("node-1"), around=Around(rules, (), 100), now=START + 10)
+        assert (asked.status.phase, asked.verdict) == (QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL)
+        assert isinstance(step, Wait)
+        second, _ = settle(confirmed("node-2"), around=Around(rules, (asked,), 100), now=START + 10)
+        assert second.verdict is Verdict.BUDGET_SPENT
+
+    def test_a_person_need_not_wait_for_a_witness(self) -> None:
+        held = replace(NODE, tainted=True, cordoned=True)
+        found, _ = settle(approved(suspicion()), held)
+        assert found.status.phase is QuarantinePhase.ACTIVE
+        assert condition(found, QuarantineCondition.WITNESSED) == ("True", "Person")
+
+
+def test_what_is_written_passes_the_definition() -> None:
+    kinds = (settle(suspicion())[0], after_a_probe(PASSED), after_a_probe(FAILED), settle(confirmed("n"))[0])
+    for found in kinds:
+        assert faults(found.status.to_patch(), schema("nodequarantines")["status"]) == []
+        assert QuarantineStatus.parse(found.status.to_patch()) == found.status
+        assert faults(found.spec.to_json(), schema("nodequarantines")["spec"]) == []
+        assert QuarantineSpec.parse(found.spec.to_json()) == found.spec
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (QuarantinePhase, ("status", "phase")),
+        (Witness, ("spec", "signs", "items", "witness")),
+        (Inconclusive, ("status", "probes", "items", "inconclusive")),
+    ],
+)
+def test_the_definition_knows_the_same_words(words: Any, path: tuple[str, ...]) -> None:
+    found = schema("nodequarantines")
+    for name in path:
+        found = found["items"] if name == "items" else found.get("properties", found)[name]
+    assert found["enum"] == list(words)
+
+
+class World(FakeCluster):
+    """Six nodes, and a kubelet on each that treats probe pods as `kubelet` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kubelet: dict[str, Object] = {}
+        self.broken: set[str] = set()  # kinds that cannot be read
+        self.lists: list[str] = []  # kinds, as they were listed
+        for i in range(1, 7):
+            self.node(f"node-{i}")
+
+    def node(self, name: str, ready: str = "True", gpus: int = 0, labels: Mapping[str, str] | None = None) -> None:
+        status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"nvidia.com/gpu": str(gpus)}}
+        body = {
+            "metadata": {"name": name, "uid": f"uid-{name}", "labels": dict(labels or {})},
+            "spec": {},
+            "status": status,
+        }
+        self._store(("nodes", "", name), body)
+
+    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+        if kind.plural in self.broken:
+            raise kopf.TemporaryError("the API server does not answer")
+        return await super().find(kind, name, namespace)
+
+    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
+        self.lists.append(kind.plural)
+        return await super().listing(kind, namespace, **named)
+
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        if kind is PODS and "nodeName" in body["spec"]:
+            body = {**body, "status": self.kubelet.get(body["spec"]["nodeName"], {"phase": "Succeeded"})}
+        return await super().create(kind, body, dry_run=dry_run)
+
+    def held(self) -> set[str]:
+        found = [body for (plural, _, _), body in self.objects.items() if plural == NODES.plural]
+        return {
+            body["metadata"]["name"]
+            for body in found
+            if any(t["key"] == TAINT_QUARANTINE for t in body["spec"].get("taints") or ())
+            and body["spec"].get("unschedulable")
+        }
+
+    def quarantine(self, name: str = "node-1") -> Quarantine | None:
+        body = self.objects.get((QUARANTINES.plural, "", name))
+        return None if body is None else Quarantine.parse(body)
+
+    def events(self) -> Sequence[str]:
+        return [body["reason"] for (plural, _, _), body in self.objects.items() if plural == EVENTS.plural]
+
+    def probes(self) -> Objects:
+        return [body for (plural, _, _), body in self.objects.items() if plural == PODS.plural]
+
+
+class Clock(Runtime):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.time = START
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+SETTINGS = Settings(quarantine_mode=Mode.ACT, quarantine_max_nodes=5, quarantine_max_share=0.5)
+
+
+def blame(node: str = "node-1", namespace: str = "team-a", **changes: Any) -> Blame:
+    said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("gpt-r3-gpu-error", namespace), START)
+    return replace(said, **changes)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+async def run(world: World, clock: Clock, seconds: float, settings: Settings = SETTINGS) -> None:
+    """The loop over all quarantines for so long; it looks again when one of them wants it."""
+    end = clock.time + seconds
+    while clock.time < end:
+        clock.time = min(end, clock.time + max(1.0, await service._look_at_all(world, clock, settings)))
+
+
+class TestService:
+    async def test_a_forged_fault_touches_no_node(self, world: World, clock: Clock) -> None:
+        assert (await suspect(world, clock, SETTINGS, blame())).verdict is Verdict.SUSPECTED
+        await run(world, clock, 30)
+        assert not world.held()
+        assert "NodeCleared" in world.events()
+        ruling = await suspect(world, clock, SETTINGS, blame(incident=ObjectRef("again", "team-a"), at=clock.now()))
+        assert ruling.verdict is Verdict.CLEARED
+        await run(world, clock, 600)
+        assert world.quarantine() is None
+        assert not world.probes()
+
+    async def test_a_flood_of_faults_brings_one_probe_in_ten_minutes(self, world: World, clock: Clock) -> None:
+        names = set()
+        for i in range(300):
+            await suspect(world, clock, SETTINGS, blame(incident=ObjectRef(f"i-{i}", "team-a"), at=clock.now()))
+            await run(world, clock, 2)
+            found = world.quarantine()
+            assert found is not None
+            names |= {probe.pod for probe in found.status.probes}
+        assert len(names) == 1
+        assert not world.held()
+
+    async def test_a_bad_node_is_quarantined_once_the_probe_says_so(self, world: World, clock: Clock) -> None:
+        state = {"terminated": {"exitCode": 1, "message": "3 of 4 GPUs answer"}}
+        world.kubelet["node-1"] = {"phase": "Failed", "containerStatuses": [{"name": "probe", "state": state}]}
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 9)
+        assert not world.held()
+        await run(world, clock, 3)
+        assert world.held() == {"node-1"}
+        found = await look(world, "node-1", "uid-node-1")
+        assert found == Ruling(Verdict.QUARANTINED, "node-1 is quarantined")
+        assert {"ProbeFailed", "NodeQuarantined"} <= set(world.events())
+
+    async def test_a_node_that_is_not_ready_is_quarantined_without_a_probe(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 12)
+        assert world.held() == {"node-1"}
+        assert not world.probes()
+
+    async def test_a_private_registry_without_a_secret_quarantines_nobody(self, world: World, clock: Clock) -> None:
+        waiting = {"name": "probe", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no basic auth"}}}
+        world.kubelet["node-1"] = {"phase": "Pending", "containerStatuses": [waiting]}
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 100)
+        found = world.quarantine()
+        assert found is not None
+        assert condition(found, QuarantineCondition.WITNESSED) == ("Unknown", "ProbeInconclusive")
+        assert "no basic auth" in (found.status.message or "")
+        await run(world, clock, 600)
+        assert not world.held()
+
+    async def test_power_lost_at_once_touches_no_node(self, world: World, clock: Clock) -> None:
+        for i in (1, 2, 3):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await run(world, clock, 2)
+        await run(world, clock, 700)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_jobs_that_ask_on_and_on_do_not_wear_the_breaker_down(self, world: World, clock: Clock) -> None:
+        """Each suspicion is dropped in its turn; what is said again then is no new sign."""
+        said = []
+        for i, pause in ((1, 20), (2, 20), (3, 0)):
+            world.node(f"node-{i}", ready="Unknown")
+            said.append(blame(f"node-{i}", at=clock.now()))
+            await suspect(world, clock, SETTINGS, said[-1])
+            clock.time += pause / 4
+        rulings = []
+        for _ in range(300):
+            rulings = [await suspect(world, clock, SETTINGS, words) for words in said]
+            await run(world, clock, 5)
+            assert not world.held()
+        assert {ruling.verdict for ruling in rulings} == {Verdict.CLEARED}
+        assert await world.list(QUARANTINES) == []
+
+    async def test_the_third_node_after_two_earlier_ones_is_quarantined(self, world: World, clock: Clock) -> None:
+        for i in (1, 2, 3):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await run(world, clock, 90)
+        assert world.held() == {"node-1", "node-2", "node-3"}
+
+    async def test_the_budget_lets_one_through(self, world: World, clock: Clock) -> None:
+        tight = replace(SETTINGS, quarantine_max_nodes=1)
+        for i in (1, 2):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, tight, blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 20, tight)
+        assert world.held() == {"node-1"}
+        ruling = await look(world, "node-2", "uid-node-2")
+        assert ruling is not None
+        assert ruling.verdict is Verdict.BUDGET_SPENT
+
+    @pytest.mark.parametrize("broken", [False, True])
+    async def test_a_pause_that_cannot_be_read_is_a_pause(self, world: World, clock: Clock, broken: bool) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        if broken:
+            world.broken.add(CONFIG_MAPS.plural)
+        else:
+            world._store(("configmaps", SETTINGS.namespace, PAUSE), {"metadata": {"name": PAUSE}})
+        await run(world, clock, 20)
+        assert not world.held()
+        assert (await suspect(world, clock, SETTINGS, blame("node-2", at=clock.now()))).verdict is Verdict.PAUSED
+        assert world.quarantine("node-2") is None
+        found = await look(world, "node-1", "uid-node-1")
+        assert found is not None
+        assert found.verdict is Verdict.PAUSED
+
+    async def test_many_blamed_nodes_cost_one_look_at_the_cluster(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}", ready="Unknown")
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 15)
+        world.lists.clear()
+        await service._look_at_all(world, clock, SETTINGS)
+        assert world.lists == ["nodequarantines", "nodequarantines", "nodes"]
+
+    async def test_no_node_is_touched_upon_what_a_look_had_read_before(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        found, fleet = world.quarantine(), service.Fleet(world, SETTINGS)
+        assert found is not None
+        await fleet.around(found, DOWN)
+        for other in ("node-2", "node-3"):
+            await suspect(world, clock, SETTINGS, blame(other))
+        clock.time = START + 10
+        await service.reconcile(world, clock, SETTINGS, "node-1", fleet)
+        assert not world.held()
+        assert (await look(world, "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
+
+    async def test_probes_at_once_are_bounded_within_one_look(self, world: World, clock: Clock) -> None:
+        for i in range(7, 40):
+            world.node(f"node-{i}")
+            world.kubelet[f"node-{i}"] = {"phase": "Running"}
+            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 3)
+        assert len(world.probes()) == PROBES_AT_ONCE
+
+    async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
+        world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
+        assert (await suspect(world, clock, SETTINGS, blame("node-2"))).verdict is Verdict.OPTED_OUT
+        assert (await suspect(world, clock, SETTINGS, blame(uid="another"))).verdict is Verdict.UNKNOWN_NODE
+        assert (await suspect(world, clock, SETTINGS, blame("node-99"))).verdict is Verdict.UNKNOWN_NODE
+        assert await world.list(QUARANTINES) == []
+
+    async def test_a_second_namespace_adds_its_word(self, world: World, clock: Clock) -> None:
+        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await run(world, clock, 5)
+        assert not world.quarantine().status.probes  # type: ignore[union-attr]  # it is there
+        words = (await suspect(world, clock, SETTINGS, blame(namespace="team-b", weak=True))).words
+        assert "team-a" not in words
+        await run(world, clock, 1)
+        assert world.quarantine().status.probes  # type: ignore[union-attr]
+
+    async def test_a_probe_asks_for_the_gpus_that_are_free(self, world: World, clock: Clock) -> None:
+        world.node("node-1", gpus=8)
+        limits = {"resources": {"limits": {"nvidia.com/gpu": "6"}}}
+        spec = {"nodeName": "node-1", "containers": [limits]}
+        world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
+        world.kubelet["node-1"] = {"phase": "Running"}
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 2)
+        (probe,) = [pod for pod in world.probes() if pod["metadata"]["name"].startswith("probe-")]
+        assert probe["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+        assert probe["spec"]["containers"][0]["command"][-1] == "--gpus=2"
+
+    async def test_probes_get_the_installations_pull_secrets(self, world: World, clock: Clock) -> None:
+        private = replace(SETTINGS, image_pull_secrets="registry, other", image_pull_policy="Always")
+        world.kubelet["node-1"] = {"phase": "Running"}
+        await suspect(world, clock, private, blame())
+        await run(world, clock, 2, private)
+        (probe,) = world.probes()
+        assert probe["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "other"}]
+        assert probe["spec"]["containers"][0]["imagePullPolicy"] == "Always"
+
+    async def test_an_operator_that_dies_goes_on_where_it_stood(self, world: World, clock: Clock) -> None:
+        """Nothing is kept in memory: each look is that of another operator."""
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        step_by_step = service.MAX_STEPS
+        service.MAX_STEPS = 1
+        try:
+            await run(world, clock, 30)
+        finally:
+            service.MAX_STEPS = step_by_step
+        assert world.held() == {"node-1"}
+
+    async def test_all_are_released_and_all_suspicions_end(self, world: World, clock: Clock) -> None:
+        world.node("node-1", ready="Unknown")
+        await suspect(world, clock, SETTINGS, blame())
+        await run(world, clock, 15)
+        assert world.held() == {"node-1"}
+        await suspect(world, clock, SETTINGS, blame("node-2", weak=True))
+        await service.release_all(world, clock, 30)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_while_one_ends_nothing_new_is_said_into_it(self, world: World, clock: Clock) -> None:
+        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await run(world, clock, 1)
+        ended = world.quarantine()
+        assert ended is not None
+        dropped = {"phase": "Released", "message": "the suspicion is dropped"}
+        await world.patch(QUARANTINES, "node-1", {"status": dropped})
+        ruling = await suspect(world, clock, SETTINGS, blame(namespace="team-b"))
+        assert ruling.verdict is Verdict.RELEASING
+
+
+@pytest.mark.parametrize(
+    ("ready", "tainted", "wakes"), [("True", False, False), ("Unknown", False, True), ("True", True, True)]
+)
+def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool, wakes: bool) -> None:
+    body: Any = {
+        "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+    found = kopf.Body(cast(Any, body))
+    assert _concerns_quarantines(spec=found.spec, status=found.status) is wakes

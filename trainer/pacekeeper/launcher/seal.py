@@ -1,0 +1,127 @@
+"""A connection on which both ends have proved that they hold the secret of a membership, before either is believed.
+
+Lines, the host's first:
+
+    pacekeeper <nonce of the host>
+    pacekeeper <nonce of the guest> <membership>
+    <HMAC-SHA256 of the message, hexadecimal> <message, JSON>        from here on, both ways
+
+Either direction has a key of its own, made of the secret and both nonces, and every message its number: what was
+recorded on another connection, earlier on this one or in the other direction proves nothing. Nothing is parsed before
+its proof but the first two lines, and no line is longer than `LONGEST_LINE`. It keeps strangers out; it hides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+LONGEST_LINE = 1 << 13
+"""Bytes; a report or a view takes a few hundred."""
+_NONCE_BYTES = 16
+_FIRST_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32})\n")
+_SECOND_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32}) (\d{1,18})\n")
+
+
+class Forged(ValueError):
+    """What came is not from a holder of the secret, or not for this place in the conversation."""
+
+
+class Channel:
+    """One end of such a connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, membership: int, keys: tuple[bytes, bytes]
+    ) -> None:
+        """`keys`: of what is read, and of what is written."""
+        self.membership = membership
+        self._reader = reader
+        self._writer = writer
+        self._reading, self._writing = _Seal(keys[0]), _Seal(keys[1])
+
+    async def read(self) -> dict[str, Any] | None:
+        """The next message; None at the end. Raises Forged, or ValueError where it is no JSON object."""
+        line = await self._reader.readline()
+        if not line:
+            return None
+        proof, _, content = line.rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(proof, self._reading.next(content)):
+            raise Forged("a message without proof of the membership's secret")
+        message = json.loads(content)
+        if not isinstance(message, dict):
+            raise ValueError(f"a message that is a {type(message).__name__}")
+        return message
+
+    def write(self, message: Mapping[str, Any]) -> None:
+        if not self._writer.is_closing():
+            content = json.dumps(message).encode()
+            self._writer.write(self._writing.next(content) + b" " + content + b"\n")
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+
+class _Seal:
+    """Numbers and proves the messages of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def next(self, content: bytes) -> bytes:
+        """The proof of `content` as the next message, hexadecimal."""
+        numbered = self._count.to_bytes(8, "big") + content
+        self._count += 1
+        return hmac.new(self._key, numbered, hashlib.sha256).hexdigest().encode()
+
+
+async def greet_guest(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret_of: Callable[[int], Awaitable[str]]
+) -> Channel:
+    """The host's end. `secret_of`: gives a membership's secret once it is known here.
+
+    The guest has proved nothing before its first message is read. Raises Forged.
+    """
+    ours = _nonce()
+    writer.write(b"pacekeeper " + ours + b"\n")
+    theirs, membership = await _answer(reader, _SECOND_LINE)
+    to_host, to_guest = _keys(await secret_of(int(membership)), int(membership), ours, theirs)
+    return Channel(reader, writer, int(membership), (to_host, to_guest))
+
+
+async def greet_host(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, membership: int, secret: str
+) -> Channel:
+    """The guest's end. The host has proved nothing before its first message is read. Raises Forged."""
+    (theirs,) = await _answer(reader, _FIRST_LINE)
+    ours = _nonce()
+    writer.write(b"pacekeeper %b %d\n" % (ours, membership))
+    to_host, to_guest = _keys(secret, membership, theirs, ours)
+    return Channel(reader, writer, membership, (to_guest, to_host))
+
+
+async def _answer(reader: asyncio.StreamReader, expected: re.Pattern[bytes]) -> tuple[bytes, ...]:
+    match = expected.fullmatch(await reader.readline())
+    if match is None:
+        raise Forged("another protocol")
+    return match.groups()
+
+
+def _nonce() -> bytes:
+    return secrets.token_hex(_NONCE_BYTES).encode()
+
+
+def _keys(secret: str, membership: int, host: bytes, guest: bytes) -> tuple[bytes, bytes]:
+    """Of the messages to the host, and of those to the guest. `host`, `guest`: their nonces."""
+
+    def key(direction: bytes) -> bytes:
+        about = b"pacekeeper meeting, %b, membership %d, %b, %b" % (direction, membership, host, guest)
+        return hmac.new(bytes.fromhex(secret), about, hashlib.sha256).digest()
+
+    return key(b"to the host"), key(b"to the guest")
