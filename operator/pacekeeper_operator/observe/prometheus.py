@@ -43,6 +43,7 @@ SHARE = _sound("pacekeeper_rank_share")
 STEP = _sound("pacekeeper_rank_step_seconds")
 WAIT = _sound("pacekeeper_rank_wait_seconds")
 FIRST_STEPS = _sound("pacekeeper_rank_first_steps_seconds")
+STEPPED = _sound("pacekeeper_rank_step")
 FIGURES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
@@ -51,9 +52,9 @@ FIGURES: Mapping[str, str] = {
     "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
-    "ranks": f"count {BY_JOB} (pacekeeper_rank_step)",
-    "least_step": f"min {BY_JOB} (pacekeeper_rank_step)",
-    "scrape_age": f"max {BY_JOB} (time() - timestamp(pacekeeper_rank_step))",
+    "ranks": f"count {BY_JOB} ({STEPPED})",
+    "least_step": f"min {BY_JOB} ({STEPPED})",
+    "scrape_age": f"max {BY_JOB} (time() - timestamp(pacekeeper_rank_step{WORKERS}))",
 }
 """One number a job."""
 SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"

@@ -14,7 +14,7 @@ from pacekeeper_operator.decide.workforce import surplus
 from pacekeeper_operator.observation import Metrics, Observation, Surroundings
 from pacekeeper_operator.observe import gather, reachability
 from pacekeeper_operator.observe.memory import Contact, Memory
-from pacekeeper_operator.observe.prometheus import QUERY, Sample
+from pacekeeper_operator.observe.prometheus import Sample, query
 from pacekeeper_operator.services.sidecars import Caller, Sidecars
 from pacekeeper_operator.state import Draft, Incident, Past
 from tests.support.fake_cluster import FakeCluster
@@ -157,7 +157,7 @@ class TestSingleWorker:
         sample = Sample(NOW - 2, {name: {("ns", "j"): value} for name, value in told.items()}, unavailable="")
         world = replace(self.world(), metrics=sample.of("ns", "j"))
         assert unheard_seconds(world, world.members[0]) == 7.0
-        assert all(f'"figure", "{name}"' in QUERY for name in told)
+        assert all(f'"figure", "{name}"' in query("") for name in told)
 
     def test_without_witnesses_it_is_not_lost_soon(self) -> None:
         assert not decisions(think(looked_at(training(1, 1), "j-w0-0"), policy()))
