@@ -18,7 +18,7 @@ from prometheus_client import start_http_server
 from pacekeeper_analysis.errors import InputError
 
 from . import certificates, cluster, server
-from .handlers import pods, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
+from .handlers import quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
+Who = TypeVar("Who", bound=Hashable)
 Value = TypeVar("Value")
 
 
@@ -20,16 +20,16 @@ class _Bucket:
     at: float
 
 
-class Rate(Generic[Key]):
+class Rate(Generic[Who]):
     """So many at once and so many a second, for each key (a token bucket). Times are of a clock that never jumps."""
 
     def __init__(self, per_second: float, at_once: int, keys: int = 20_000) -> None:
         self._per_second = per_second
         self._at_once = at_once
         self._keys = keys
-        self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[Who, _Bucket] = OrderedDict()
 
-    def take(self, key: Key, now: float) -> bool:
+    def take(self, key: Who, now: float) -> bool:
         """Whether one more is allowed, which then counts."""
         bucket = self._buckets.pop(key, None) or _Bucket(self._at_once, now)
         bucket.left = min(self._at_once, bucket.left + (now - bucket.at) * self._per_second)
@@ -41,25 +41,25 @@ class Rate(Generic[Key]):
             self._buckets.popitem(last=False)
         return allowed
 
-    def give_back(self, key: Key) -> None:
+    def give_back(self, key: Who) -> None:
         """The last one does not count after all."""
         if key in self._buckets:
             self._buckets[key].left += 1
 
 
-class Remembered(Generic[Key, Value]):
+class Remembered(Generic[Who, Value]):
     """Answers that hold for `seconds`, the newest `most` of them."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
         self._most = most
-        self._answers: OrderedDict[Key, tuple[float, Value]] = OrderedDict()
+        self._answers: OrderedDict[Who, tuple[float, Value]] = OrderedDict()
 
-    def get(self, key: Key, now: float) -> Value | None:
+    def get(self, key: Who, now: float) -> Value | None:
         at, value = self._answers.get(key, (0.0, None))
         return value if value is not None and now - at < self._seconds else None
 
-    def put(self, key: Key, value: Value, now: float) -> None:
+    def put(self, key: Who, value: Value, now: float) -> None:
         self._answers.pop(key, None)
         self._answers[key] = (now, value)
         if len(self._answers) > self._most:

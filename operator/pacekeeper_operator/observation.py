@@ -181,7 +181,7 @@ class TemplateVerdict:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Hindrance:
     """Something that is wanted and could not be done so far."""
 
     what: str
@@ -226,7 +226,7 @@ class Observation:
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
-    troubles: tuple[Trouble, ...] = ()
+    hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess
 
     @property

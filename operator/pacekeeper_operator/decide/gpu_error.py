@@ -19,7 +19,7 @@ from ..decision import Action, Decision, ReplaceWorker
 from ..observation import GpuValue, Observation, Policy
 from ..state import Draft
 from ..subject import Subject
-from . import quarantine
+from . import blame
 from .pricing import choose_at_standstill, replace_option, written
 
 XID = "DCGM_FI_DEV_XID_ERRORS"
@@ -121,7 +121,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     if found.fatal and not policy.refusal(Remedy.REPLACE_WORKER):
         actions = tuple(ReplaceWorker(w, found.words, dead=False, disruption=True) for w in found.workers)
     if found.fatal and found.node:
-        actions = (*actions, quarantine.propose(observation, policy, found.node, found.words, found.witness))
+        actions = (*actions, blame.propose(observation, policy, found.node, found.words, found.witness))
     moved = tuple(action.worker for action in actions if isinstance(action, ReplaceWorker))
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(

@@ -14,7 +14,7 @@ from ..observation import Observation, Policy
 from ..state import Past
 from ..subject import Subject
 from ..words import NAMED, listed
-from . import quarantine
+from . import blame
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
 
@@ -131,7 +131,7 @@ def _first_sign(stalls: Sequence[Fault]) -> float:
 def _blame(observation: Observation, policy: Policy, node: str, past: _Past) -> tuple[QuarantineNode, ...]:
     """What other namespaces' jobs have seen on the node is not believed, and not told: it is a reason to ask."""
     if past.node_is_suspect:
-        return (quarantine.propose(observation, policy, node, "ranks of several workers hung on it"),)
+        return (blame.propose(observation, policy, node, "ranks of several workers hung on it"),)
     if node in observation.surroundings.hung_elsewhere:
-        return (quarantine.propose(observation, policy, node, "a rank hung on it, as others have before"),)
+        return (blame.propose(observation, policy, node, "a rank hung on it, as others have before"),)
     return ()

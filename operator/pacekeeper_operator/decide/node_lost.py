@@ -16,7 +16,7 @@ from ..decision import Action, Decision, ReplaceWorker
 from ..observation import HEARD_SECONDS, Observation, Policy, WorkerView
 from ..subject import Subject
 from ..words import NAMED, listed
-from . import quarantine
+from . import blame
 from .pricing import choose_at_standstill, replace_lost_option, written
 
 SILENT_SECONDS = 10.0
@@ -131,7 +131,7 @@ def _replace(observation: Observation, policy: Policy, view: WorkerView, proof: 
     if blamed:
         witness = Witness.NODE_CONDITION if down else Witness.NONE
         reason = "neither its workers nor its kubelet answer" if silent else "it is not Ready"
-        actions = (*actions, quarantine.propose(observation, policy, view.node, reason, witness))
+        actions = (*actions, blame.propose(observation, policy, view.node, reason, witness))
     member = next(member for member in observation.plan.members if member.worker == view.name)
     return Decision(
         subject=Subject(Cause.NODE_LOST if blamed else Cause.WORKER_LOST, observation.round, worker=view.name),

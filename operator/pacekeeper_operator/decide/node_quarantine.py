@@ -28,10 +28,10 @@ from .node_steps import (
     Node,
     ProbePod,
     Quarantine,
+    QuarantineStep,
     Release,
     Report,
     StartProbe,
-    Step,
     Unguard,
     Wait,
     clock,
@@ -46,7 +46,9 @@ UNPROVEN_PROBES = 5
 """So many probes in a row without an image release the node: no quarantine is for ever for want of a pull secret."""
 
 
-def decide(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, around: Around, now: float) -> Step:
+def decide(
+    quarantine: Quarantine, node: Node | None, pod: ProbePod | None, around: Around, now: float
+) -> QuarantineStep:
     """The next step. `pod`: of the last probe, if it exists. `now`: seconds since the epoch."""
     why = _why(quarantine, node)
     if quarantine.deleted or why:
@@ -93,7 +95,7 @@ def _why(quarantine: Quarantine, node: Node | None) -> str:
     return ""
 
 
-def _end(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, why: str, now: float) -> Step:
+def _end(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, why: str, now: float) -> QuarantineStep:
     if node is not None and node.marked:
         return Release(why)
     if pod is not None and quarantine.last_probe is not None:
@@ -106,7 +108,7 @@ def _end(quarantine: Quarantine, node: Node | None, pod: ProbePod | None, why: s
     return Delete()
 
 
-def _await_approval(quarantine: Quarantine, node: Node, now: float) -> Step:
+def _await_approval(quarantine: Quarantine, node: Node, now: float) -> QuarantineStep:
     """Somebody has made it by hand."""
     if node.marked:
         return Release("its quarantine is not approved")
@@ -115,7 +117,7 @@ def _await_approval(quarantine: Quarantine, node: Node, now: float) -> Step:
     return unless_known(quarantine, replace(found, event="ApprovalNeeded"), RESYNC_SECONDS)
 
 
-def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, timeout: float, now: float) -> Step:
+def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, timeout: float, now: float) -> QuarantineStep:
     """It is approved."""
     if not node.held:
         return Hold(again=quarantine.status.cordoned_at is not None)
@@ -137,7 +139,7 @@ def _begin(quarantine: Quarantine, node: Node, now: float) -> Report:
     return replace(found, event="NodeQuarantined", warning=True)
 
 
-def _keep(quarantine: Quarantine, node: Node, since: float, now: float) -> Step:
+def _keep(quarantine: Quarantine, node: Node, since: float, now: float) -> QuarantineStep:
     """The node is held, and no probe is under way."""
     due = max(since + quarantine.spec.expires_after, _back_off(quarantine))
     if now >= due:
@@ -155,7 +157,7 @@ def _held(quarantine: Quarantine, node: Node, due: float, now: float) -> Report:
     return replace(found, status=replace(found.status, previously_cordoned=node.cordoned_by_others))
 
 
-def _watch(quarantine: Quarantine, pod: ProbePod | None, timeout: float, now: float) -> Step:
+def _watch(quarantine: Quarantine, pod: ProbePod | None, timeout: float, now: float) -> QuarantineStep:
     """A probe is under way."""
     probe = quarantine.last_probe
     assert probe is not None

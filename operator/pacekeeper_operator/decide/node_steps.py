@@ -284,7 +284,7 @@ class Wait:
     seconds: float
 
 
-Step = Guard | Approve | Hold | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
+QuarantineStep = Guard | Approve | Hold | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
 
 
 def told(quarantine: Quarantine, phase: QuarantinePhase, verdict: Verdict, message: str, now: float) -> Report:

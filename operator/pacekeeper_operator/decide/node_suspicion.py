@@ -20,10 +20,10 @@ from .node_steps import (
     Node,
     ProbePod,
     Quarantine,
+    QuarantineStep,
     Release,
     Report,
     StartProbe,
-    Step,
     Wait,
     clock,
     told,
@@ -50,7 +50,7 @@ STAYS_TRIPPED_SECONDS = 300.0
 """From then on the breaker's word stays until the suspicion is dropped: the others may have been dropped before it."""
 
 
-def consider(quarantine: Quarantine, node: Node, pod: ProbePod | None, around: Around, now: float) -> Step:
+def consider(quarantine: Quarantine, node: Node, pod: ProbePod | None, around: Around, now: float) -> QuarantineStep:
     """The next step of a suspicion."""
     if quarantine.status.phase is QuarantinePhase.RELEASED:
         return Delete()
@@ -113,7 +113,7 @@ def _worth_a_look(quarantine: Quarantine) -> bool:
     return any(not sign.weak for sign in signs) or len(signs) > 1
 
 
-def _look(quarantine: Quarantine, around: Around, now: float) -> Step:
+def _look(quarantine: Quarantine, around: Around, now: float) -> QuarantineStep:
     """Nobody has confirmed it: a probe pod shall decide."""
     if quarantine.cleared_at is not None:
         return _keep_cleared(quarantine, quarantine.cleared_at, now)
@@ -131,7 +131,9 @@ def _look(quarantine: Quarantine, around: Around, now: float) -> Step:
     return _suspected(probing, "a probe pod on the node decides whether it is quarantined", now)
 
 
-def _watch(quarantine: Quarantine, pod: ProbePod | None, witness: Witness | None, timeout: float, now: float) -> Step:
+def _watch(
+    quarantine: Quarantine, pod: ProbePod | None, witness: Witness | None, timeout: float, now: float
+) -> QuarantineStep:
     """A probe is under way."""
     probe = quarantine.last_probe
     assert probe is not None
@@ -146,7 +148,7 @@ def _watch(quarantine: Quarantine, pod: ProbePod | None, witness: Witness | None
     return replace(_suspected(after, words, now, witness), event=event, warning=True)
 
 
-def _judge(quarantine: Quarantine, around: Around, witness: Witness, now: float) -> Step:
+def _judge(quarantine: Quarantine, around: Around, witness: Witness, now: float) -> QuarantineStep:
     """A witness has spoken."""
     if quarantine.status.phase is QuarantinePhase.PENDING:
         return Wait(RESYNC_SECONDS)
@@ -203,7 +205,7 @@ def _counts(other: Quarantine, asked_too: bool) -> bool:
     return other.spec.approved or (asked_too and other.status.phase is QuarantinePhase.PENDING)
 
 
-def _await(quarantine: Quarantine, witness: Witness, words: str, now: float) -> Step:
+def _await(quarantine: Quarantine, witness: Witness, words: str, now: float) -> QuarantineStep:
     found = told(quarantine, QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL, words, now)
     return replace(witnessed(quarantine, found, witness, _evidence(quarantine, witness), now), event="ApprovalNeeded")
 
@@ -227,7 +229,7 @@ def _evidence(quarantine: Quarantine, witness: Witness) -> str:
     return next((s.reason for s in quarantine.open_signs if s.witness is witness), "")
 
 
-def _wait(quarantine: Quarantine, words: str, seconds: float, now: float) -> Step:
+def _wait(quarantine: Quarantine, words: str, seconds: float, now: float) -> QuarantineStep:
     left = quarantine.last_sign + SUSPICION_SECONDS - now
     return unless_known(quarantine, _suspected(quarantine, words, now), max(0.0, min(seconds, left)))
 
@@ -238,7 +240,7 @@ def _cleared(quarantine: Quarantine, now: float) -> Report:
     return witnessed(quarantine, found, None, words, now)
 
 
-def _keep_cleared(quarantine: Quarantine, since: float, now: float) -> Step:
+def _keep_cleared(quarantine: Quarantine, since: float, now: float) -> QuarantineStep:
     """So that jobs which blame the node without end bring about no probes without end."""
     left = since + CLEARED_SECONDS - now
     return unless_known(quarantine, _cleared(quarantine, now), left) if left > 0 else Delete()

@@ -149,11 +149,13 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
 
 def _hindered(observation: Observation) -> _Found:
     """Something that is wanted could not be done so far: it is tried again, and people may have to help."""
-    troubles = observation.troubles
-    words = "; ".join(f"{trouble.what}: {trouble.why}" for trouble in troubles[:3])
-    more = f"; and {len(troubles) - 3} more" if len(troubles) > 3 else ""
-    reason = Reason.POD_DENIED if any(t.pods for t in troubles) else Reason.NOT_DONE if troubles else Reason.ALL_DONE
-    return _Found(Condition.HINDERED, bool(troubles), reason, f"{words}{more}")
+    hindrances = observation.hindrances
+    words = "; ".join(f"{trouble.what}: {trouble.why}" for trouble in hindrances[:3])
+    more = f"; and {len(hindrances) - 3} more" if len(hindrances) > 3 else ""
+    reason = (
+        Reason.POD_DENIED if any(t.pods for t in hindrances) else Reason.NOT_DONE if hindrances else Reason.ALL_DONE
+    )
+    return _Found(Condition.HINDERED, bool(hindrances), reason, f"{words}{more}")
 
 
 def _running(observation: Observation, phase: Phase) -> _Found:
@@ -182,7 +184,7 @@ def _waiting(observation: Observation) -> _Found:
         words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
         return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
     denied = next(
-        (trouble for trouble in observation.troubles if trouble.pods or trouble.what.startswith("template")), None
+        (trouble for trouble in observation.hindrances if trouble.pods or trouble.what.startswith("template")), None
     )
     if denied is not None:
         return _Found(Condition.RUNNING, False, Reason.POD_DENIED, denied.why)

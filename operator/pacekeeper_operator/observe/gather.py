@@ -15,8 +15,8 @@ from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView
 from ..state import Draft, Incident, Past, Worker
 from . import reachability
 from .memory import JobMemory, Memory
-from .pods import view_pod
 from .store import Shelf
+from .views import view_pod
 
 SUSPECT_SECONDS = 60.0
 """Nodes that were found failing within so many seconds of one another fail at once."""

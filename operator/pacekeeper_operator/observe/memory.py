@@ -18,9 +18,7 @@ from ..api import Job, Phase
 from ..observation import Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
-
-Key = tuple[str, str]
-"""Namespace and name of a job."""
+from .store import Key
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import kopf
 
 from ..effects import CreatePod, Effect
-from ..observation import Trouble
+from ..observation import Hindrance
 from ..runtime import Runtime
 
 AT_ONCE = 16
@@ -58,11 +58,11 @@ class Errands:
                 self._under_way[key] = self.runtime.start(self._go(effect, tries), f"{self.name}: {key}")
 
     @property
-    def troubles(self) -> tuple[Trouble, ...]:
+    def hindrances(self) -> tuple[Hindrance, ...]:
         """What could not be done so far."""
         failed = ((key, tries) for key, tries in self._attempts.items() if tries.trouble)
         return tuple(
-            Trouble(key, tries.trouble, pods=key.startswith(CreatePod.PREFIX)) for key, tries in sorted(failed)
+            Hindrance(key, tries.trouble, pods=key.startswith(CreatePod.PREFIX)) for key, tries in sorted(failed)
         )
 
     @property

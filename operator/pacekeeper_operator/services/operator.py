@@ -14,9 +14,9 @@ from ..cluster import CONFIG_MAPS, NODES, PODS, Cluster
 from ..manifests import Installation
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
 from ..observe.memory import Memory
-from ..observe.pods import view_node, view_pod
 from ..observe.prometheus import Prometheus, Sample
 from ..observe.store import Shelf
+from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents

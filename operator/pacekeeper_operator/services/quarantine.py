@@ -42,11 +42,11 @@ from ..decide.node_steps import (
     Node,
     ProbePod,
     Quarantine,
+    QuarantineStep,
     Release,
     Report,
     Rules,
     StartProbe,
-    Step,
     Unguard,
     Wait,
 )
@@ -300,7 +300,7 @@ async def _paused(cluster: Cluster, settings: Settings) -> str:
 
 async def _next(
     cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float, fleet: Fleet
-) -> Step:
+) -> QuarantineStep:
     found = Quarantine.parse(body)
     seen = None if node is None else Node.parse(node)
     probe = found.last_probe
@@ -330,7 +330,7 @@ async def _all(cluster: Cluster) -> list[Quarantine]:
 
 
 async def _carry_out(
-    cluster: Cluster, runtime: Runtime, settings: Settings, step: Step, body: Object, node: Object | None
+    cluster: Cluster, runtime: Runtime, settings: Settings, step: QuarantineStep, body: Object, node: Object | None
 ) -> None:
     """One step. It is based upon `body` and `node` as they were read: Conflict, where one of them has changed since."""
     name, finalizers = body["metadata"]["name"], body["metadata"].get("finalizers", [])

@@ -21,7 +21,7 @@ from ..decide import node_lost
 from ..decide import status as statuses
 from ..decide.think import Thought, effects, think
 from ..effects import Effect
-from ..observation import Observation, Policy, Trouble
+from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
 from ..state import Draft
 from . import bookkeeping, events, incidents
@@ -51,15 +51,15 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     observation = await _observe(operator, desk)
     rules = policy(operator, desk.job)
     thought = think(observation, rules)
-    troubles = _failures(thought)
+    hindrances = _failures(thought)
     failure: Exception | None = None
     try:
         await _write(operator, desk, thought.draft)
         desk.errands.send(effects(thought.observation, rules, desk.told))
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as caught:
-        troubles, failure = (*troubles, Trouble("bookkeeping", str(caught))), caught
+        hindrances, failure = (*hindrances, Hindrance("bookkeeping", str(caught))), caught
     written = desk.memory.draft or thought.draft  # what is not written is not so
-    said = replace(thought.observation.with_draft(written), troubles=troubles + desk.errands.troubles)
+    said = replace(thought.observation.with_draft(written), hindrances=hindrances + desk.errands.hindrances)
     await _report(operator, desk, said)
     if failure is not None:
         raise failure
@@ -145,10 +145,10 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
         await events.tell(operator, desk.job, "SyncModeChanged", note, "ChangeSyncMode")
 
 
-def _failures(thought: Thought) -> tuple[Trouble, ...]:
+def _failures(thought: Thought) -> tuple[Hindrance, ...]:
     for _ in thought.failures:
         metrics.STEP_FAILURES.inc()
-    return tuple(Trouble("a step of the operator's own", words) for words in thought.failures)
+    return tuple(Hindrance("a step of the operator's own", words) for words in thought.failures)
 
 
 def _swept(desk: Desk, draft: Draft) -> Draft:

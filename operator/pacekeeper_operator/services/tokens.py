@@ -56,7 +56,7 @@ class Holder:
     uid: str
 
 
-Verdict = Holder | Exception
+Judgement = Holder | Exception
 
 
 class Tokens:
@@ -65,10 +65,10 @@ class Tokens:
     def __init__(self, cluster: Cluster, runtime: Runtime) -> None:
         self._cluster = cluster
         self._runtime = runtime
-        self._good = Remembered[bytes, Verdict](REVIEW_SECONDS, MAX_REVIEWS)
-        self._bad = Remembered[bytes, Verdict](REFUSED_SECONDS, MAX_REFUSALS)
+        self._good = Remembered[bytes, Judgement](REVIEW_SECONDS, MAX_REVIEWS)
+        self._bad = Remembered[bytes, Judgement](REFUSED_SECONDS, MAX_REFUSALS)
         self._sources = Rate[str](REFUSED_PER_SECOND, REFUSED_AT_ONCE)
-        self._asked: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._asked: dict[bytes, asyncio.Task[Judgement]] = {}
         self._free = asyncio.Semaphore(REVIEWS_AT_ONCE)
 
     async def holder(self, token: str, source: str) -> Holder:
@@ -83,11 +83,11 @@ class Tokens:
             raise verdict.with_traceback(None)  # it may be raised to many callers
         return verdict
 
-    def _known(self, digest: bytes) -> Verdict | None:
+    def _known(self, digest: bytes) -> Judgement | None:
         now = self._runtime.monotonic()
         return self._good.get(digest, now) or self._bad.get(digest, now)
 
-    def _asking(self, digest: bytes, token: str, source: str) -> asyncio.Task[Verdict]:
+    def _asking(self, digest: bytes, token: str, source: str) -> asyncio.Task[Judgement]:
         """The one review of this token that is under way; begun where there is none."""
         if digest not in self._asked:
             if not self._sources.take(source, self._runtime.monotonic()):
@@ -95,7 +95,7 @@ class Tokens:
             self._asked[digest] = self._runtime.start(self._ask(digest, token, source), "review of a token")
         return self._asked[digest]
 
-    async def _ask(self, digest: bytes, token: str, source: str) -> Verdict:
+    async def _ask(self, digest: bytes, token: str, source: str) -> Judgement:
         """Errors are returned, for all who wait; they are no reason for the operator to end."""
         try:
             async with self._free:
@@ -113,7 +113,7 @@ class Tokens:
             self._sources.give_back(source)
         return verdict
 
-    async def _review(self, token: str) -> Verdict:
+    async def _review(self, token: str) -> Judgement:
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -153,7 +153,7 @@ def _claims(token: str) -> dict[str, Any] | None:
     return claims if isinstance(claims, dict) else None
 
 
-def _read(status: Mapping[str, Any]) -> Verdict:
+def _read(status: Mapping[str, Any]) -> Judgement:
     if not status.get("authenticated") or TOKEN_AUDIENCE not in status.get("audiences", ()):
         return Unauthenticated(status.get("error") or f"the token is not good for audience {TOKEN_AUDIENCE}")
     user = status["user"]

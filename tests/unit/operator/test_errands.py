@@ -87,7 +87,7 @@ async def test_what_fails_is_told_and_tried_again_ever_more_slowly(doing: Doing)
     pauses = []
     for _ in range(12):
         await doing.sent(A, B)
-        (trouble,) = doing.errands.troubles
+        (trouble,) = doing.errands.hindrances
         assert trouble.pods
         assert trouble.why == "exceeded quota: pods=1"
         pauses.append(doing.errands.due_in())
@@ -100,22 +100,22 @@ async def test_what_fails_is_told_and_tried_again_ever_more_slowly(doing: Doing)
     assert pauses[-1] == pytest.approx(LONGEST_BACKOFF_SECONDS)
     del doing.answers[A.key]
     await doing.sent(A)
-    assert doing.errands.troubles == ()
+    assert doing.errands.hindrances == ()
 
 
 async def test_what_nobody_wants_any_more_is_no_trouble(doing: Doing) -> None:
     doing.fails(A, kopf.PermanentError("no such service account"))
     await doing.sent(A)
-    assert doing.errands.troubles
+    assert doing.errands.hindrances
     await doing.sent(B)
-    assert doing.errands.troubles == ()
+    assert doing.errands.hindrances == ()
     assert doing.errands.due_in() == float("inf")
 
 
 async def test_a_bug_in_one_is_a_trouble_like_others(doing: Doing) -> None:
     doing.fails(A, ZeroDivisionError("of ours"))
     await doing.sent(A, B)
-    assert "of ours" in doing.errands.troubles[0].why
+    assert "of ours" in doing.errands.hindrances[0].why
     assert B.key in doing.done
     assert not doing.runtime.failed.is_set()
 

@@ -13,7 +13,7 @@ from pacekeeper_operator.api import Phase
 from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
-from pacekeeper_operator.observe.pods import view_node, view_pod
+from pacekeeper_operator.observe.views import view_node, view_pod
 from pacekeeper_operator.state import Draft, Placement, State
 from tests.support.worlds import NOW, crash, job, training
 

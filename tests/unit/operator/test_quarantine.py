@@ -26,10 +26,10 @@ from pacekeeper_operator.decide.node_steps import (
     Node,
     ProbePod,
     Quarantine,
+    QuarantineStep,
     Release,
     Report,
     StartProbe,
-    Step,
     Unguard,
     Wait,
 )
@@ -43,7 +43,9 @@ GUARDED = replace(FRESH, guarded=True)
 ACTIVE_STATUS = QuarantineStatus(phase=QuarantinePhase.ACTIVE, cordoned_at=START, previously_cordoned=False)
 
 
-def next_step(quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START) -> Step:
+def next_step(
+    quarantine: Quarantine, node: Node | None, pod: ProbePod | None = None, now: float = START
+) -> QuarantineStep:
     return decide(quarantine, node, pod, Around(), now)
 
 

@@ -16,7 +16,7 @@ from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS, missing, surplus
 from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, NodeView, Observation
-from pacekeeper_operator.observe.pods import view_pod
+from pacekeeper_operator.observe.views import view_pod
 from pacekeeper_operator.state import Incident
 from tests.support.worlds import (
     NOW,

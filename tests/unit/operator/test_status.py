@@ -11,7 +11,7 @@ from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase
 from pacekeeper_operator.decide.pricing import SPARE_SECONDS, replace_lost_option, restart_option
 from pacekeeper_operator.decide.status import MAX_MESSAGE, report
 from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import NOT_ASKED, Metrics, Observation, Trouble
+from pacekeeper_operator.observation import NOT_ASKED, Hindrance, Metrics, Observation
 from tests.support.worlds import (
     NOW,
     change_members,
@@ -196,7 +196,7 @@ def test_no_message_is_longer_than_a_condition_may_be(letters: int) -> None:
     draft = thought.draft.with_incident(replace(incident, message="x" * letters))
     draft = draft.with_placement(template_rejected=1, rejection="y" * letters)
     world = replace(
-        thought.observation.with_draft(draft), troubles=tuple(Trouble("create a", "z" * letters) for _ in range(9))
+        thought.observation.with_draft(draft), hindrances=tuple(Hindrance("create a", "z" * letters) for _ in range(9))
     )
     for condition in report(world, policy(), JobStatus()).conditions:
         assert len(condition.message) <= MAX_MESSAGE

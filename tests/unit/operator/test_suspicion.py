@@ -34,10 +34,10 @@ from pacekeeper_operator.decide.node_steps import (
     Node,
     ProbePod,
     Quarantine,
+    QuarantineStep,
     Report,
     Rules,
     StartProbe,
-    Step,
     Wait,
 )
 from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
@@ -72,7 +72,7 @@ def settle(
     pod: ProbePod | None = None,
     around: Around | None = None,
     now: float = START,
-) -> tuple[Quarantine, Step]:
+) -> tuple[Quarantine, QuarantineStep]:
     """What is written until something else is to be done, and that."""
     for _ in range(10):
         step = decide(quarantine, node, pod, around or Around(nodes=100), now)
