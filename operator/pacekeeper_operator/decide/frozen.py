@@ -11,6 +11,7 @@ from pacekeeper_analysis.reports import FaultKind
 from ..api import Cause, Class
 from ..decision import Decision
 from ..observation import FROZEN_SECONDS, Observation, Policy, WorkerView
+from ..words import listed
 from . import loss
 from .loss import Loss
 
@@ -50,7 +51,7 @@ def _how(view: WorkerView) -> str:
         return ""
     if view.frozen:
         return f"its launcher has stood still for more than {FROZEN_SECONDS:.0f} s, although its sidecar answers"
-    ranks = ", ".join(map(str, view.heartbeat.unkillable_ranks))
+    ranks = listed(view.heartbeat.unkillable_ranks)
     return f"its rank {ranks} is still there long after SIGKILL" if ranks else ""
 
 

@@ -9,6 +9,7 @@ from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
 from ..subject import Subject
+from ..words import listed
 from .pricing import choose_at_standstill, replace_lost_option, written
 
 MOST_NAMED = 3
@@ -87,7 +88,7 @@ def _say(observation: Observation, losses: Sequence[Loss]) -> str:
 
 
 def _name(observation: Observation, view: WorkerView) -> str:
-    ranks = ", ".join(map(str, _ranks(observation, view)))
+    ranks = listed(_ranks(observation, view))
     return f"{view.name} ({f'rank {ranks}' if ranks else 'a spare'})"
 
 

@@ -43,7 +43,7 @@ SHARE = _sound("pacekeeper_rank_share")
 STEP = _sound("pacekeeper_rank_step_seconds")
 WAIT = _sound("pacekeeper_rank_wait_seconds")
 FIRST_STEPS = _sound("pacekeeper_rank_first_steps_seconds")
-STEPPED = _sound("pacekeeper_rank_step")
+LAST_STEP = f"pacekeeper_rank_step{WORKERS}"
 FIGURES: Mapping[str, str] = {
     "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
     "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
@@ -52,9 +52,9 @@ FIGURES: Mapping[str, str] = {
     "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
     "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
     "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
-    "ranks": f"count {BY_JOB} ({STEPPED})",
-    "least_step": f"min {BY_JOB} ({STEPPED})",
-    "scrape_age": f"max {BY_JOB} (time() - timestamp(pacekeeper_rank_step{WORKERS}))",
+    "ranks": f"count {BY_JOB} ({LAST_STEP})",
+    "least_step": f"min {BY_JOB} ({LAST_STEP})",
+    "scrape_age": f"max {BY_JOB} (clamp_min(time() - timestamp({LAST_STEP}), 0))",
 }
 """One number a job."""
 SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
@@ -89,7 +89,7 @@ class Sample:
     def of(self, namespace: str, job: str, ranks: Mapping[str, Sequence[int]] | None = None) -> Metrics:
         """`ranks`: those that each of the job's workers holds; a pod speaks for no other. None: not known."""
         key = (namespace, job)
-        figures = {name: values[key] for name, values in self.figures.items() if key in values}
+        figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
         slowest = self.slowest.get(key)
         if slowest is not None and ranks is not None and slowest.rank not in ranks.get(slowest.pod, ()):
             slowest = None

@@ -192,11 +192,18 @@ class TestFinished:
         assert made(later) == ["j-w0-1", "j-w1-1"]
 
     def test_who_ended_well_before_this_membership_has_not_finished_in_it(self) -> None:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 0})
+        world = change_members(training(), membership=2)
+        world = world.with_draft(world.draft.with_plan(membership=2))
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 1})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ()
         assert seats(thought)[0] == "j-w4-0"
         assert not thought.draft.state.budget.restarts
+
+    def test_one_that_was_done_before_it_was_heard_of_again_has_finished(self) -> None:
+        warm = {"state": LauncherState.WARM, "membership": 0}
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0}, heartbeat=warm)
+        assert think(world, policy()).draft.state.life.completed_at == NOW
 
     def test_as_long_as_the_others_can_come_to_their_end_nothing_is_done(self) -> None:
         world = change_worker(training(), "j-w0-0", pod={"exit_code": 0})
