@@ -7,7 +7,8 @@ ranks train on. Somebody else has to say so too, and nobody may show that it liv
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
@@ -34,13 +35,43 @@ def suspected(observation: Observation) -> bool:
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    found = ((view, _proof(observation, policy, view)) for view in observation.members if _in_doubt(view))
-    lost = [(view, proof) for view, proof in found if proof]
+    lost = tuple(_lost(observation, policy))
     if not lost:
         return None
-    decision = _replace(observation, policy, *lost[0])
-    # What the peers say may be about the others, too, who are judged next.
-    return decision if len(lost) > 1 else replace(decision, settles=tuple(fault.name for fault in observation.faults))
+    event = tuple(one for one in lost if one.blamed == lost[0].blamed)
+    decision = _replace(observation, policy, event)
+    # What the peers say is about all of them, also those that are judged next.
+    settles = tuple(fault.name for fault in observation.faults) if len(event) == len(lost) else ()
+    return replace(decision, settles=settles)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A worker that is lost. `blamed`: its node is lost with it; `down`: that node is not Ready."""
+
+    view: WorkerView
+    proof: str
+    blamed: bool
+    down: bool
+
+    @property
+    def node_is_silent(self) -> bool:
+        return self.view.node_reachable is False
+
+    @property
+    def words(self) -> str:
+        if self.blamed:
+            return f"node {self.view.node} is lost: {self.proof}"
+        return f"the operator does not reach it, and {self.proof}"
+
+
+def _lost(observation: Observation, policy: Policy) -> Iterator[_Lost]:
+    for view in observation.members:
+        proof = _proof(observation, policy, view) if view.usable and view.reachable is False else ""
+        if proof:
+            down, silent = _node_is_down(observation, view), view.node_reachable is False
+            many = silent and (_named(observation, view) or _fails_as_a_whole(observation))
+            yield _Lost(view, proof, down or many, down)
 
 
 def unreached(observation: Observation) -> tuple[WorkerView, ...]:
@@ -53,10 +84,6 @@ def unheard_seconds(observation: Observation, view: WorkerView) -> float:
     or Prometheus' look at its steps."""
     peers = (peer.stepped_seconds for peer in observation.members if peer.name != view.name)
     return min(view.silent_seconds, _scraped_seconds(observation, view), min(peers, default=math.inf))
-
-
-def _in_doubt(view: WorkerView) -> bool:
-    return view.usable and view.reachable is False
 
 
 def _proof(observation: Observation, policy: Policy, view: WorkerView) -> str:
@@ -119,34 +146,51 @@ def _scraped_seconds(observation: Observation, view: WorkerView) -> float:
     return observation.now - metrics.at + metrics.scrape_age
 
 
-def _replace(observation: Observation, policy: Policy, view: WorkerView, proof: str) -> Decision:
-    down = _node_is_down(observation, view)
-    silent = view.node_reachable is False
-    blamed = down or (silent and (_named(observation, view) or _fails_as_a_whole(observation)))
-    words = f"node {view.node} is lost: {proof}" if blamed else f"the operator does not reach it, and {proof}"
+def _replace(observation: Observation, policy: Policy, event: Sequence[_Lost]) -> Decision:
+    first = event[0]
     choice = choose_at_standstill((replace_lost_option(observation, policy),))
-    actions: tuple[Action, ...] = ()
-    if not policy.refusal(Remedy.REPLACE_WORKER):
-        actions = (ReplaceWorker(view.name, words, dead=True, force=blamed and silent, disruption=True),)
-    if blamed:
-        witness = Witness.NODE_CONDITION if down else Witness.NONE
-        reason = "neither its workers nor its kubelet answer" if silent else "it is not Ready"
-        actions = (*actions, blame.propose(observation, policy, view.node, reason, witness))
-    member = next(member for member in observation.plan.members if member.worker == view.name)
+    cause = Cause.NODE_LOST if first.blamed else Cause.WORKER_LOST
     return Decision(
-        subject=Subject(Cause.NODE_LOST if blamed else Cause.WORKER_LOST, observation.round, worker=view.name),
+        subject=Subject(cause, observation.round, worker=first.view.name),
         class_=Class.INFRASTRUCTURE,
-        message=f"worker {view.name} (rank {listed(member.ranks)}) is lost: {words}",
-        first_sign=_first_sign(observation, view),
-        actions=actions,
+        message=_say(observation, event),
+        first_sign=_first_sign(observation, first.view),
+        actions=(*_replacements(policy, event), *_suspicions(observation, policy, event)),
         remedy=Remedy.REPLACE_WORKER if not policy.refusal(Remedy.REPLACE_WORKER) else None,
         remedies=written(choice.prices, choice.chosen),
-        evidence=_evidence(observation, view),
-        rank=member.ranks[0],
-        worker=view.name,
-        node=view.node or None,
+        evidence=_evidence(observation, event),
+        rank=_ranks(observation, first.view)[0],
+        worker=first.view.name,
+        node=first.view.node or None,
         last_step=observation.step,
     )
+
+
+def _replacements(policy: Policy, event: Sequence[_Lost]) -> Iterator[Action]:
+    if policy.refusal(Remedy.REPLACE_WORKER):
+        return
+    for one in event:
+        force = one.blamed and one.node_is_silent
+        yield ReplaceWorker(one.view.name, one.words, dead=True, force=force, disruption=True)
+
+
+def _suspicions(observation: Observation, policy: Policy, event: Sequence[_Lost]) -> Iterator[Action]:
+    for one in {one.view.node: one for one in event if one.blamed}.values():
+        witness = Witness.NODE_CONDITION if one.down else Witness.NONE
+        reason = "neither its workers nor its kubelet answer" if one.node_is_silent else "it is not Ready"
+        yield blame.propose(observation, policy, one.view.node, reason, witness)
+
+
+def _say(observation: Observation, event: Sequence[_Lost]) -> str:
+    first = event[0]
+    if len(event) > 1:
+        names = listed([one.view.name for one in event])
+        return f"{len(event)} workers are lost ({names}); of {first.view.name}: {first.words}"
+    return f"worker {first.view.name} (rank {listed(_ranks(observation, first.view))}) is lost: {first.words}"
+
+
+def _ranks(observation: Observation, view: WorkerView) -> Sequence[int]:
+    return next(member.ranks for member in observation.plan.members if member.worker == view.name)
 
 
 def _first_sign(observation: Observation, view: WorkerView) -> float:
@@ -159,11 +203,17 @@ def _first_sign(observation: Observation, view: WorkerView) -> float:
     )
 
 
-def _evidence(observation: Observation, view: WorkerView) -> tuple[str, ...]:
+def _evidence(observation: Observation, event: Sequence[_Lost]) -> tuple[str, ...]:
     complaints = [fault for fault in _complaints(observation) if fault.unreachable]
-    kubelet = {None: "was not asked", True: "answers", False: "does not answer"}[view.node_reachable]
     return (
         *(f"{fault.worker} cannot reach {listed(fault.unreachable)}" for fault in complaints[:NAMED]),
-        f"the operator's probe of {view.name} failed; no word of it for {view.silent_seconds:.1f} s",
-        f"the kubelet of {view.node} {kubelet}",
+        *(_probed(one.view) for one in event[:NAMED]),
+    )
+
+
+def _probed(view: WorkerView) -> str:
+    kubelet = {None: "was not asked", True: "answers", False: "does not answer"}[view.node_reachable]
+    return (
+        f"the operator's probe of {view.name} failed, and there is no word of it for {view.silent_seconds:.1f} s; "
+        f"the kubelet of {view.node} {kubelet}"
     )

@@ -115,11 +115,15 @@ def _node_is_lost(observation: Observation, pod: PodView) -> bool:
 def _starting_since(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> float:
     """Since when it has been on its way to being warm, in whole seconds; 0: it is not. A young operator has not heard
     of all those that are warm."""
-    seated = any(member.worker == view.name for member in observation.plan.members)
-    if seated or not pod.started or pod.ended or _is_beyond_starting(view):
+    if not pod.started or pod.ended or _is_beyond_starting(view) or _is_seated(observation, view):
         return 0.0
     known = view.heartbeat is not None or observation.operator_age > policy.grace_after_start
     return view.record.starting_since or (float(int(observation.now)) if known else 0.0)
+
+
+def _is_seated(observation: Observation, view: WorkerView) -> bool:
+    """Asked last: it looks through all members."""
+    return any(member.worker == view.name for member in observation.plan.members)
 
 
 def _is_beyond_starting(view: WorkerView) -> bool:

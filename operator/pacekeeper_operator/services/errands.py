@@ -18,6 +18,8 @@ from ..observation import Hindrance
 from ..runtime import Runtime
 
 AT_ONCE = 16
+QUICK_SECONDS = 0.3
+"""So long a pass waits for what it has just begun: for a creation that hangs in a slow webhook, no longer."""
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 log = logging.getLogger(__name__)
 
@@ -45,17 +47,23 @@ class Errands:
     _attempts: dict[str, _Attempts] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
-    def send(self, effects: Sequence[Effect]) -> None:
-        """Whatever of it is neither under way nor put off is begun now; what is wanted no longer is forgotten."""
+    async def send(self, effects: Sequence[Effect]) -> None:
+        """Whatever of it is neither under way nor put off is begun now; what is wanted no longer is forgotten.
+
+        What is quick is done when this returns, so that a job's status is not ahead of what it tells of.
+        """
         wanted = {effect.key: effect for effect in effects}
         self._attempts = {
             key: tries for key, tries in self._attempts.items() if key in wanted or key in self._under_way
         }
-        now = self.runtime.monotonic()
+        now, begun = self.runtime.monotonic(), set()
         for key, effect in wanted.items():
             tries = self._attempts.setdefault(key, _Attempts())
             if key not in self._under_way and now >= tries.not_before:
                 self._under_way[key] = self.runtime.start(self._go(effect, tries), f"{self.name}: {key}")
+                begun.add(self._under_way[key])
+        if begun:
+            await asyncio.wait(begun, timeout=QUICK_SECONDS)
 
     @property
     def hindrances(self) -> tuple[Hindrance, ...]:

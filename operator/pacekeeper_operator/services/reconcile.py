@@ -55,7 +55,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     failure: Exception | None = None
     try:
         await _write(operator, desk, thought.draft)
-        desk.errands.send(effects(thought.observation, rules, desk.told))
+        await desk.errands.send(effects(thought.observation, rules, desk.told))
     except (kopf.TemporaryError, kopf.PermanentError, InputError) as caught:
         hindrances, failure = (*hindrances, Hindrance("bookkeeping", str(caught))), caught
     written = desk.memory.draft or thought.draft  # what is not written is not so

@@ -175,14 +175,16 @@ class TestAllWorkers:
         assert suspected(world)
         thought = think(world, policy())
         assert seats(thought.draft) == ["j-w2-0", "j-w3-0"]
-        assert {incident.cause for incident in decisions(thought)} == {Cause.NODE_LOST}
+        (incident,) = decisions(thought)
+        assert incident.cause is Cause.NODE_LOST, "one event is one incident, however many workers it has taken"
+        assert "2 workers are lost (j-w0-0, j-w1-0)" in incident.message
         assert suspicions(thought.draft) == [("node-0", Witness.NONE), ("node-1", Witness.NONE)]
 
     def test_or_because_others_are_reached(self) -> None:
         world = looked_at(training(2, 0), *self.LOST)
         assert not decisions(think(world, policy())), "it may be the operator that is cut off"
         elsewhere = replace(world, surroundings=replace(world.surroundings, reached_elsewhere=True))
-        assert len(decisions(think(elsewhere, policy()))) == 2
+        assert suspicions(think(elsewhere, policy()).draft) == [("node-0", Witness.NONE), ("node-1", Witness.NONE)]
 
     def test_an_operator_that_reaches_nobody_blames_nobody_however_long(self) -> None:
         world = training()
@@ -196,6 +198,24 @@ class TestAllWorkers:
         for name in world.surroundings.nodes:
             world = node(world, name, ready=False)
         assert not decisions(think(world, policy()))
+
+    def test_who_is_lost_without_his_nodes_fault_is_an_incident_of_its_own(self) -> None:
+        world = complaining(looked_at(training(6, 3), "j-w1-0", "j-w3-0"), "10.0.0.1", "10.0.0.3")
+        world = change_worker(world, "j-w3-0", node_reachable=True)
+        thought = think(world, policy())
+        assert {(i.worker, i.cause) for i in decisions(thought)} == {
+            ("j-w1-0", Cause.NODE_LOST),
+            ("j-w3-0", Cause.WORKER_LOST),
+        }
+        assert suspicions(thought.draft) == [("node-1", Witness.NONE)]
+        assert len(thought.draft.state.incidents.settled) == len(world.faults)
+
+    def test_hundreds_at_once_are_one_incident_within_the_schema(self) -> None:
+        world = training(200, 1)
+        thought = think(looked_at(world, *[view.name for view in world.members]), policy())
+        (incident,) = decisions(thought)
+        assert_within_the_schema(incident)
+        assert "and 192 more" in incident.message
 
     def test_several_on_one_node_wait_for_a_witness(self) -> None:
         """One broken path explains it."""
