@@ -36,6 +36,23 @@ pacekeeper_rank_compute_seconds{{trainingjob="victim",rank="oops"}} NaN
 """
 
 
+EXPORTER = """
+import http.server
+import os
+
+
+class Metrics(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(os.environ["SERIES"].encode())
+
+
+http.server.HTTPServer(("", 9464), Metrics).serve_forever()
+"""
+
+
 @pytest.fixture(autouse=True)
 def released(cluster: Cluster) -> Iterator[None]:
     yield
@@ -70,15 +87,15 @@ def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
 ) -> None:
     assert operator_process.alive()
     body = paced("liar", LONG, replicas=1, remediation={"allow": ["QuarantineNode"]})
-    body["spec"]["template"]["spec"]["nodeName"] = NODE  # the node that the liar wants to see gone
+    body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": NODE}  # which it wants to see gone
     job = Job.apply(cluster, namespace, body)
     job.until_phase("Running", timeout=120)
     worker = job.worker(0)
     for number in range(5):
-        lie(job, worker, f"lie-{number}")
+        lie(job, worker, f"{worker}-lie-{number}")
     wait_for(lambda: phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
     for number in range(5, 10):
-        lie(job, worker, f"lie-{number}")
+        lie(job, worker, f"{worker}-lie-{number}")
     incidents = [i for i in job.incidents() if i["spec"]["cause"] == "gpu-error"]
     assert incidents, "the lie was heard"
     assert untouched(cluster, NODE)
@@ -93,12 +110,11 @@ def query(text: str) -> list[dict[str, Any]]:
 
 
 async def test_forged_series_speak_for_nobody_but_their_pod(cluster: Cluster, namespace: str) -> None:
-    serve = "mkdir /tmp/www && cd /tmp/www && printf '%s' \"$SERIES\" > metrics && exec python -m http.server 9464"
     container = {
         "name": "main",
         "image": DEV_IMAGE,
         "imagePullPolicy": "Never",
-        "command": ["sh", "-c", serve],
+        "command": ["python", "-c", EXPORTER],
         "env": [{"name": "SERIES", "value": FORGED}],
         "ports": [{"name": "pk-metrics", "containerPort": 9464}],
     }
