@@ -14,7 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from testcluster import api, cgroups, control_plane, credentials, images, network, network_policies, node, prometheus
+from testcluster import (
+    api,
+    cgroups,
+    control_plane,
+    credentials,
+    images,
+    network,
+    network_policies,
+    node,
+    prometheus,
+    volumes,
+)
 from testcluster.programs import Programs
 from testcluster.settings import (
     API_URL,
@@ -58,6 +69,7 @@ def up(count: int | None = None) -> None:
             for member in wanted:
                 node.ensure_kubelet(member, programs)
             control_plane.apply_objects(programs)
+            volumes.ensure()
             prometheus.ensure(programs)
             network_policies.ensure(len(wanted))
             wait_for(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from testcluster import api, credentials
+from testcluster import api, credentials, volumes
 from testcluster.daemons import Daemon
-from testcluster.images import DEV_IMAGE
 from testcluster.programs import Programs
 from testcluster.settings import (
     API_PORT,
@@ -17,12 +16,8 @@ from testcluster.settings import (
     KUBECONFIG,
     SERVICE_SUBNET,
     STATE,
-    VOLUMES,
 )
-from testcluster.shell import answers, run, write
-
-VOLUME_COUNT = 8
-_RECYCLER = STATE / "recycler.yaml"
+from testcluster.shell import answers, run
 
 
 def etcd(programs: Programs) -> Daemon:
@@ -81,9 +76,8 @@ def controller_manager(programs: Programs) -> Daemon:
         f"--root-ca-file={credentials.CA}",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
-        f"--pv-recycler-pod-template-filepath-hostpath={_RECYCLER}",
     )
-    return Daemon("kube-controller-manager", command, configuration=_recycler_pod())
+    return Daemon("kube-controller-manager", command)
 
 
 def scheduler(programs: Programs) -> Daemon:
@@ -110,18 +104,13 @@ def ensure_api_server(programs: Programs) -> None:
 
 
 def ensure_controllers(programs: Programs) -> None:
-    write(_RECYCLER, _recycler_pod())
     controller_manager(programs).ensure()
     scheduler(programs).ensure()
 
 
 def apply_objects(programs: Programs) -> None:
     """Volumes, the rights of Prometheus, and the DNS service."""
-    for index in range(VOLUME_COUNT):
-        folder = VOLUMES / f"checkpoints-{index}"
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o777)  # containers write to it as any user
-    objects = "\n---\n".join([_PROMETHEUS_RIGHTS, _DNS, _STORAGE_CLASS, *map(_volume, range(VOLUME_COUNT))])
+    objects = "\n---\n".join([_PROMETHEUS_RIGHTS, _DNS, _STORAGE_CLASS, volumes.make()])
     kubectl = (programs.kubectl, f"--kubeconfig={KUBECONFIG}")
     run(*kubectl, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
 
@@ -151,37 +140,4 @@ kind: StorageClass
 metadata: {name: shared}
 provisioner: kubernetes.io/no-provisioner
 volumeBindingMode: Immediate
-"""
-
-
-def _volume(index: int) -> str:
-    """A folder that all nodes share, as they are one machine. Emptied and free again once its claim is deleted."""
-    return f"""
-apiVersion: v1
-kind: PersistentVolume
-metadata: {{name: checkpoints-{index}}}
-spec:
-  storageClassName: shared
-  accessModes: [ReadWriteMany, ReadWriteOnce]
-  capacity: {{storage: 100Gi}}
-  persistentVolumeReclaimPolicy: Recycle
-  hostPath: {{path: {VOLUMES}/checkpoints-{index}, type: Directory}}
-"""
-
-
-def _recycler_pod() -> str:
-    return f"""
-apiVersion: v1
-kind: Pod
-metadata: {{name: volume-recycler, namespace: default}}
-spec:
-  restartPolicy: Never
-  activeDeadlineSeconds: 60
-  containers:
-  - name: recycler
-    image: {DEV_IMAGE}
-    command: [find, /scrub, -mindepth, "1", -delete]
-    securityContext: {{runAsUser: 0}}
-    volumeMounts: [{{name: vol, mountPath: /scrub}}]
-  volumes: [{{name: vol, hostPath: {{path: /replaced-by-the-controller}}}}]
 """

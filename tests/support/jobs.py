@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -112,8 +111,6 @@ class Job:
         """With its claim, where it names one."""
         if name := body["spec"].get("checkpoint", {}).get("volumeClaimName"):
             cluster.apply(claim(name), namespace)
-            if cluster.is_testcluster:
-                _empty(namespace, name)
         cluster.apply(body, namespace)
         return cls(cluster, namespace, body["metadata"]["name"])
 
@@ -309,14 +306,6 @@ class Job:
             return f"there is no job {self.name}"
         pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.pods()}
         return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_brief(self.incidents())}"
-
-
-def _empty(namespace: str, name: str) -> None:
-    """Kubernetes' recycler takes the ended pod of an earlier recycling for its own, and then hands a volume on full."""
-    path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
-    volume = wait_for(lambda: api.get(path)["spec"].get("volumeName"), 30, f"claim {name} has a volume")
-    for left in (VOLUMES / str(volume)).iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _brief(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
