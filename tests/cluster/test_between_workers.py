@@ -15,7 +15,7 @@ LONG = 100_000  # steps: until the test ends it
 NONCE = b"0" * 32
 HOSTILE = (
     b"GET / HTTP/1.1\r\n\r\n",
-    b"\x00" * 100_000,
+    b"\x00" * 30_000,
     pickle.dumps({"worker": "stranger"}) + b"\n",
     b"pacekeeper " + NONCE + b' 1\n{"worker": "stranger", "membership": 1, "status": "Ending", "round": 9}\n',
     b"pacekeeper " + NONCE + b" 1\n" + b"0" * 64 + b' {"worker": "stranger"}\n',
@@ -70,7 +70,7 @@ def test_no_other_container_has_what_is_the_sidecars(cluster: Cluster, namespace
 
 
 def knock(job: Job, worker: str, address: str, port: int, content: bytes) -> bytes:
-    """All that the host of the meeting says until it hangs up, to somebody in that worker's pod: the job's NetworkPolicy
+    """All that the host of the meeting says until it hangs up, to somebody in that worker's pod: the NetworkPolicy
     keeps out whoever is not of the job."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]
     said = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
