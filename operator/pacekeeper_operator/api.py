@@ -154,6 +154,7 @@ class Reason(StrEnum):
     # Complete, Failed
     TRAINED = "RanksFinished"
     SCRIPT_FAILED = "ScriptFailed"
+    JOB_FAILED = "JobFailed"  # by the word of another version of the operator
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     # Hindered
@@ -247,6 +248,7 @@ class Verdict(StrEnum):
             Verdict.BREAKER,
             Verdict.BUDGET_SPENT,
             Verdict.PAUSED,
+            Verdict.RELEASING,
         )
 
 

@@ -58,7 +58,7 @@ class AskForQuarantine:
 
     @property
     def key(self) -> str:
-        return f"node {self.wanted.node}"
+        return f"node {self.wanted.node} {self.wanted.incident}"
 
 
 @dataclass(frozen=True)

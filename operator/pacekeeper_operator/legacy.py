@@ -7,6 +7,7 @@ about nodes are not.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -34,11 +35,15 @@ def adopted(data: Mapping[str, str], job: str, now: float) -> Draft:
             budget=from_json(Budget, _chosen(Budget, old), "state.json", {}),
             adaptation=from_json(Adaptation, _chosen(Adaptation, old), "state.json", {}),
         )
-    except (KeyError, AttributeError, ValueError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"ConfigMap {job}-plan of an operator before this one cannot be read ({error!r}); delete it, and the job's "
             "workers are replaced under a new plan"
         ) from error
+    workers = tuple(replace(worker, uid="", node="") for worker in state.placement.workers)  # pods say it
+    if any(not re.fullmatch(rf"{re.escape(job)}-w\d+-\d+", worker.name) for worker in workers):
+        raise InputError(f"ConfigMap {job}-plan names workers that are not of job {job}; delete it")
+    state = replace(state, placement=replace(state.placement, workers=workers))
     return Draft(replace(plan, version=max(plan.version + 1, int(now)), evidence_request=""), state)
 
 

@@ -224,7 +224,7 @@ class Observation:
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
-    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
+    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess

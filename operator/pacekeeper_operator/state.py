@@ -6,7 +6,7 @@ that dies between any two lines finds here everything that it had promised. `led
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,12 @@ from pacekeeper_analysis.plan import Plan
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
-MAX_SETTLED = 500
+MAX_SETTLED = 4000
+"""More than one event brings about in large jobs: a name that is forgotten too early is news again."""
 MAX_PAST = 100
+MAX_CURRENT, MAX_TELLING = 100, 16
+"""Incidents that are kept until they are written into the cluster, and how many of them keep their evidence until then:
+where Incidents cannot be written for long, the bookkeeping must not grow with them."""
 HOLD_SECONDS = 15.0
 """So long a mode stays at least; longer where changes follow each other."""
 
@@ -213,6 +217,7 @@ class WantedQuarantine:
     incident: str
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node
+    at: float = 0.0  # when it was decided, seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -238,8 +243,9 @@ class Incidents:
         return (*self.closed, *self.recommended, *(incident.name for incident in self.current))
 
     def sweep(self, written: frozenset[str]) -> Incidents:
-        """Without the incidents that are over and written into the cluster."""
-        kept = tuple(i for i in self.current if i.outcome is None or i.name not in written)
+        """Without the incidents that are over, written into the cluster, and blame no node any more."""
+        blaming = {wanted.incident for wanted in self.quarantines}
+        kept = tuple(i for i in self.current if i.outcome is None or i.name not in written or i.name in blaming)
         return self if kept == self.current else replace(self, current=kept)
 
 
@@ -291,8 +297,8 @@ class Draft:
 
     def with_incident(self, changed: Incident) -> Draft:
         """`changed` in the place of the incident of its name, or added."""
-        others = tuple(incident for incident in self.state.incidents.current if incident.name != changed.name)
-        return self.with_incidents(current=(*others, changed))
+        others = [incident for incident in self.state.incidents.current if incident.name != changed.name]
+        return self.with_incidents(current=_bounded([*others, changed]))
 
     def settle(self, names: tuple[str, ...]) -> Draft:
         """The faults of these names have been dealt with."""
@@ -307,3 +313,11 @@ class Draft:
 
     def _with_state(self, **owners: Any) -> Draft:
         return replace(self, state=replace(self.state, **owners))
+
+
+def _bounded(incidents: Sequence[Incident]) -> tuple[Incident, ...]:
+    """The newest are kept whole; of older ones the evidence goes first, and those that are over go before open ones."""
+    surplus = max(0, len(incidents) - MAX_CURRENT)
+    over = [incident.name for incident in incidents if incident.outcome is not None][:surplus]
+    kept = [incident for incident in incidents if incident.name not in over]
+    return (*(replace(incident, evidence=()) for incident in kept[:-MAX_TELLING]), *kept[-MAX_TELLING:])

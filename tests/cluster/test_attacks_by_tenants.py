@@ -229,7 +229,7 @@ def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
     probe = owned_pod("probe", owner("NodeQuarantine", "node-1"))
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
-    state = STATE | {"metadata": {"name": "gpt", "ownerReferences": [owner("TrainingJob")]}}
+    state = STATE | {"metadata": {"name": "books", "ownerReferences": [owner("TrainingJob")]}}
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=state)
     tenant.write(OPERATOR, *node_patch(tenant, {"unschedulable": True}, taint(OURS)), DRY_RUN)
     finalizers = '{"metadata": {"finalizers": ["pacekeeper.dev/job"]}}'

@@ -13,7 +13,9 @@ INSTALLATION = Installation("https://operator", "")
 
 async def written(cluster: FakeCluster, world: Observation) -> None:
     """The API server holds the job, its plan and its pods."""
-    await cluster.create(JOBS, {"metadata": {"namespace": world.job.namespace, "name": world.job.name}})
+    await cluster.create(
+        JOBS, {"metadata": {"namespace": world.job.namespace, "name": world.job.name, "uid": world.job.uid}}
+    )
     await cluster.create(STATES, state_object(world.job, ledger.write(world.draft, world.job.name)))
     for record in world.state.placement.workers:
         pod = worker_pod(world.job, record.ordinal, record.incarnation, INSTALLATION)

@@ -70,9 +70,12 @@ class GpuFault:
         return Witness.GPU_SERIES if self.value is not None and self.value.vouched else Witness.NONE
 
     @property
-    def name(self) -> str:
-        """The same for the same error, and for no other."""
-        return self.fault.name if self.fault else f"{self.value.key}={self.value.value}" if self.value else ""
+    def identity(self) -> str:
+        """The same for the same error, and for no other. What a worker says again in a round, under whatever name, is
+        the same: its script can say anything, without end."""
+        if self.fault is not None:
+            return f"{self.fault.worker}/{self.fault.xid}"
+        return f"{self.value.key}={self.value.value}" if self.value else ""
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -125,7 +128,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     moved = tuple(action.worker for action in actions if isinstance(action, ReplaceWorker))
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
-        subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.name),
+        subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.identity),
         class_=Class.INFRASTRUCTURE if found.fatal else Class.APPLICATION,
         message=f"{where}: {found.words}" + ("" if found.fatal else "; may come of the application alone"),
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,

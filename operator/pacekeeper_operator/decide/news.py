@@ -28,7 +28,7 @@ def _quarantines(observation: Observation) -> Draft:
     """What became of the nodes that were handed on stands in their incidents."""
     draft, incidents = observation.draft, observation.state.incidents
     for wanted in incidents.quarantines:
-        ruling = observation.rulings.get(wanted.node)
+        ruling = observation.rulings.get(wanted.incident)
         incident = incidents.find(wanted.incident)
         if ruling is not None and incident is not None:
             draft = draft.with_incident(replace(incident, quarantine=ruling.words, verdict=ruling.verdict))
@@ -38,5 +38,5 @@ def _quarantines(observation: Observation) -> Draft:
 
 def _ruled(observation: Observation, wanted: WantedQuarantine) -> bool:
     """Nothing more will come of it."""
-    ruling = observation.rulings.get(wanted.node)
+    ruling = observation.rulings.get(wanted.incident)
     return ruling is not None and ruling.verdict.final

@@ -86,11 +86,12 @@ def with_sign(signs: tuple[Sign, ...], sign: Sign) -> tuple[Sign, ...]:
 
 
 def failing_at_once(quarantine: Quarantine, others: tuple[Quarantine, ...]) -> int:
-    """How many nodes are blamed at about the same time as this one, itself included."""
+    """How many nodes are blamed at about the same time as this one, itself included. One that a probe has cleared is
+    blamed by words only."""
     return 1 + sum(
         any(abs(sign.at - quarantine.last_sign) <= AT_ONCE_SECONDS for sign in other.open_signs)
         for other in others
-        if not other.over and _worth_a_look(other)
+        if not other.over and other.cleared_at is None and _worth_a_look(other)
     )
 
 

@@ -10,6 +10,7 @@ from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, Verdict, WorkerCounts, format_time
 from ..observation import NOT_ASKED, Observation, Policy
+from ..state import Life
 from ..words import listed, shortened
 from . import node_lost
 from .stages import stuck_worker
@@ -134,7 +135,7 @@ def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Itera
         bool(state.life.completed_at),
         Reason.TRAINED if state.life.completed_at else Reason.TRAINING,
     )
-    failed = Reason(state.life.failed_reason) if state.life.failed_reason else Reason.TRAINING
+    failed = _why_failed(state.life) if state.life.failed_reason else Reason.TRAINING
     yield _Found(Condition.FAILED, bool(state.life.failed_reason), failed, state.life.failed_message)
     rejected = state.placement.template_rejected == observation.job.generation
     yield _Found(
@@ -166,7 +167,7 @@ def _running(observation: Observation, phase: Phase) -> _Found:
     if phase is Phase.COMPLETE:
         return _Found(Condition.RUNNING, False, Reason.TRAINED)
     if phase is Phase.FAILED:
-        return _Found(Condition.RUNNING, False, Reason(observation.state.life.failed_reason))
+        return _Found(Condition.RUNNING, False, _why_failed(observation.state.life))
     if phase is Phase.SUSPENDED:
         return _Found(Condition.RUNNING, False, Reason.SUSPENDED)
     if phase is Phase.RECOVERING:
@@ -295,10 +296,15 @@ def _metrics(observation: Observation) -> _Found:
     if away == NOT_ASKED:
         return _Found(Condition.METRICS_AVAILABLE, None, Reason.METRICS_AWAY, away)
     if not away:
-        return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED)
+        return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED, observation.metrics.gpu_unvouched)
     reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else Reason.METRICS_AWAY
     unseen = "stragglers, jobs that slow down as a whole and DCGM's GPU errors cannot be seen"
     return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: {unseen}")
+
+
+def _why_failed(life: Life) -> Reason:
+    known = life.failed_reason in list(Reason)
+    return Reason(life.failed_reason) if known else Reason.JOB_FAILED
 
 
 def _dated(found: _Found, before: JobStatus, generation: int, now: float) -> ConditionStatus:

@@ -65,8 +65,7 @@ def effects(observation: Observation, policy: Policy, written: Mapping[str, Inci
 
 def _template(observation: Observation) -> Iterator[Effect]:
     placement, generation = observation.state.placement, observation.job.generation
-    known = generation in (placement.template_accepted, placement.template_rejected)
-    if not known and not observation.plan.members and not observation.state.life.over:
+    if placement.template_accepted != generation and not observation.plan.members and not observation.state.life.over:
         yield TryTemplate(generation)
 
 

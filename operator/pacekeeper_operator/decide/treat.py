@@ -17,7 +17,7 @@ from .remedies import apply
 
 MAX_DECISIONS = 100
 """A pass ends, whatever the checks say."""
-MAX_PIECE, MAX_ALL = 4000, 32_000
+MAX_PIECE, MAX_ALL = 4000, 16_000
 """Characters of one piece of evidence, and of all pieces: bookkeeping and Incidents must stay small."""
 MAX_MESSAGE = 2000
 Check = Callable[[Observation, Policy], Decision | None]

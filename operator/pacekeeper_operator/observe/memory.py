@@ -46,7 +46,7 @@ class JobMemory:
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     template: TemplateVerdict | None = None  # the API server's last word
-    rulings: dict[str, Ruling] = field(default_factory=dict)  # node → what has become of blaming it
+    rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
@@ -57,14 +57,14 @@ class JobMemory:
     async def publish(self, draft: Draft, resource_version: str) -> None:
         """What is written now: held polls and faults are answered by it."""
         known = {worker.name for worker in draft.state.placement.workers}
-        wanted = {quarantine.node for quarantine in draft.state.incidents.quarantines}
+        wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
         settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             self.draft, self.resource_version = draft, resource_version
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
-            self.rulings = {node: ruling for node, ruling in self.rulings.items() if node in wanted}
+            self.rulings = {incident: ruling for incident, ruling in self.rulings.items() if incident in wanted}
             self.written.notify_all()
 
 
@@ -76,12 +76,16 @@ class Memory:
         self._jobs: dict[Key, JobMemory] = {}
 
     def of(self, job: Job) -> JobMemory:
-        """Of this very job: another one that had its name is forgotten."""
+        """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose loop
+        is still ending, gets a memory that nobody else sees."""
         key = (job.namespace, job.name)
         known = self._jobs.get(key)
-        if known is None or known.job is None or known.job.uid != job.uid:
-            known = self._jobs[key] = JobMemory(job)
-        return known
+        if known is not None and known.job is not None and known.job.uid == job.uid:
+            return known
+        fresh = JobMemory(job)
+        if known is None or known.job is None or known.job.created_at <= job.created_at:
+            self._jobs[key] = fresh
+        return fresh
 
     def find(self, namespace: str, name: str) -> JobMemory | None:
         return self._jobs.get((namespace, name))

@@ -7,13 +7,15 @@ is newer counts, by resourceVersion. Until a kind has been listed once, nothing 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Cluster, Kind, Object
+from ..cluster import Cluster, Denied, Kind, Object
 
 View = TypeVar("View")
+log = logging.getLogger(__name__)
 Key = tuple[str, str]
 """Namespace ("" for what belongs to none) and name of an object."""
 
@@ -63,12 +65,18 @@ class Shelf(Generic[View]):
 
     async def read(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
         """Prove what is known by lists, of the given namespaces (none: of all). Raises what `Cluster.list` does, and
-        then knows no less than before."""
+        then knows no less than before. A namespace that may not be read (it is being deleted, say) is passed over."""
         places = namespaces if self.kind.namespaced and namespaces else [""]
-        answers = [await cluster.listing(self.kind, place, labels=self.labels) for place in places]
-        untold = sum(
-            self._take(answer.items, answer.version, place) for place, answer in zip(places, answers, strict=True)
-        )
+        untold = 0
+        for place in places:
+            try:
+                answer = await cluster.listing(self.kind, place, labels=self.labels)
+            except Denied as error:
+                if not place:
+                    raise
+                log.warning("%s of namespace %s cannot be listed: %s", self.kind.plural, place, error)
+                continue
+            untold += self._take(answer.items, answer.version, place)
         if self.listed.is_set():
             self.unheard += untold
         self._gone.clear()

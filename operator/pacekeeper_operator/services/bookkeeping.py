@@ -6,11 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import kopf
+
 from pacekeeper_analysis.plan import Plan
 
 from .. import ledger, legacy
 from ..api import Job
-from ..cluster import CONFIG_MAPS, STATES, Cluster, Object
+from ..cluster import CONFIG_MAPS, JOBS, STATES, Cluster, Object
 from ..manifests import state_object
 from ..observation import PodView
 from ..observe.memory import JobMemory
@@ -22,6 +24,7 @@ async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
     read."""
     body = await cluster.find(STATES, job.name, job.namespace)
     if body is not None and not _belongs_to(body, job):
+        await _is_the_job(cluster, job)
         await cluster.delete(STATES, job.name, job.namespace, uid=body["metadata"]["uid"])  # an earlier job's
         body = None
     if body is None:
@@ -77,6 +80,13 @@ def first(job: Job, pods: Sequence[PodView], now: float) -> Draft:
         incarnations[key] = max(worker.incarnation, incarnations.get(key, -1))
     placement = Placement(workers=tuple(workers), incarnations=incarnations)
     return Draft(Plan(version=int(now)), State(placement=placement))
+
+
+async def _is_the_job(cluster: Cluster, job: Job) -> None:
+    """Raises kopf.TemporaryError where the job of this name is another one by now: what is written may be its own."""
+    found = await cluster.find(JOBS, job.name, job.namespace)
+    if found is None or found["metadata"]["uid"] != job.uid:
+        raise kopf.TemporaryError(f"job {job.namespace}/{job.name} is another one by now")
 
 
 def _belongs_to(body: Object, job: Job) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import kopf
+
 from .. import metrics, policies
 from ..api import ObjectRef, Outcome
 from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
@@ -19,6 +21,7 @@ from ..effects import (
 )
 from ..manifests import refused_template, worker_pod
 from ..observation import TemplateVerdict
+from ..observe.views import view_pod
 from ..state import Incident
 from . import events, incidents, quarantine
 from .desk import Desk
@@ -83,29 +86,32 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         spare=effect.spare,
         avoid_nodes=effect.avoid,
     )
-    with contextlib.suppress(Conflict):  # an operator before this one has made it; the watch shows it
+    try:
         await operator.cluster.create(PODS, body)
+    except Conflict:  # an operator before this one has made it, and the watch shows it
+        found = view_pod(await operator.cluster.get(PODS, worker.name, desk.job.namespace))
+        if found.owner != desk.job.uid:
+            raise kopf.TemporaryError(f"the name {worker.name} is taken by a pod that is not this job's") from None
     return SHOWS_SECONDS
 
 
 async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuarantine) -> float:
     """Asked until the answer is final: a suspicion may wait for its witness, or for a person."""
     wanted = effect.wanted
-    incident = None if desk.memory.draft is None else desk.memory.draft.state.incidents.find(wanted.incident)
     blame = quarantine.Blame(
         wanted.node,
         wanted.uid,
         wanted.reason,
         ObjectRef(wanted.incident, desk.job.namespace),
-        0.0 if incident is None else incident.decided,  # one that is over is not said anew
+        wanted.at,
         wanted.witness,
         wanted.weak,
     )
     ruling = await quarantine.suspect(operator.cluster, operator.runtime, operator.settings, blame)
-    if desk.memory.rulings.get(wanted.node) != ruling:
+    if desk.memory.rulings.get(wanted.incident) != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
-    desk.memory.rulings[wanted.node] = ruling
+    desk.memory.rulings[wanted.incident] = ruling
     return RULING_SECONDS
 
 
@@ -122,9 +128,9 @@ async def _guard_network(operator: Operator, desk: Desk) -> float:
 
 
 async def _write_incident(operator: Operator, desk: Desk, incident: Incident, before: Incident | None) -> None:
-    await incidents.write(operator.cluster, desk.job, incident, operator.settings.incident_retention)
+    fresh = await incidents.write(operator.cluster, desk.job, incident, operator.settings.incident_retention)
     desk.told[incident.name] = incident
-    if before is None:
+    if fresh:
         await _announce_beginning(operator, desk, incident)
     if incident.outcome is not None and (before is None or before.outcome is None):
         await _announce_end(operator, desk, incident)

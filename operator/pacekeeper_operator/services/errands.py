@@ -45,6 +45,7 @@ class Errands:
     name: str = ""
     _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _attempts: dict[str, _Attempts] = field(default_factory=dict)
+    _wanted: dict[str, Effect] = field(default_factory=dict)  # by the newest pass
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def send(self, effects: Sequence[Effect]) -> None:
@@ -52,7 +53,7 @@ class Errands:
 
         What is quick is done when this returns, so that a job's status is not ahead of what it tells of.
         """
-        wanted = {effect.key: effect for effect in effects}
+        wanted = self._wanted = {effect.key: effect for effect in effects}
         self._attempts = {
             key: tries for key, tries in self._attempts.items() if key in wanted or key in self._under_way
         }
@@ -97,8 +98,7 @@ class Errands:
 
     async def _go(self, effect: Effect, tries: _Attempts) -> None:
         try:
-            async with self._slots:
-                rest = await self.carry_out(effect)
+            rest = await self._in_turn(effect)
             tries.failures, tries.trouble = 0, ""
             tries.not_before = self.runtime.monotonic() + rest
         except (kopf.TemporaryError, kopf.PermanentError) as error:
@@ -109,6 +109,14 @@ class Errands:
         finally:
             self._under_way.pop(effect.key, None)
             self.wake()
+
+    async def _in_turn(self, effect: Effect) -> float:
+        """Pods are created so many at a time; all else waits for nobody. A creation that nobody wants any more when its
+        turn comes is left."""
+        if not isinstance(effect, CreatePod):
+            return await self.carry_out(effect)
+        async with self._slots:
+            return await self.carry_out(effect) if effect.key in self._wanted else 0.0
 
     def _put_off(self, effect: Effect, tries: _Attempts, words: str) -> None:
         pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**tries.failures)

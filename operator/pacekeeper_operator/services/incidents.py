@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
+
+import kopf
 
 from ..api import (
     ANNOTATION_RETAIN_UNTIL,
@@ -18,14 +20,20 @@ from ..api import (
 from ..cluster import INCIDENTS, Cluster, Conflict, Object
 from ..state import Incident
 
+log = logging.getLogger(__name__)
 
-async def write(cluster: Cluster, job: Job, incident: Incident, retention: float) -> None:
-    """Create or update; doing it twice is doing it once. `retention`: seconds."""
-    with contextlib.suppress(Conflict):
+
+async def write(cluster: Cluster, job: Job, incident: Incident, retention: float) -> bool:
+    """Create or update; doing it twice is doing it once. `retention`: seconds. True: it was not there before."""
+    fresh = True
+    try:
         await cluster.create(INCIDENTS, _body(job, incident, retention))
+    except Conflict:
+        fresh = False
     await cluster.patch(
         INCIDENTS, incident.name, {"status": status(incident).to_patch()}, job.namespace, subresource="status"
     )
+    return fresh
 
 
 async def expire(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
@@ -34,7 +42,15 @@ async def expire(cluster: Cluster, namespaces: Sequence[str], now: float) -> Non
         metadata = body["metadata"]
         until = metadata.get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
         if until is not None and until < format_time(now):
-            await cluster.delete(INCIDENTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
+            await _delete(cluster, metadata)
+
+
+async def _delete(cluster: Cluster, metadata: Object) -> None:
+    """One that cannot be deleted does not keep the others."""
+    try:
+        await cluster.delete(INCIDENTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
+    except (kopf.TemporaryError, kopf.PermanentError) as error:
+        log.warning("incident %s/%s cannot be deleted: %s", metadata["namespace"], metadata["name"], error)
 
 
 def status(incident: Incident) -> IncidentStatus:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import kopf
-
 from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
 from ..api import Job, JobStatus, Mode, Outcome, Phase
-from ..cluster import JOBS, PODS, Conflict, Object
+from ..cluster import JOBS, PODS, Conflict, NotFound, Object
 from ..decide import node_lost
 from ..decide import status as statuses
 from ..decide.think import Thought, effects, think
@@ -45,7 +43,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     if desk.memory.draft is None or not desk.memory.resource_version:
         try:
             await _read(operator, desk)
-        except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
+        except Exception as error:
             await _report_blind(operator, desk, str(error))
             raise
     observation = await _observe(operator, desk)
@@ -56,7 +54,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     try:
         await _write(operator, desk, thought.draft)
         await desk.errands.send(effects(thought.observation, rules, desk.told))
-    except (kopf.TemporaryError, kopf.PermanentError, InputError) as caught:
+    except Exception as caught:
         hindrances, failure = (*hindrances, Hindrance("bookkeeping", str(caught))), caught
     written = desk.memory.draft or thought.draft  # what is not written is not so
     said = replace(thought.observation.with_draft(written), hindrances=hindrances + desk.errands.hindrances)
@@ -101,8 +99,8 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 async def close_incidents(operator: Operator, desk: Desk) -> None:
     """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
     draft = desk.memory.draft or await bookkeeping.load(operator.cluster, desk.job, desk.memory)
-    for incident in draft.state.incidents.open if draft is not None else ():
-        ended = replace(incident, outcome=Outcome.SUPERSEDED)
+    for incident in draft.state.incidents.current if draft is not None else ():
+        ended = incident if incident.outcome is not None else replace(incident, outcome=Outcome.SUPERSEDED)
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
 
 
@@ -137,7 +135,7 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
         return
     try:
         await bookkeeping.write(operator.cluster, desk.job, memory, draft)
-    except Conflict:
+    except (Conflict, NotFound):  # somebody else has written, or deleted it
         memory.resource_version = ""  # to be read anew
         raise
     if before is not None and before.plan.sync_mode is not draft.plan.sync_mode:

@@ -195,6 +195,7 @@ async def test_a_job_created_anew_under_the_same_name_inherits_nothing() -> None
 
     anew = replace(world.job, uid="another-uid")
     cluster.objects[JOBS.plural, "ns", "j"].pop("status")
+    cluster.objects[JOBS.plural, "ns", "j"]["metadata"]["uid"] = "another-uid"
     desk = desk_for(operator, anew, {})
     assert desk.memory is not old.memory
     await passes(operator, desk, 3)
@@ -209,6 +210,7 @@ async def test_a_job_created_anew_under_the_same_name_inherits_nothing() -> None
 async def test_an_operator_that_comes_later_finds_nothing_of_the_earlier_job_either() -> None:
     cluster, world = Choosy(), training(replicas=2, spares=0)
     await written(cluster, world.with_draft(world.draft.with_life(completed_at=NOW - 5, stopped_at=NOW - 5)))
+    cluster.objects[JOBS.plural, "ns", "j"]["metadata"]["uid"] = "another-uid"
     operator, desk = await looking(cluster, replace(world.job, uid="another-uid"))
     await passes(operator, desk, 3)
     assert cluster.status()["phase"] == "Pending"

@@ -10,7 +10,7 @@ import pytest
 
 from pacekeeper_operator.effects import CreatePod, DeletePod, Effect
 from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.errands import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, Errands
+from pacekeeper_operator.services.errands import AT_ONCE, FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, Errands
 from pacekeeper_operator.state import Worker
 
 A, B = (CreatePod(Worker(f"j-w{n}-0", n, 0)) for n in range(2))
@@ -131,6 +131,20 @@ async def test_what_is_done_rests_until_it_shows(doing: Doing) -> None:
 async def test_a_pass_is_wanted_whenever_something_is_done(doing: Doing) -> None:
     await doing.sent(A, DeletePod("j-w1-0", "uid"))
     assert doing.woken == 2
+
+
+async def test_creations_that_hang_hold_up_nothing_else_and_are_left_once_nobody_wants_them(doing: Doing) -> None:
+    creations = [CreatePod(Worker(f"j-w{n}-0", n, 0)) for n in range(AT_ONCE + 3)]
+    for creation in creations:
+        doing.held[creation.key] = asyncio.Event()
+    await doing.errands.send(creations)
+    deletion = DeletePod("j-w99-0", "uid")
+    await doing.errands.send([deletion])
+    assert doing.done == [deletion.key]
+    for held in doing.held.values():
+        held.set()
+    await doing.errands.settled()
+    assert sum(key.startswith(CreatePod.PREFIX) for key in doing.done) == AT_ONCE, "the others were not wanted any more"
 
 
 async def test_closing_ends_what_is_under_way(doing: Doing) -> None:

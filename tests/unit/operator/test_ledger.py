@@ -12,9 +12,19 @@ import pytest
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_operator import ledger, legacy
-from pacekeeper_operator.api import Cause, Class
+from pacekeeper_operator.api import Cause, Class, Outcome
 from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.state import Draft, GpuHealth, Past, Placement, State, Worker
+from pacekeeper_operator.state import (
+    MAX_CURRENT,
+    Draft,
+    GpuHealth,
+    Incident,
+    Past,
+    Placement,
+    State,
+    WantedQuarantine,
+    Worker,
+)
 from tests.support.worlds import NOW, policy, stalls, training
 
 ETCD_BYTES = 1.5 * 2**20
@@ -151,7 +161,7 @@ class TestLegacy:
         draft = legacy.adopted(self.written(), "j", NOW)
         assert (draft.plan.membership, draft.plan.round, draft.plan.members[0].worker) == (3, 4, "j-w0-1")
         assert draft.plan.version > 7
-        assert draft.state.placement.workers == (Worker("j-w0-1", 0, 1, "u", "n"),)
+        assert draft.state.placement.workers == (Worker("j-w0-1", 0, 1),), "the pods say UID and node themselves"
         assert (draft.state.budget.total, draft.state.budget.in_membership) == (5, 1)
 
     def test_words_about_nodes_are_not_believed(self) -> None:
@@ -161,3 +171,34 @@ class TestLegacy:
     def test_rubbish_is_named_with_its_remedy(self) -> None:
         with pytest.raises(InputError, match=r"ConfigMap j-plan .* delete it"):
             legacy.adopted({"plan.json": "{}", "state.json": "["}, "j", NOW)
+
+    @pytest.mark.parametrize("state", ["5", "null", '{"workers": [{"name": "x", "ordinal": 0, "incarnation": 0}]}'])
+    def test_so_is_what_only_looks_like_it(self, state: str) -> None:
+        with pytest.raises(InputError, match="delete it"):
+            legacy.adopted({**self.written(), "state.json": state}, "j", NOW)
+
+
+class TestBounds:
+    """Where Incidents cannot be written for long, the bookkeeping does not grow with them."""
+
+    def incident(self, number: int, outcome: Outcome | None) -> Incident:
+        name = f"j-r{number}-crash"
+        evidence = ("x" * 4000,) * 4
+        return Incident(name, Cause.CRASH, Class.UNKNOWN, number, "", NOW, NOW, NOW, evidence=evidence, outcome=outcome)
+
+    def test_of_many_the_newest_keep_their_evidence_and_open_ones_stay(self) -> None:
+        draft = training().draft.with_incident(self.incident(0, None))
+        for number in range(1, 300):
+            draft = draft.with_incident(self.incident(number, Outcome.FAILED))
+        assert len(draft.state.incidents.current) == MAX_CURRENT
+        assert draft.state.incidents.open
+        assert draft.state.incidents.current[-1].evidence
+        assert ledger.size(ledger.write(draft, "j")) < 400_000
+
+    def test_what_blames_a_node_is_kept_until_its_case_is_decided(self) -> None:
+        incident = self.incident(1, Outcome.RECOVERED)
+        wanted = WantedQuarantine("node-1", "uid", "it does not answer", incident.name, at=NOW)
+        incidents = training().draft.with_incident(incident).with_incidents(quarantines=(wanted,)).state.incidents
+        written = frozenset({incident.name})
+        assert incidents.sweep(written).find(incident.name) == incident
+        assert replace(incidents, quarantines=()).sweep(written).find(incident.name) is None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import kopf
 import pytest
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator import ledger
 from pacekeeper_operator.api import Cause
-from pacekeeper_operator.cluster import PODS, Refused
+from pacekeeper_operator.cluster import PODS, Denied, NotFound, Refused
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import Observation, Policy
@@ -127,3 +129,38 @@ async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
     with pytest.raises(kopf.TemporaryError, match="Lease"):
         await reconcile(operator, desk)
     assert cluster.objects == before
+
+
+async def test_bookkeeping_that_was_deleted_is_written_anew_and_nobody_is_replaced(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    del cluster.objects["trainingjobstates", "ns", "j"]
+    await cluster.delete(PODS, "j-w2-0", "ns")
+    await operator.pods.read(cluster, ())
+    with pytest.raises(NotFound):
+        await reconcile(operator, desk)
+    await reconcile(operator, desk)
+    written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
+    assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
+
+
+async def test_a_namespace_that_may_not_be_read_is_passed_over(cluster: FakeCluster) -> None:
+    """It is being deleted, say, and its RoleBinding has gone."""
+    await written(cluster, training(replicas=2, spares=1))
+    settings = Settings(network_policies=False)
+    operator = Operator(settings, cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    cluster.failures["pods"] = [Denied("pods is forbidden")]
+    await operator.pods.read(cluster, ("going", "ns"))
+    assert operator.pods.listed.is_set()
+    assert len(operator.pods.of(("ns", "j"))) == 3
+
+
+def test_an_earlier_job_does_not_take_a_later_ones_place() -> None:
+    """Its loop may still end while the job of its name is there again."""
+    memory, earlier = Memory(0.0), training().job
+    later = replace(earlier, uid="later", created_at=earlier.created_at + 60)
+    known = memory.of(later)
+    assert memory.of(earlier) is not known
+    assert memory.find("ns", "j") is known
+    memory.forget(earlier)
+    assert memory.find("ns", "j") is known

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import kopf
 import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator.api import Outcome
-from pacekeeper_operator.cluster import INCIDENTS, Conflict
+from pacekeeper_operator.cluster import INCIDENTS, JOBS, STATES, Conflict
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observe.memory import JobMemory
 from pacekeeper_operator.services import bookkeeping, incidents
@@ -47,6 +48,10 @@ class TestBookkeeping:
         ((_, body),) = cluster.objects.items()
         body["metadata"]["uid"] = "of the first"
         successor = replace(world.job, uid="another")
+        with pytest.raises(kopf.TemporaryError, match="another one"):
+            await bookkeeping.load(cluster, successor, JobMemory())
+        assert await cluster.find(STATES, "j", "ns"), "it may be a later job's"
+        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j", "uid": "another"}})
         assert await bookkeeping.load(cluster, successor, JobMemory()) is None
 
     def test_a_plan_that_was_deleted_is_made_anew_above_all_that_workers_may_have_seen(self) -> None:

@@ -5,6 +5,8 @@ It is asked for once plan and bookkeeping are written: an operator that dies in 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...decision import Decision, QuarantineNode
 from ...observation import Observation
 from ...state import WantedQuarantine
@@ -16,5 +18,6 @@ def apply(action: QuarantineNode, decision: Decision, observation: Observation) 
         return Applied(observation.draft, f"no quarantine of {action.node}: {action.withheld}")
     incident = decision.incident_name(observation.job)
     wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
+    wanted = replace(wanted, at=observation.now)
     others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
     return Applied(observation.draft.with_incidents(quarantines=(*others, wanted)))
