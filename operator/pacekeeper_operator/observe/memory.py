@@ -76,8 +76,8 @@ class Memory:
         self._jobs: dict[Key, JobMemory] = {}
 
     def of(self, job: Job) -> JobMemory:
-        """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose loop
-        is still ending, gets a memory that nobody else sees."""
+        """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose
+        loop is still ending, gets a memory that nobody else sees."""
         key = (job.namespace, job.name)
         known = self._jobs.get(key)
         if known is not None and known.job is not None and known.job.uid == job.uid:
