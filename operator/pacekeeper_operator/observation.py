@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -239,18 +239,29 @@ class Observation:
 
     def with_draft(self, draft: Draft) -> Observation:
         """The same world under a changed plan: workers know their new records, what has been dealt with is gone."""
-        views = {view.name: view for view in self.workers}
-        settled = frozenset(draft.state.incidents.settled)
+        records = draft.state.placement.workers
         return replace(
             self,
             draft=draft,
-            workers=tuple(
-                replace(views[record.name], record=record) if record.name in views else WorkerView(record)
-                for record in draft.state.placement.workers
-            ),
-            faults=tuple(fault for fault in self.faults if fault.name not in settled),
+            workers=self.workers if records is self.state.placement.workers else self._under(records),
+            faults=self._without(draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
         )
+
+    def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:
+        """Called for every action of thousands at once: who has not changed is not made anew."""
+        known = self._by_name
+        views = ((known.get(record.name), record) for record in records)
+        return tuple(
+            WorkerView(record) if view is None else view if view.record is record else replace(view, record=record)
+            for view, record in views
+        )
+
+    def _without(self, settled: tuple[str, ...]) -> tuple[Fault, ...]:
+        if settled is self.state.incidents.settled or not self.faults:
+            return self.faults
+        names = frozenset(settled)
+        return tuple(fault for fault in self.faults if fault.name not in names)
 
     def worker(self, name: str) -> WorkerView | None:
         return self._by_name.get(name)
