@@ -119,7 +119,11 @@ class _Saving:
         return [parts] * len(plans) if isinstance(parts, _Failure) else parts
 
     def write(self, part: SavePlan) -> list[WriteResult]:
-        writing = self._writer.write_data(self._planner.finish_plan(part), self._planner)
+        plan = self._planner.finish_plan(part)
+        own = _StoragePrefix(f"__{self._rank}_")  # as torch makes it; it goes into paths, and comes from a peer
+        if own != plan.storage_data:
+            raise InputError(f"a peer's plan names files {plan.storage_data!r:.100} instead of {own.prefix!r}")
+        writing = self._writer.write_data(plan, self._planner)
         writing.wait()
         return writing.value()
 
