@@ -80,17 +80,17 @@ def _known(observation: Observation, policy: Policy, decision: Decision) -> bool
 def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> Draft:
     """Write the decision down as an Incident and, where it may be, act upon it."""
     draft = _settle(observation.draft, decision)
-    observation = observation.with_draft(_remember(draft, decision) if policy.acts else draft)
+    world = observation.with_draft(_remember(draft, decision) if policy.acts else draft)
     words: list[str] = []
     applied = None
     for action in decision.actions if policy.acts else ():
-        done = apply(action, decision, observation)
-        observation = observation.with_draft(done.draft)
+        done = apply(action, decision, world)
+        world = world.with_draft(done.draft)
         words += [done.words] if done.words else []
         applied = observation.now
-    draft = observation.draft
+    draft = world.draft
     if decision.class_ is Class.PERFORMANCE and not (policy.acts and decision.actions):
-        draft = straggler.left_alone(observation, forbidden=not policy.acts)
+        draft = straggler.left_alone(world, forbidden=not policy.acts)
     incident = _open(observation, policy, decision, applied, words)
     recommended = tuple(name for name in draft.state.incidents.recommended if name != incident.name)
     return draft.with_incident(incident).with_incidents(recommended=recommended)
