@@ -8,6 +8,7 @@ is read from a file of `plain` values beside torch's, and other values are read 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,11 +153,17 @@ def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
     return _Failure("; ".join(failures)) if failures else None
 
 
+_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
 class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata = unpack((Path(self.path) / INDEX).read_bytes())
         if not isinstance(metadata, Metadata):
             raise InputError(f"{self.path}/{INDEX}: holds a {type(metadata).__name__} instead of a checkpoint's index")
+        for where in metadata.storage_data.values():  # a peer has said it: it names no file elsewhere
+            if not _FILE.fullmatch(str(where.relative_path)):
+                raise InputError(f"{self.path}/{INDEX}: names file {where.relative_path!r}; give the job another path")
         return replace(metadata, storage_meta=StorageMeta(load_id=self.load_id))
 
 

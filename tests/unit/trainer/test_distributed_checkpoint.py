@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint import metadata as index
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan
 
-from pacekeeper.distributed_checkpoint import _Saving
+from pacekeeper.distributed_checkpoint import INDEX, _Saving, load
+from pacekeeper.plain import pack
 from pacekeeper_analysis.errors import InputError
 
 
@@ -54,3 +56,11 @@ def test_files_of_another_name_are_refused(saving: _Saving, tmp_path: Path, stor
     with pytest.raises(InputError, match="instead of '__0_'"):
         saving.write(part)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+def test_an_index_that_names_files_elsewhere_is_not_read(folder: Path) -> None:
+    storage = {index.MetadataIndex("weight"): _StorageInfo("../../x", 0, 1)}
+    folder.mkdir(parents=True)
+    (folder / INDEX).write_bytes(pack(index.Metadata({}, storage_data=storage)))
+    with pytest.raises(InputError, match="names file"):
+        load({"weight": torch.ones(3)}, folder)
