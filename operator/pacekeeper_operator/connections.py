@@ -1,28 +1,67 @@
 """How many connections the endpoint holds, in all and from one address: what is too much is closed as it comes.
 
-Counted from the moment when the kernel hands them over: before TLS, and before anybody has proved anything.
+Counted from the moment when the kernel hands them over: before TLS, and before anybody has proved anything. Whoever has
+not proved yet who it is stands at the door, where the oldest makes room for the next.
 """
 
 from __future__ import annotations
 
+import asyncio.constants
+import asyncio.sslproto
+import contextlib
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-MAX_CONNECTIONS = 32_768
-MAX_OF_ADDRESS = 1_024
+TLS_BUFFER_BYTES = 32 * 2**10
+"""Two records of TLS: nothing larger ever arrives at once."""
+CONNECTION_BYTES = 64 * 2**10
+"""What an open connection costs: 58 KiB measured with Python 3.11 and OpenSSL 3, `TLS_BUFFER_BYTES` among them. While
+a body lies there that nobody reads yet, it is 165 KiB.
+"""
+USUAL_MEMORY = 512 * 2**20
+"""The chart's limit of the operator's memory (`resources.limits.memory`)."""
+SHARE = 3 / 8
+"""Of the memory, for connections; with the bodies that are being read (`server.MAX_BODIES_BYTES`) less than half."""
+MOST_EVER = 32_768
+MAX_OF_ADDRESS = 256
 """Generous: workers on the host's network share their node's address, and have three connections each."""
+AT_THE_DOOR = 512
+"""So many connections may be without a good token at a time. A sidecar sends its own with its first request."""
+
+
+def spare_tls_buffers() -> None:
+    """From now on a TLS connection of this process has a small buffer for what comes in.
+
+    asyncio gives each connection, on either side, a buffer of 256 KiB for its whole life, and takes 256 KiB more of a
+    body that nobody reads yet. It has no other knobs than these, which it looks at when a connection is made. They are
+    no part of its documented interface: a test says when a Python no longer has them.
+    """
+    asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
+    asyncio.constants.FLOW_CONTROL_HIGH_WATER_SSL_READ = TLS_BUFFER_BYTES // 2**10  # type: ignore[misc]
+
+
+def most_connections(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """As many as `SHARE` of the container's memory holds; of the usual limit's, where the container has none."""
+    try:
+        memory = int(limit.read_text())
+    except (OSError, ValueError):  # no such file, or the word "max"
+        memory = USUAL_MEMORY
+    return min(MOST_EVER, int(memory * SHARE) // CONNECTION_BYTES)
 
 
 @dataclass
 class Connections:
-    """Those that are open: `total`, and how many of each address."""
+    """Those that are open: `total`, how many of each address, and which have proved nothing yet."""
 
-    most: int = MAX_CONNECTIONS
+    most: int = field(default_factory=most_connections)
     most_of_address: int = MAX_OF_ADDRESS
+    most_at_the_door: int = AT_THE_DOOR
     total: int = 0
     of_address: Counter[str] = field(default_factory=Counter)
+    _door: dict[int, _Connection] = field(default_factory=dict)  # by file descriptor, oldest first
 
     def listen(self, address: str, port: int) -> socket.socket:
         """A socket that accepts only what there is room for; `address` "": all of this machine."""
@@ -31,14 +70,25 @@ class Connections:
         made = socket.create_server((address, port), family=family, dualstack_ipv6=both)
         return _Listener(self, made)
 
-    def admit(self, address: str) -> bool:
+    def let_in(self, descriptor: int) -> None:
+        """Whoever holds this connection has proved who it is."""
+        self._door.pop(descriptor, None)
+
+    def admit(self, address: str, accepted: socket.socket) -> socket.socket | None:
+        """The connection, to be used in place of `accepted`; None: there is no room, it is closed."""
         if self.total >= self.most or self.of_address[address] >= self.most_of_address:
-            return False
+            accepted.close()
+            return None
         self.total += 1
         self.of_address[address] += 1
-        return True
+        if len(self._door) >= self.most_at_the_door:
+            self._door.pop(next(iter(self._door))).hang_up()
+        connection = _Connection(self, address, accepted)
+        self._door[connection.fileno()] = connection
+        return connection
 
-    def leave(self, address: str) -> None:
+    def leave(self, address: str, descriptor: int) -> None:
+        self._door.pop(descriptor, None)
         self.total -= 1
         self.of_address[address] -= 1
         if not self.of_address[address]:
@@ -55,9 +105,9 @@ class _Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         while True:  # until one is admitted, or there is none: that raises BlockingIOError
             accepted, peer = super().accept()
-            if self._connections.admit(peer[0]):
-                return _Connection(self._connections, peer[0], accepted), peer
-            accepted.close()
+            connection = self._connections.admit(peer[0], accepted)
+            if connection is not None:
+                return connection, peer
 
 
 class _Connection(socket.socket):
@@ -68,8 +118,14 @@ class _Connection(socket.socket):
         self._connections: Connections | None = connections
         self._address = address
 
+    def hang_up(self) -> None:
+        """Ends it in both directions; the event loop sees that as the peer's end, and closes it."""
+        with contextlib.suppress(OSError):  # the peer has ended it already
+            self.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        descriptor = self.fileno()
         super().close()
         if self._connections is not None:
-            self._connections.leave(self._address)
+            self._connections.leave(self._address, descriptor)
             self._connections = None

@@ -1,14 +1,17 @@
-"""Bounds on what somebody may ask of the operator: how often, and how long an answer is remembered.
+"""Bounds on what somebody may ask of the operator: how often, how much at once, and how long an answer is remembered.
 
-Both forget what was used longest ago, so that nobody makes them grow by asking under ever new names.
+What is kept for each asker forgets what was used longest ago, so that nobody makes it grow by ever new names.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import AsyncIterator, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 Who = TypeVar("Who", bound=Hashable)
 Value = TypeVar("Value")
@@ -64,3 +67,38 @@ class Remembered(Generic[Who, Value]):
         self._answers[key] = (now, value)
         if len(self._answers) > self._most:
             self._answers.popitem(last=False)
+
+
+class Turns(Generic[Who]):
+    """One at a time for each key; the others of the key wait, in order."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[Who, asyncio.Lock] = WeakValueDictionary()  # gone with the last who waits
+
+    @asynccontextmanager
+    async def turn(self, key: Who) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            yield
+
+
+class Spent(Exception):
+    """What all share is lent out for now."""
+
+
+class Budget:
+    """So much in all, whoever asks."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    @contextmanager
+    def lent(self, amount: int) -> Iterator[None]:
+        """Raises Spent."""
+        if amount > self.left:
+            raise Spent
+        self.left -= amount
+        try:
+            yield
+        finally:
+            self.left += amount

@@ -1,7 +1,8 @@
 """The HTTPS endpoint that sidecars call (docs/architecture.md): parse, ask `services.sidecars`, answer.
 
 Whoever can reach it may send anything, as slowly and as often as they like. A body is read only from a caller who has
-proved who it is, up to the bound of its route and within a time; no error says more than what is wrong with the call.
+proved who it is, one at a time, up to the bounds of its route and within a time; no error says more than what is wrong
+with the call.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from . import metrics
-from .connections import Connections
-from .limits import Rate
+from .connections import Connections, spare_tls_buffers
+from .limits import Budget, Rate, Spent, Turns
 from .runtime import Runtime
 from .services.sidecars import Caller, NotYet, Sidecars
 from .services.tokens import Forbidden, TooMany, Unauthenticated
@@ -33,8 +34,18 @@ MAX_FAULT_BYTES = 2**20
 """A stall's report holds a stack a rank."""
 MAX_EVIDENCE_BYTES = 4 * 2**20
 """Evidence holds a window a rank."""
+MAX_HEARTBEAT_MARKS = 4_096
+MAX_FAULT_MARKS = 20_000
+MAX_EVIDENCE_MARKS = 200_000
+"""Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 1,100, the fullest fault 14,000.
+"""
+MAX_BODIES_BYTES = 32 * 2**20
+"""Of all bodies that are being read."""
 BODY_SECONDS = 10.0
-"""So long a caller may take to send its body."""
+"""So long a caller may take to send its body, the wait for the end of its others included."""
+READ_AHEAD_BYTES = 16 * 2**10
+"""Of a body that nobody reads yet; twice as much, and what arrives at once, may lie there."""
 IDLE_SECONDS = 75.0
 """So long a connection may be without a whole request; sidecars give theirs up after 60 s."""
 HANDSHAKE_SECONDS = 10.0
@@ -43,6 +54,9 @@ COMPLAINT_SECONDS = 60.0
 SIDECARS = web.AppKey("sidecars", Sidecars)
 RUNTIME = web.AppKey("runtime", Runtime)
 COMPLAINTS = web.AppKey("complaints", Rate[tuple[str, str]])
+CONNECTIONS = web.AppKey("connections", Connections)
+TURNS = web.AppKey("turns", Turns[Caller])
+BODIES = web.AppKey("bodies", Budget)
 
 log = logging.getLogger(__name__)
 _malformed = logging.getLogger(f"{__name__}.malformed")
@@ -71,8 +85,10 @@ async def serve(
 
     `address` "": on all addresses.
     """
+    connections = connections or Connections()
+    spare_tls_buffers()
     runner = web.AppRunner(
-        application(sidecars, runtime),
+        application(sidecars, runtime, connections),
         handle_signals=False,
         handler_cancellation=True,  # a poll ends with its connection
         shutdown_timeout=1.0,
@@ -80,13 +96,14 @@ async def serve(
         keepalive_timeout=IDLE_SECONDS,
         lingering_time=1.0,
         auto_decompress=False,
+        read_bufsize=READ_AHEAD_BYTES,
         logger=_malformed,
     )
     await runner.setup()
     assert runner.server is not None
     server = await asyncio.get_running_loop().create_server(
         runner.server,
-        sock=(connections or Connections()).listen(address, port),
+        sock=connections.listen(address, port),
         ssl=context,
         ssl_handshake_timeout=None if context is None else HANDSHAKE_SECONDS,
         backlog=1024,
@@ -98,11 +115,14 @@ async def serve(
         await runner.cleanup()
 
 
-def application(sidecars: Sidecars, runtime: Runtime) -> web.Application:
+def application(sidecars: Sidecars, runtime: Runtime, connections: Connections | None = None) -> web.Application:
     app = web.Application(middlewares=[_errors])
     app[SIDECARS] = sidecars
     app[RUNTIME] = runtime
     app[COMPLAINTS] = Rate(1 / COMPLAINT_SECONDS, 1)
+    app[CONNECTIONS] = connections or Connections()
+    app[TURNS] = Turns()
+    app[BODIES] = Budget(MAX_BODIES_BYTES)
     app.add_routes(
         [
             web.post("/v1/plan", _plan),
@@ -117,14 +137,15 @@ def application(sidecars: Sidecars, runtime: Runtime) -> web.Application:
 async def _plan(request: web.Request) -> web.StreamResponse:
     caller = await _caller(request)
     after, wait = _version(request), _wait(request)
-    heartbeat = Heartbeat.from_json(await _body(request, MAX_HEARTBEAT_BYTES))
+    heartbeat = Heartbeat.from_json(await _body(request, caller, MAX_HEARTBEAT_BYTES, MAX_HEARTBEAT_MARKS))
     plan = await request.app[SIDECARS].poll(caller, heartbeat, after, wait)
     return web.Response(status=204) if plan is None else web.json_response(plan.to_json())
 
 
 async def _fault(request: web.Request) -> web.StreamResponse:
     caller = await _caller(request)
-    await request.app[SIDECARS].take_fault(caller, Fault.from_json(await _body(request, MAX_FAULT_BYTES)))
+    fault = Fault.from_json(await _body(request, caller, MAX_FAULT_BYTES, MAX_FAULT_MARKS))
+    await request.app[SIDECARS].take_fault(caller, fault)
     return web.Response(status=202)
 
 
@@ -133,7 +154,7 @@ async def _evidence(request: web.Request) -> web.StreamResponse:
     asked = request.match_info["request"]
     if not request.app[SIDECARS].awaits_evidence(caller, asked):
         return web.Response(status=202)  # nobody needs it any more, so it is not even read
-    evidence = Evidence.from_json(await _body(request, MAX_EVIDENCE_BYTES))
+    evidence = Evidence.from_json(await _body(request, caller, MAX_EVIDENCE_BYTES, MAX_EVIDENCE_MARKS))
     if evidence.request != asked:
         raise InputError(f"request: {evidence.request!r} is not the one of the path")
     request.app[SIDECARS].take_evidence(caller, evidence)
@@ -149,18 +170,30 @@ async def _caller(request: web.Request) -> Caller:
     if len(given) > 1:
         raise Unauthenticated("send one Authorization header")
     scheme, _, token = "".join(given).partition(" ")
-    return await request.app[SIDECARS].authenticate(token if scheme.lower() == "bearer" else "", request.remote or "")
+    sidecars = request.app[SIDECARS]
+    caller = await sidecars.authenticate(token if scheme.lower() == "bearer" else "", request.remote or "")
+    connection = None if request.transport is None else request.transport.get_extra_info("socket")
+    if connection is not None:  # it has not ended meanwhile
+        request.app[CONNECTIONS].let_in(connection.fileno())
+    return caller
 
 
-async def _body(request: web.Request, most: int) -> dict[str, Any]:
-    """Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow."""
+async def _body(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
+    """Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, Spent."""
     if (request.content_length or 0) > most:
         raise _TooLarge(f"{request.path} takes {most} bytes at most")
     try:
-        data = await request.app[RUNTIME].within(BODY_SECONDS, _read(request, most))
+        return await request.app[RUNTIME].within(BODY_SECONDS, _in_turn(request, caller, most, most_marks))
     except TimeoutError as error:
         raise _TooSlow(f"the body must come within {BODY_SECONDS:.0f} s") from error
-    return _parse(data)
+
+
+async def _in_turn(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
+    """Once the caller's other bodies are read, and while there is room for this one."""
+    length = most if request.content_length is None else request.content_length
+    async with request.app[TURNS].turn(caller):
+        with request.app[BODIES].lent(length):
+            return _parse(await _read(request, most), most_marks)
 
 
 async def _read(request: web.Request, most: int) -> bytes:
@@ -172,7 +205,9 @@ async def _read(request: web.Request, most: int) -> bytes:
     return bytes(data)
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
+    if _crowded(data, most_marks):
+        raise InputError(f"the body holds more than {most_marks} values")
     try:
         body = json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError as error:
@@ -182,6 +217,15 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InputError("the body must be a JSON object")
     return body
+
+
+def _crowded(data: bytes, most: int) -> bool:
+    """Whether there are more than `most` brackets that open and commas outside of strings; looks at no value."""
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if bare.count(b'"') > 4 * (most + 1):  # so many marks part twice as many strings: a key and a value each
+        return True
+    outside = b"".join(bare.split(b'"')[::2])
+    return sum(outside.count(mark) for mark in (b"{", b"[", b",")) > most
 
 
 def _no_number(name: str) -> NoReturn:
@@ -228,6 +272,8 @@ async def _errors(
         return _refuse(429, error, {"Retry-After": "2"})
     except NotYet as error:
         return _refuse(503, error, {"Retry-After": "1"})
+    except Spent:
+        return _refuse(503, "too many bodies are being read", {"Retry-After": "1", "Connection": "close"})
     except kopf.TemporaryError as error:
         _complain(request, error)
         return _refuse(503, "the API server does not answer the operator", {"Retry-After": "1"})

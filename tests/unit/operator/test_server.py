@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.constants
+import asyncio.sslproto
 import base64
 import json
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
 import kopf
 import pytest
+import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
-from pacekeeper_operator import certificates, server
+from pacekeeper_analysis.reports import MOST_RANKS, Evidence, Heartbeat, LauncherState, RankState, RankWindow
+from pacekeeper_operator import certificates, connections, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.connections import Connections
 from pacekeeper_operator.observe import faults
@@ -224,6 +229,97 @@ async def test_a_slow_body_is_not_waited_for(client: Client, monkeypatch: pytest
     answer = await client.post("/v1/plan", data=pieces(), **W0)
     answered.set()
     assert answer.status == 408
+
+
+class TestBodies:
+    """However many come at once, and whatever is in them."""
+
+    async def test_one_worker_sends_one_at_a_time(self, client: Client, clock: Clock) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(client.post("/v1/plan", data=halves(begun, go_on), **W0))
+        await asyncio.wait_for(begun.wait(), 5)
+        bodies = client.app[server.BODIES]
+        await until(lambda: bodies.left < server.MAX_BODIES_BYTES)
+        second = asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0))
+        other = await client.post("/v1/plan", json=BEAT | {"worker": "j-w1-0"}, **as_worker("j-w1-0", "uid-1"))
+        assert other.status == 200, "others do not wait for it"
+        assert bodies.left == server.MAX_BODIES_BYTES - MAX_HEARTBEAT_BYTES, "the second is not begun"
+        assert not second.done()
+        go_on.set()
+        assert [(await asyncio.wait_for(call, 5)).status for call in (first, second)] == [200, 200]
+        assert bodies.left == server.MAX_BODIES_BYTES
+        assert not clock.failed.is_set()
+
+    async def test_who_waits_for_its_turn_waits_no_longer_than_a_body_may_take(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+        go_on = asyncio.Event()
+        calls = [client.post("/v1/plan", data=halves(asyncio.Event(), go_on), **W0) for _ in range(3)]
+        assert [answer.status for answer in await asyncio.gather(*calls)] == [408] * 3
+        assert client.app[server.BODIES].left == server.MAX_BODIES_BYTES
+        assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
+
+    @pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in pieces"])
+    async def test_what_there_is_no_room_for_is_to_be_sent_again(self, client: Client, told: bool) -> None:
+        bodies = client.app[server.BODIES]
+        data = json.dumps(BEAT).encode()
+        bodies.left = least = (len(data) if told else MAX_HEARTBEAT_BYTES) - 1
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield data
+
+        refused = await client.post("/v1/plan", data=data if told else pieces(), **W0)
+        assert refused.status == 503
+        assert refused.headers["Retry-After"]
+        assert bodies.left == least
+        bodies.left += 1
+        assert (await client.post("/v1/plan", data=data if told else pieces(), **W0)).status == 200
+
+    async def test_what_is_refused_gives_its_room_back(self, client: Client) -> None:
+        for body in (b"{", b"[]", b"x" * 2 * MAX_HEARTBEAT_BYTES):
+            await client.post("/v1/plan", data=body, **W0)
+        assert client.app[server.BODIES].left == server.MAX_BODIES_BYTES
+
+    @pytest.mark.parametrize(
+        ("path", "most"),
+        [
+            ("/v1/plan", server.MAX_HEARTBEAT_MARKS),
+            ("/v1/faults", server.MAX_FAULT_MARKS),
+            ("/v1/evidence/why", server.MAX_EVIDENCE_MARKS),
+        ],
+    )
+    @pytest.mark.parametrize("value", [b"{}", b"[]", b"1", b'"\\""', b'"\\\\"'], ids=str)
+    async def test_a_crowd_of_values_is_refused_before_it_is_parsed(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
+    ) -> None:
+        await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+        monkeypatch.setattr(server, "json", None)
+        answer = await client.post(path, data=b'{"x":[' + b",".join([value] * most) + b"]}", **W0)
+        assert answer.status == 400
+        assert str(most) in (await answer.json())["error"]
+
+    async def test_the_marks_inside_of_words_do_not_count(self, client: Client) -> None:
+        words = '{"[,\\' * 2000
+        assert (await client.post("/v1/plan", json=BEAT | {"refused": words}, **W0)).status == 200
+
+    async def test_the_fullest_reports_pass(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        beat = BEAT | {"unkillable_ranks": list(range(MOST_RANKS))}
+        assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
+        rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, 'File "x", line 1, in f(a, b)\n' * 10)
+        names = tuple(f"j-w{number}-0" for number in range(64))
+        fault = replace(crash("j-w0-0", 0), ranks=(rank,) * MOST_RANKS, unreachable=names, missing=names)
+        assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
+
+
+async def halves(begun: asyncio.Event, go_on: asyncio.Event) -> AsyncIterator[bytes]:
+    """A heartbeat whose second half comes when it may."""
+    data = json.dumps(BEAT).encode()
+    yield data[:9]
+    begun.set()
+    await go_on.wait()
+    yield data[9:]
 
 
 async def test_two_tokens_are_none(client: Client) -> None:
@@ -560,10 +656,10 @@ async def test_a_spares_evidence_is_not_read(client: Client, job: JobMemory) -> 
 
 class TestConnections:
     async def test_of_one_address_are_bounded(self, served: Sidecars, clock: Clock) -> None:
-        connections = Connections(most_of_address=2)
-        async with serve(served, clock, 0, None, address="127.0.0.1", connections=connections) as port:
+        held = Connections(most_of_address=2)
+        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            await until(lambda: connections.total == 2)
+            await until(lambda: held.total == 2)
             refused, third = await asyncio.open_connection("127.0.0.1", port)
             assert await closed(refused)
             third.close()
@@ -571,20 +667,72 @@ class TestConnections:
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert b"200" in await reader.readline()
                 writer.close()
-            await until(lambda: connections.total == 0)
-            assert not connections.of_address
+            await until(lambda: held.total == 0)
+            assert not held.of_address
+
+    @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
+    async def test_of_those_without_a_token_the_oldest_makes_room(
+        self, served: Sidecars, clock: Clock, secure: bool
+    ) -> None:
+        body = json.dumps(BEAT).encode()
+        request = (
+            f"POST /v1/plan HTTP/1.1\r\nHost: x\r\nAuthorization: {W0['headers']['Authorization']}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode() + body
+        held = Connections(most_at_the_door=2)
+        async with serve(served, clock, 0, shown() if secure else None, address="127.0.0.1", connections=held) as port:
+            reader, known = await asyncio.open_connection("127.0.0.1", port, ssl=trusting() if secure else None)
+            known.write(request)
+            await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            assert await closed(silent[0][0])
+            await until(lambda: held.total == 3)
+            known.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"ok" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\nok"), 5)
+            for _, writer in silent:
+                writer.close()
+            await until(lambda: held.total == 1)
+            known.close()
+            await until(lambda: held.total == 0)
+            assert not held._door
+
+    async def test_have_small_buffers(self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Fails with a Python whose asyncio has these by other names: find them, or measure a connection anew."""
+        monkeypatch.setattr(asyncio.sslproto.SSLProtocol, "max_size", 256 * 2**10)
+        monkeypatch.setattr(asyncio.constants, "FLOW_CONTROL_HIGH_WATER_SSL_READ", 256)
+        async with serve(served, clock, 0, shown(), address="127.0.0.1"):
+            loop = asyncio.get_running_loop()
+            made: Any = asyncio.sslproto.SSLProtocol(
+                loop, asyncio.Protocol(), shown(), loop.create_future(), server_side=True
+            )
+        assert len(made._ssl_buffer) == connections.TLS_BUFFER_BYTES
+        assert made._incoming_high_water == connections.TLS_BUFFER_BYTES
+
+    @pytest.mark.parametrize(
+        ("limit", "most"), [("536870912", 3072), ("max", 3072), ("", 3072), ("2147483648", 12288), ("1" * 15, 32768)]
+    )
+    def test_are_as_many_as_the_memory_holds(self, tmp_path: Path, limit: str, most: int) -> None:
+        told = tmp_path / "memory.max"
+        if limit:
+            told.write_text(f"{limit}\n")
+        assert connections.most_connections(told) == most
+
+    def test_and_bodies_take_less_than_half_of_the_usual_memory(self, tmp_path: Path) -> None:
+        held = connections.most_connections(tmp_path / "none") * connections.CONNECTION_BYTES
+        assert held + server.MAX_BODIES_BYTES < connections.USUAL_MEMORY / 2
+        values = yaml.safe_load((Path(__file__).parents[3] / "charts/pacekeeper/values.yaml").read_text())
+        assert values["resources"]["limits"]["memory"] == f"{connections.USUAL_MEMORY // 2**20}Mi"
 
     async def test_count_before_they_have_said_anything(self, served: Sidecars, clock: Clock) -> None:
-        context = certificates.create(datetime.now(UTC)).serving(("127.0.0.1",), datetime.now(UTC)).context()
-        connections = Connections(most=1)
-        async with serve(served, clock, 0, context, address="127.0.0.1", connections=connections) as port:
+        held = Connections(most=1)
+        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
             _, silent = await asyncio.open_connection("127.0.0.1", port)
-            await until(lambda: connections.total == 1)
+            await until(lambda: held.total == 1)
             refused, second = await asyncio.open_connection("127.0.0.1", port)
             assert await closed(refused)
             second.close()
             silent.write(b"this is no TLS")
-            await until(lambda: connections.total == 0)
+            await until(lambda: held.total == 0)
             silent.close()
 
     @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the machine has no IPv6")
@@ -636,6 +784,17 @@ class TestConnections:
             assert job.contacts["j-w0-0"].polling == 1
             writer.close()
             await until(lambda: job.contacts["j-w0-0"].polling == 0)
+
+
+def shown() -> ssl.SSLContext:
+    """With a certificate that nobody trusts."""
+    return certificates.create(datetime.now(UTC)).serving(("127.0.0.1",), datetime.now(UTC)).context()
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 async def closed(reader: asyncio.StreamReader) -> bool:
