@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from testcluster.images import OPERATOR_IMAGE
 from testcluster.settings import HOST_ADDRESS, PROMETHEUS_URL
 from tests.support.chart import REPOSITORY, SYSTEM
 from tests.support.cluster import Cluster, wait_for
@@ -43,6 +44,7 @@ class OperatorProcess:
             "KUBECONFIG": str(self.cluster.kubeconfig),
             "POD_NAME": "test-operator",
             "PACEKEEPER_NAMESPACE": SYSTEM,
+            "PACEKEEPER_IMAGE": OPERATOR_IMAGE,
             "PACEKEEPER_ADDRESS": f"{HOST_ADDRESS}:{endpoint}",
             "PACEKEEPER_PORT": str(endpoint),
             "PACEKEEPER_LIVENESS_PORT": str(liveness),
