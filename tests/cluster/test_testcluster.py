@@ -265,13 +265,13 @@ def _download_seconds(url: str) -> float:
     return time.monotonic() - started
 
 
-def _daemons() -> dict[str, list[int]]:
-    """Process ids by daemon."""
+def _daemons() -> dict[str, int]:
+    """Process ids by daemon, without the programs that they call, which come and go."""
     folders = cgroups.controller("pids", f"{cgroups.OURS}/daemons").iterdir()
     found = {
         folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in folders if folder.is_dir()
     }
-    return {name: pids for name, pids in found.items() if pids}
+    return {name: min(pids) for name, pids in found.items() if pids}
 
 
 def _python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
