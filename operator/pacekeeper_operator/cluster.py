@@ -75,7 +75,6 @@ _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
 """What an operator writes that does not lead: it changes nothing that another decides upon."""
 
 MERGE_PATCH = "application/merge-patch+json"
-JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 

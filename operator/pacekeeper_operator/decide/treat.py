@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from pacekeeper_analysis.plan import Stop
 
@@ -136,8 +135,3 @@ def _bounded(evidence: Sequence[str]) -> tuple[str, ...]:
             break
         kept.append(piece)
     return tuple(kept)
-
-
-def with_words(incident: Incident, words: str) -> Incident:
-    """The incident with one more piece of evidence."""
-    return replace(incident, evidence=_bounded((words, *incident.evidence)))

@@ -101,8 +101,12 @@ def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: Po
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
     """It is being deleted, and its node will not say that it has ended."""
-    overdue = observation.now > pod.delete_by + OVERDUE_SECONDS
-    return pod.deleting and (overdue or _node_is_lost(observation, pod))
+    return is_overdue(pod, observation.now) or (pod.deleting and _node_is_lost(observation, pod))
+
+
+def is_overdue(pod: PodView, now: float) -> bool:
+    """Its grace period is long over, and it is still there."""
+    return pod.deleting and now > pod.delete_by + OVERDUE_SECONDS
 
 
 def _node_is_lost(observation: Observation, pod: PodView) -> bool:

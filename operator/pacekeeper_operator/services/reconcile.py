@@ -15,7 +15,7 @@ from pacekeeper_analysis.errors import InputError
 from .. import metrics
 from ..api import Job, JobStatus, Mode, Outcome, Phase
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
-from ..decide import node_lost
+from ..decide import node_lost, workforce
 from ..decide import status as statuses
 from ..decide.think import Thought, effects, think
 from ..effects import Effect
@@ -30,8 +30,6 @@ from .operator import ACTIVE, Operator
 
 STATUS_SECONDS = 15.0
 IDLE_SECONDS = 30.0
-OVERDUE_SECONDS = 15.0
-"""So long after its grace period a pod may still be there before nobody waits for its node any more."""
 log = logging.getLogger(__name__)
 
 
@@ -88,8 +86,7 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
         node = operator.nodes.get(("", pod.node))
         record = desk.memory.draft.state.placement.worker(pod.name) if desk.memory.draft is not None else None
         lost = bool(pod.node) and (node is None or not node.ready)
-        overdue = pod.deleting and now > pod.delete_by + OVERDUE_SECONDS
-        force = lost or overdue or (record is not None and record.force)
+        force = lost or workforce.is_overdue(pod, now) or (record is not None and record.force)
         if not pod.deleting or force:
             grace = 0 if force else None
             await operator.cluster.delete(PODS, pod.name, desk.job.namespace, uid=pod.uid, grace=grace)
