@@ -27,9 +27,9 @@ from torch._C._distributed_c10d import HashStore, Work
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, dataloader
 
-from pacekeeper import watching
-from pacekeeper.collectives import unwatch
-from pacekeeper.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe import watching
+from pacekeeper.observe.collectives import unwatch
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Kind
 
 STEP_SECONDS = 0.05

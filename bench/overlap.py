@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from pacekeeper.local_sgd import OuterSGD, Replicas
+from pacekeeper.replication.local_sgd import OuterSGD, Replicas
 
 REPLICAS = 2
 BLOCKS = 8

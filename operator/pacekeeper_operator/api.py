@@ -93,7 +93,7 @@ class CleanPodPolicy(StrEnum):
     NONE = "None"
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """The job in one word, for people; programs read the conditions."""
 
     PENDING = "Pending"  # not all workers are placed
@@ -396,7 +396,7 @@ class ConditionStatus:
 class JobStatus:
     """What the operator says of a job. `to_patch` is for a merge patch: what is None is removed."""
 
-    phase: Phase | None = None
+    phase: JobPhase | None = None
     reason: str | None = None
     message: str | None = None
     observed_generation: int | None = None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pacekeeper import exchange
-from pacekeeper.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
+from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, load, save
 from pacekeeper_analysis.errors import InputError
 from tests.support.ranks import run_ranks, unpickle_nothing
 

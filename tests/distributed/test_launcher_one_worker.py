@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.checkpoint_news import NewsFile
+from pacekeeper.keep.news import NewsFile
 from pacekeeper.launcher import command
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime import Runtime, read_json
 from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
@@ -123,7 +123,7 @@ def test_sigterm_while_torch_is_being_imported_ends_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = Runtime(tmp_path / "a").make()
-    settings = Settings(worker="a", address="127.0.0.1")
+    settings = LauncherSettings(worker="a", address="127.0.0.1")
 
     def import_for_long() -> None:
         (tmp_path / "importing").touch()

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pacekeeper as pk
+from pacekeeper.observe.ring import RingReader
 from pacekeeper.plain import pack, unpack
-from pacekeeper.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
@@ -478,8 +478,7 @@ def test_the_package_is_imported_without_torch() -> None:
     import subprocess
     import sys
 
-    script = (
-        "import pacekeeper, pacekeeper.ring, pacekeeper.runtime, sys, json; print(json.dumps('torch' in sys.modules))"
-    )
+    modules = "pacekeeper, pacekeeper.observe.windows, pacekeeper.modes.course, pacekeeper.runtime"
+    script = f"import {modules}, sys, json; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) is False

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pacekeeper.local_sgd import OuterSGD
+from pacekeeper.replication.local_sgd import OuterSGD
 from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, digest, loss_sum, make_mesh, make_net, meet, samples, sgd, whole
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pacekeeper import parallel
+from pacekeeper.replication import parallel
 from tests.support.local_sgd import loss_sum, make_mesh, make_net, meet, samples
 from tests.support.ranks import run_ranks
 

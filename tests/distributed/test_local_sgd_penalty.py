@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacekeeper.local_sgd import OuterSGD, Synchronisation
+from pacekeeper.replication.local_sgd import OuterSGD, Synchronisation
 from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, digest, make_mesh, meet
 from tests.support.ranks import run_ranks

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from pacekeeper.local_sgd import OuterSGD, Replicas, equalise, reset_moments
+from pacekeeper.replication.local_sgd import OuterSGD, Replicas, equalise, reset_moments
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, loss_sum, make_mesh, make_net, meet, samples, whole

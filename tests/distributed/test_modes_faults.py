@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import SyncMode
 from tests.support.mode_jobs import BATCH, PLAN, Numbers, mode_steps, run_job

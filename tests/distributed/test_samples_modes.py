@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.modes import MODES
+from pacekeeper.data.sampler import Permutations
+from pacekeeper.modes.course import MODES
 from pacekeeper.runtime import Runtime, write_json
-from pacekeeper.sampler import Permutations
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
 

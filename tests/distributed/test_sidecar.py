@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pacekeeper.ring import RingWriter, create_ring
+from pacekeeper.observe.ring import RingWriter, create_ring
 from pacekeeper.runtime import Runtime, read_json, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.records import Kind, Phase

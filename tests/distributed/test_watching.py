@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
 from tests.support.fake_clock import FakeClock, install

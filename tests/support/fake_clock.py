@@ -55,8 +55,8 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
-    from pacekeeper.collectives import _Watcher
-    from pacekeeper.ring import RingWriter
+    from pacekeeper.observe.collectives import _Watcher
+    from pacekeeper.observe.ring import RingWriter
 
     clock = FakeClock(folder, rank, ranks)
     enter, wait, ended = RingWriter.enter_collective, Work.wait, _Watcher._backward_ended

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 from pacekeeper.launcher.command import launch
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.warm import preimport
 from pacekeeper.runtime import Runtime, read_json, write_plan
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan
@@ -99,7 +99,7 @@ class Team:
         address = f"127.0.0.{1 + ord(name) - ord('a')}"
         runtime = Runtime(self.folder / name).make()
         worker = Worker(name, address, runtime, self.folder / f"{name}.log")
-        settings = Settings(
+        settings = LauncherSettings(
             worker=name,
             address=address,
             incarnation=f"{time.time_ns():x}",

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from pacekeeper import parallel
-from pacekeeper.local_sgd import OuterSGD, Replicas, Synchronisation
+from pacekeeper.replication import parallel
+from pacekeeper.replication.local_sgd import OuterSGD, Replicas, Synchronisation
 
 WIDTH = 6
 BATCH = 8

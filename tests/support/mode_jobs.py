@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks, unpickle_nothing

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pacekeeper.launcher.warm import preimport
-from pacekeeper.ring import create_ring
+from pacekeeper.observe.ring import create_ring
 from pacekeeper.runtime import Runtime
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pacekeeper_analysis.pseudo_gradient import Penalty
 
     from .job import Checkpoints, Job, Schedule, init
-    from .local_sgd.settings import OuterSGD
+    from .replication.local_sgd.settings import OuterSGD
     from .step import Step
 
 __all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCost", "Step", "init"]
@@ -24,7 +24,7 @@ __all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCos
 _MODULES = {
     "Checkpoints": ".job",
     "Job": ".job",
-    "OuterSGD": ".local_sgd.settings",
+    "OuterSGD": ".replication.local_sgd.settings",
     "Penalty": "pacekeeper_analysis.pseudo_gradient",
     "Schedule": ".job",
     "SequenceCost": "pacekeeper_analysis.lengths",

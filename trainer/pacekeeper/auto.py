@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .watching import watch_steps
+from .observe.watching import watch_steps
 
 watch_steps()

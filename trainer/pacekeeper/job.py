@@ -28,23 +28,23 @@ from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Phase
 
-from .agreement import Agreement
-from .checkpoints import CheckpointFolder
+from .data.lengths import Lengths
+from .data.loader import Loader, Weight
 from .environment import Environment
-from .keeper import Keeper
-from .lengths import Lengths
-from .loader import Loader, Weight
-from .local_sgd import OuterSGD
-from .modes import MODES, Course
-from .ordinals import Ordinals
-from .parallel import Units
-from .plan_file import PlanFile
-from .progress import Progress
-from .recorder import Recorder
-from .replication import Replication
-from .retention import Retention
+from .keep.checkpoints import CheckpointFolder
+from .keep.retention import Retention
+from .keep.store import Keeper
+from .modes.agreement import Agreement
+from .modes.course import MODES, Course
+from .modes.follower import PlanFollower
+from .modes.ordinals import Ordinals
+from .modes.progress import Progress
+from .observe.recorder import Recorder
+from .observe.watching import recorder as watch
+from .replication.local_sgd import OuterSGD
+from .replication.parallel import Units
+from .replication.replication import Replication
 from .step import Step
-from .watching import recorder as watch
 
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
@@ -320,7 +320,7 @@ class Job:
         return Ordinals(
             rank=self.rank,
             agreement=self._agreement,
-            plan=PlanFile(self.environment.runtime if self.rank == 0 else None, check),
+            plan=PlanFollower(self.environment.runtime if self.rank == 0 else None, check),
             recorder=self.recorder,
             progress=progress,
             replication=self._replication,

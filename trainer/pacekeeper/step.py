@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .loader import Draw, Weight
+from .data.loader import Draw, Weight
 
 
 class Peers(Protocol):

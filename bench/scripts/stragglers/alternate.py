@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import pacekeeper as pk
 from bench.overhead import restore_functions, saved_functions
-from pacekeeper.collectives import unwatch
+from pacekeeper.observe.collectives import unwatch
 from pacekeeper_analysis.plan import SyncMode
 
 from .ddp import local_batch

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import pacekeeper as pk
-from pacekeeper.ring import create_ring
+from pacekeeper.observe.ring import create_ring
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 

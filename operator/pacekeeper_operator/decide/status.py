@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 
-from ..api import Condition, ConditionStatus, JobStatus, Phase, Reason, Verdict, WorkerCounts, format_time
+from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict, WorkerCounts, format_time
 from ..observation import NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
@@ -45,7 +45,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
     )
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
-    slowdown = observation.metrics.slowdown if phase is Phase.RUNNING else None
+    slowdown = observation.metrics.slowdown if phase is JobPhase.RUNNING else None
     return replace(
         before,
         phase=phase,
@@ -66,7 +66,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         goodput=_goodput(observation) if not ended else before.goodput,
         sync_mode=_sync_mode(observation),
         restarts=state.budget.total,
-        bottleneck=_bottleneck(observation) if phase is Phase.RUNNING else None,
+        bottleneck=_bottleneck(observation) if phase is JobPhase.RUNNING else None,
     )
 
 
@@ -74,16 +74,16 @@ def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStat
     """The status of a job whose bookkeeping cannot be read: as it was, and why nothing goes on."""
     found = _Found(Condition.HINDERED, True, Reason.NOT_DONE, words)
     others = tuple(condition for condition in before.conditions if condition.type != found.type)
-    phase = before.phase or Phase.PENDING
+    phase = before.phase or JobPhase.PENDING
     return replace(before, phase=phase, conditions=(*others, _dated(found, before, generation, now)))
 
 
 _MAIN = {
-    Phase.COMPLETE: Condition.COMPLETE,
-    Phase.FAILED: Condition.FAILED,
-    Phase.SUSPENDED: Condition.SUSPENDED,
-    Phase.RECOVERING: Condition.RECOVERING,
-    Phase.RUNNING: Condition.RUNNING,
+    JobPhase.COMPLETE: Condition.COMPLETE,
+    JobPhase.FAILED: Condition.FAILED,
+    JobPhase.SUSPENDED: Condition.SUSPENDED,
+    JobPhase.RECOVERING: Condition.RECOVERING,
+    JobPhase.RUNNING: Condition.RUNNING,
 }
 
 
@@ -94,35 +94,35 @@ def _unheard(observation: Observation, policy: Policy) -> bool:
     return young and steady and any(view.heartbeat is None for view in observation.members)
 
 
-def phase_of(observation: Observation) -> Phase:
+def phase_of(observation: Observation) -> JobPhase:
     state, plan = observation.state, observation.plan
     if state.life.failed_reason:
-        return Phase.FAILED
+        return JobPhase.FAILED
     if state.life.completed_at:
-        return Phase.COMPLETE
+        return JobPhase.COMPLETE
     if observation.job.spec.suspend or plan.stop is Stop.SUSPEND:
-        return Phase.SUSPENDED
+        return JobPhase.SUSPENDED
     if not plan.members:
-        return Phase.PENDING
+        return JobPhase.PENDING
     if any(not incident.live for incident in state.incidents.open):
-        return Phase.RECOVERING
+        return JobPhase.RECOVERING
     if observation.training_since is not None:
-        return Phase.RUNNING
-    return Phase.STARTING if not state.life.training_since else Phase.RECOVERING
+        return JobPhase.RUNNING
+    return JobPhase.STARTING if not state.life.training_since else JobPhase.RECOVERING
 
 
-def _conditions(observation: Observation, policy: Policy, phase: Phase) -> Iterator[_Found]:
+def _conditions(observation: Observation, policy: Policy, phase: JobPhase) -> Iterator[_Found]:
     state = observation.state
     yield _running(observation, phase)
     yield _degraded(observation, policy, phase)
     incidents = [incident for incident in state.incidents.open if not incident.live]
     yield _Found(
         Condition.RECOVERING,
-        phase is Phase.RECOVERING,
+        phase is JobPhase.RECOVERING,
         Reason.INCIDENT if incidents else Reason.NO_INCIDENT,
         "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5]),
     )
-    suspended = phase is Phase.SUSPENDED
+    suspended = phase is JobPhase.SUSPENDED
     left = sum(view.pod is not None for view in observation.workers)
     yield _Found(
         Condition.SUSPENDED,
@@ -159,18 +159,18 @@ def _hindered(observation: Observation) -> _Found:
     return _Found(Condition.HINDERED, bool(hindrances), reason, f"{words}{more}")
 
 
-def _running(observation: Observation, phase: Phase) -> _Found:
-    if phase is Phase.RUNNING:
+def _running(observation: Observation, phase: JobPhase) -> _Found:
+    if phase is JobPhase.RUNNING:
         return _Found(Condition.RUNNING, True, Reason.TRAINING, f"round {observation.round}")
-    if phase is Phase.PENDING:
+    if phase is JobPhase.PENDING:
         return _waiting(observation)
-    if phase is Phase.COMPLETE:
+    if phase is JobPhase.COMPLETE:
         return _Found(Condition.RUNNING, False, Reason.TRAINED)
-    if phase is Phase.FAILED:
+    if phase is JobPhase.FAILED:
         return _Found(Condition.RUNNING, False, _why_failed(observation.state.life))
-    if phase is Phase.SUSPENDED:
+    if phase is JobPhase.SUSPENDED:
         return _Found(Condition.RUNNING, False, Reason.SUSPENDED)
-    if phase is Phase.RECOVERING:
+    if phase is JobPhase.RECOVERING:
         return _Found(Condition.RUNNING, False, Reason.INCIDENT)
     return _Found(
         Condition.RUNNING, False, Reason.WAITING_FOR_PODS, "the first step of the first round is not done yet"
@@ -203,7 +203,7 @@ def _waiting(observation: Observation) -> _Found:
     return _Found(Condition.RUNNING, False, Reason.WAITING_FOR_PODS, words)
 
 
-def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
+def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Found:
     """The first reason that holds, gravest first."""
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
@@ -212,7 +212,7 @@ def _degraded(observation: Observation, policy: Policy, phase: Phase) -> _Found:
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)
     if policy.paused:
         return _Found(Condition.DEGRADED, True, Reason.PAUSED, policy.paused)
-    if phase is not Phase.RUNNING:
+    if phase is not JobPhase.RUNNING:
         return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
     grave = _bad_input(observation) or _checkpoints(observation) or _unreached(observation)
     if grave is not None:

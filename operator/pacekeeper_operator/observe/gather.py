@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..api import LABEL_JOB, Cause, Class, Job, Phase
+from ..api import LABEL_JOB, Cause, Class, Job, JobPhase
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
 from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
@@ -175,7 +175,7 @@ def _goes_first(other: JobMemory, job: Job, draft: Draft) -> bool:
     if other.job is None or other.draft is None or other.job.uid == job.uid or draft.plan.members:
         return False
     mine, its = draft.state.placement, other.draft.state.placement
-    if mine.attempts == 0 or other.phase is not Phase.PENDING or other.job.spec.suspend:
+    if mine.attempts == 0 or other.phase is not JobPhase.PENDING or other.job.spec.suspend:
         return False
     if its.template_accepted != other.job.generation:
         return False  # it cannot have pods at all

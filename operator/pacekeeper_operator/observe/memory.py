@@ -14,7 +14,7 @@ from typing import Any
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
-from ..api import Job, Phase
+from ..api import Job, JobPhase
 from ..observation import Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
@@ -41,7 +41,7 @@ class JobMemory:
     draft: Draft | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)  # what is written there beside the draft
     resource_version: str = ""
-    phase: Phase | None = None
+    phase: JobPhase | None = None
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, Job, Phase
+from ..api import LABEL_JOB, Job, JobPhase
 from ..cluster import CONFIG_MAPS, NODES, PODS, Cluster
 from ..manifests import Installation
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
@@ -30,7 +30,7 @@ FIRST_WORD_SECONDS = 60.0
 MISSED_EVENTS = 3
 """So many times in a row lists have shown changes of pods that no watch told: the watch is dead."""
 RETENTION_SECONDS = 600.0
-ACTIVE = frozenset({Phase.PENDING, Phase.STARTING, Phase.RUNNING, Phase.RECOVERING})
+ACTIVE = frozenset({JobPhase.PENDING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING})
 STALE_SECONDS = 30.0
 """Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
 PAUSE_UNKNOWN = "it is not known yet whether remedies are paused"
@@ -145,5 +145,5 @@ class Operator:
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]
-        for phase in Phase:
+        for phase in JobPhase:
             metrics.JOBS.labels(phase).set(phases.count(phase))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
-from ..api import Job, JobStatus, Mode, Outcome, Phase
+from ..api import Job, JobPhase, JobStatus, Mode, Outcome
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
 from ..decide import node_lost, workforce
 from ..decide import status as statuses
@@ -213,7 +213,7 @@ def _interval(operator: Operator, desk: Desk, observation: Observation) -> float
         left = IDLE_SECONDS if ttl is None else observation.state.life.stopped_at + ttl - observation.now
         busy = any(view.pod is not None and not view.pod.ended for view in observation.workers)
         return max(0.5, min(left, 5.0 if busy else IDLE_SECONDS))
-    if observation.faults or desk.memory.phase in (Phase.RECOVERING, Phase.STARTING):
+    if observation.faults or desk.memory.phase in (JobPhase.RECOVERING, JobPhase.STARTING):
         return 0.5
     if desk.memory.phase in ACTIVE:
         return operator.settings.sample_seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pacekeeper.ring import RingWriter
+from pacekeeper.observe.ring import RingWriter
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])

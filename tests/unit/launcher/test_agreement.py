@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pacekeeper.launcher.meeting import Meeting, Phase, Report, View, advance
-from pacekeeper.launcher.rounds import Kill, RankSeen, Seen, Start, State, decide, report
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.meeting import Meeting, MeetingStage, Report, View, advance
+from pacekeeper.launcher.rounds import Kill, RankSeen, RoundState, Seen, Start, decide, report
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import LauncherState
 
@@ -27,15 +27,15 @@ class FakeWorker:
 
     name: str
     incarnation: int = 0
-    state: State = field(default_factory=State)
+    state: RoundState = field(default_factory=RoundState)
     plan: Plan = field(default_factory=Plan)
     view: View | None = None
     rank: RankSeen | None = None
     dying: int = 0  # ticks that a killed rank still takes
     rounds: list[int] = field(default_factory=list)
 
-    def settings(self) -> Settings:
-        return Settings(worker=self.name, address="127.0.0.1", incarnation=str(self.incarnation))
+    def settings(self) -> LauncherSettings:
+        return LauncherSettings(worker=self.name, address="127.0.0.1", incarnation=str(self.incarnation))
 
     def tick(self, now: float) -> None:
         if self.dying:
@@ -70,7 +70,7 @@ class FakeWorker:
     def start_again(self) -> None:
         """The launcher's process dies, its rank with it, and another takes its place; the plan is on disk."""
         self.incarnation += 1
-        self.state, self.view, self.rank, self.dying, self.rounds = State(), None, None, 0, []
+        self.state, self.view, self.rank, self.dying, self.rounds = RoundState(), None, None, 0, []
 
 
 class World:
@@ -123,7 +123,7 @@ class World:
         here = {name: one for name, one in self.reports.items() if one.membership == membership}
         before = self.halls.get(membership, Meeting(membership))
         meeting = advance(before, here)
-        if meeting.phase is Phase.RUNNING and meeting.port == 0:
+        if meeting.phase is MeetingStage.RUNNING and meeting.port == 0:
             meeting = replace(meeting, port=PORT)
         self.halls[membership] = meeting
         for name, one in here.items() if meeting != before else [(said.worker, said)]:

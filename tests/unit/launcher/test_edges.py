@@ -19,7 +19,7 @@ from pacekeeper.launcher.launcher import Script, rank_starts
 from pacekeeper.launcher.output import TAIL_LINES, Stream
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.launcher.rounds import Start
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.words import describe
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
@@ -167,13 +167,13 @@ def test_faults_in_words(fault: Fault, words: str) -> None:
 
 def test_settings_name_the_variable_and_the_remedy() -> None:
     good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
-    assert Settings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
-    assert Settings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
+    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
+    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
     with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
-        Settings.from_environment({"PACEKEEPER_WORKER": "w"})
+        LauncherSettings.from_environment({"PACEKEEPER_WORKER": "w"})
     for text in ("soon", "-1", "0"):
         with pytest.raises(InputError, match="PACEKEEPER_GRACE_SECONDS"):
-            Settings.from_environment({**good, "PACEKEEPER_GRACE_SECONDS": text})
+            LauncherSettings.from_environment({**good, "PACEKEEPER_GRACE_SECONDS": text})
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
-    settings = Settings(worker="w", address="127.0.0.1")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
     first, second = rank_starts(Start(3, 4711, plan), Script("s.py", False, ("-x",)), settings, Runtime(tmp_path))
     expected = {
         "RANK": "5",

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.checkpoint_news import CheckpointNews
+from pacekeeper.keep.news import CheckpointNews
 from pacekeeper.launcher.heartbeat import HeartbeatFile, next_beat
-from pacekeeper.launcher.rounds import State
+from pacekeeper.launcher.rounds import RoundState
 from pacekeeper_analysis.records import STATE
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
@@ -34,19 +34,19 @@ def rank(step: int, snapshot_step: int = -1, **fields: int) -> np.void:
     ],
 )
 def test_the_newest_snapshot_that_helps_the_worker(snapshots: tuple[int, int], said: int) -> None:
-    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [rank(step=41, snapshot_step=step) for step in snapshots]
     assert next_beat(Heartbeat("w", round=1), running, None, ranks, wall=100.0, monotonic=9.0).snapshot_step == said
 
 
 def test_the_slowest_rank_speaks_for_the_worker() -> None:
-    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, -1), rank(7, -1)], wall=100.0, monotonic=9.0)
     assert (beat.step, beat.round_started_at) == (7, 96.0)
 
 
 def test_the_mode_and_what_is_wrong_are_told() -> None:
-    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [
         rank(9, rank=0, sync_mode=2, bad_loss_step=8),
         rank(8, rank=5, sync_mode=2, bad_loss_step=6),
@@ -63,14 +63,14 @@ def test_the_mode_and_what_is_wrong_are_told() -> None:
 
 def test_a_script_that_is_only_watched_has_no_mode_and_a_new_round_no_bad_loss_yet() -> None:
     before = Heartbeat("w", round=1, bad_loss_rank=2, bad_loss_step=7, sync_mode="EDiT")
-    gathering = State(stage=LauncherState.GATHERING, round=2)
+    gathering = RoundState(stage=LauncherState.GATHERING, round=2)
     beat = next_beat(before, gathering, None, [], 100.0, 9.0)
     assert (beat.bad_loss_rank, beat.bad_loss_step) == (-1, -1)
     assert next_beat(beat, gathering, None, [rank(3)], 100.0, 9.0).sync_mode == ""
 
 
 def test_what_has_come_of_the_checkpoints_is_told_by_the_worker_of_rank_0() -> None:
-    running = State(stage=LauncherState.RUNNING, round=1, started=5.0)
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     news = CheckpointNews(step=4, kept_ns=60 * 10**9, failed_rank=7, error="/checkpoints: no room")
     beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, rank=0)], 100.0, 90.0, "", news)
     assert (beat.checkpoint_failed_rank, beat.checkpoint_error) == (7, "/checkpoints: no room")
@@ -100,8 +100,8 @@ def test_that_time_passes_is_written_now_and_then_and_a_failure_at_once(tmp_path
 
 
 def test_ranks_that_cannot_be_killed_are_named_until_they_are_gone() -> None:
-    stuck = State(stage=LauncherState.FAILED, round=1, running=1, unkillable=(3,))
+    stuck = RoundState(stage=LauncherState.FAILED, round=1, running=1, unkillable=(3,))
     beat = next_beat(Heartbeat("w", round=1), stuck, None, [], 100.0, 9.0)
     assert (beat.state, beat.unkillable_ranks) == (LauncherState.FAILED, (3,))
-    gone = State(stage=LauncherState.GATHERING, round=1)
+    gone = RoundState(stage=LauncherState.GATHERING, round=1)
     assert next_beat(beat, gone, None, [], 101.0, 10.0).unkillable_ranks == ()

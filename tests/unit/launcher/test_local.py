@@ -16,7 +16,7 @@ from pacekeeper.launcher.local import (
     WORKER,
     Adapting,
     LocalController,
-    Outcome,
+    LocalResult,
     judge_faults,
     judge_paces,
     judge_refusal,
@@ -89,13 +89,13 @@ def local(windows: list[RankWindow]) -> list[RankWindow]:
     ]
 
 
-def judged(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> Outcome:
+def judged(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> LocalResult:
     return judge_paces(plan, given, adapting or Adapting(), now)
 
 
-def repeatedly(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> Outcome:
+def repeatedly(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> LocalResult:
     """As many judgements as a change of mode takes."""
-    outcome = Outcome(plan, adapting=adapting or Adapting())
+    outcome = LocalResult(plan, adapting=adapting or Adapting())
     for _ in range(ANSWERS):
         assert outcome.plan is plan
         outcome = judge_paces(plan, given, outcome.adapting, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from pacekeeper.launcher.meeting import Ending, Meeting, Phase, Report, Status, View, advance
+from pacekeeper.launcher.meeting import Ending, Meeting, MeetingStage, Report, Status, View, advance
 
 
 def report(worker: str, status: Status = Status.READY, round_: int = 0, **fields: object) -> Report:
@@ -19,14 +19,14 @@ def by_worker(*reports: Report) -> dict[str, Report]:
 
 def running(round_: int = 4) -> Meeting:
     """Workers a and b in a round."""
-    return Meeting(1, Phase.RUNNING, round_, port=7, participants={"a": "first", "b": "first"})
+    return Meeting(1, MeetingStage.RUNNING, round_, port=7, participants={"a": "first", "b": "first"})
 
 
 def test_a_round_starts_when_all_are_ready_and_not_before() -> None:
-    assert advance(Meeting(1), by_worker(report("a"))).phase is Phase.GATHERING
-    assert advance(Meeting(1), by_worker(report("a"), report("b", Status.ENDING))).phase is Phase.GATHERING
+    assert advance(Meeting(1), by_worker(report("a"))).phase is MeetingStage.GATHERING
+    assert advance(Meeting(1), by_worker(report("a"), report("b", Status.ENDING))).phase is MeetingStage.GATHERING
     meeting = advance(Meeting(1), by_worker(report("a"), report("b")))
-    assert (meeting.phase, meeting.round, meeting.restarts) == (Phase.RUNNING, 1, 0)
+    assert (meeting.phase, meeting.round, meeting.restarts) == (MeetingStage.RUNNING, 1, 0)
     assert meeting.view("a", "first").included
     assert not meeting.view("a", "second").included
 
@@ -43,12 +43,14 @@ def test_who_is_not_ready_again_is_named_to_those_that_are() -> None:
     meeting = advance(meeting, by_worker(ended, report("b", Status.ENDING, 4)))
     assert meeting.view("a", "first").missing == ("b",), "its ranks are not gone"
     meeting = advance(meeting, by_worker(ended, report("b", Status.READY, 4)))
-    assert (meeting.phase, meeting.view("a", "first").missing) == (Phase.RUNNING, ())
+    assert (meeting.phase, meeting.view("a", "first").missing) == (MeetingStage.RUNNING, ())
 
 
 def test_only_a_few_of_those_that_have_not_come_are_named() -> None:
     participants = {f"w{number:03}": "first" for number in range(500)}
-    meeting = advance(Meeting(1, Phase.GATHERING, 4, participants=participants), by_worker(report("w000", round_=4)))
+    meeting = advance(
+        Meeting(1, MeetingStage.GATHERING, 4, participants=participants), by_worker(report("w000", round_=4))
+    )
     assert meeting.missing == tuple(f"w{number:03}" for number in range(1, 9))
 
 
@@ -56,7 +58,7 @@ def test_a_launcher_whose_ranks_have_ended_ends_the_round() -> None:
     for status in (Status.ENDING, Status.READY):
         reports = by_worker(report("a", Status.RUNNING, 4), report("b", status, 4, ending=Ending.SIGNAL))
         view = advance(running(), reports).view("a", "first")
-        assert (view.phase, view.ended_by, view.ending) == (Phase.GATHERING, "b", Ending.SIGNAL)
+        assert (view.phase, view.ended_by, view.ending) == (MeetingStage.GATHERING, "b", Ending.SIGNAL)
 
 
 def test_a_report_from_before_the_round_ends_nothing() -> None:
@@ -65,13 +67,13 @@ def test_a_report_from_before_the_round_ends_nothing() -> None:
 
 def test_a_restarted_launcher_ends_the_round_that_its_ranks_were_in() -> None:
     reports = by_worker(report("a", Status.RUNNING, 4), report("b", incarnation="second"))
-    assert advance(running(), reports).phase is Phase.GATHERING
+    assert advance(running(), reports).phase is MeetingStage.GATHERING
 
 
 def test_a_launcher_that_does_not_know_of_the_rounds_end_is_not_counted_as_ready() -> None:
-    gathering = replace(running(), phase=Phase.GATHERING)
+    gathering = replace(running(), phase=MeetingStage.GATHERING)
     reports = by_worker(report("a", round_=4), report("b", round_=3))
-    assert advance(gathering, reports).phase is Phase.GATHERING
+    assert advance(gathering, reports).phase is MeetingStage.GATHERING
     assert advance(gathering, by_worker(report("a", round_=4), report("b", round_=4))).round == 5
 
 
@@ -89,26 +91,26 @@ def test_the_best_explanation_of_a_rounds_end_wins_over_the_first() -> None:
 
 def test_the_meeting_is_over_when_all_have_finished_the_round() -> None:
     half = by_worker(report("a", Status.FINISHED, 4), report("b", Status.RUNNING, 4))
-    assert advance(running(), half).phase is Phase.RUNNING
+    assert advance(running(), half).phase is MeetingStage.RUNNING
     whole = by_worker(report("a", Status.FINISHED, 4), report("b", Status.FINISHED, 4))
-    assert advance(running(), whole).phase is Phase.FINISHED
+    assert advance(running(), whole).phase is MeetingStage.FINISHED
 
 
 def test_restarts_are_counted_over_a_restarted_host_and_end_with_the_budget() -> None:
     ready = {"round_": 4, "ran": True, "restarts": 4}
     meeting = advance(Meeting(1), by_worker(report("a"), report("b", **ready)))  # type: ignore[arg-type]
-    assert (meeting.phase, meeting.restarts) == (Phase.RUNNING, 5)
+    assert (meeting.phase, meeting.restarts) == (MeetingStage.RUNNING, 5)
     ready["restarts"] = 5
     halted = advance(Meeting(1), by_worker(report("a"), report("b", **ready)))  # type: ignore[arg-type]
-    assert halted.phase is Phase.HALTED
+    assert halted.phase is MeetingStage.HALTED
     assert "5 restarts" in halted.reason
 
 
 def test_two_barren_rounds_halt_unless_one_launcher_has_seen_a_step() -> None:
     barren = by_worker(report("a", round_=4, ran=True, barren=2), report("b", round_=4, ran=True, barren=2))
-    assert advance(replace(running(), phase=Phase.GATHERING), barren).phase is Phase.HALTED
+    assert advance(replace(running(), phase=MeetingStage.GATHERING), barren).phase is MeetingStage.HALTED
     one_step = by_worker(report("a", round_=4, ran=True, barren=2), report("b", round_=4, ran=True, barren=0))
-    assert advance(replace(running(), phase=Phase.GATHERING), one_step).phase is Phase.RUNNING
+    assert advance(replace(running(), phase=MeetingStage.GATHERING), one_step).phase is MeetingStage.RUNNING
 
 
 def test_nothing_changes_when_nothing_is_new() -> None:
@@ -120,5 +122,5 @@ def test_nothing_changes_when_nothing_is_new() -> None:
 def test_reports_and_views_survive_the_wire() -> None:
     sent = report("a", Status.ENDING, 4, ending=Ending.LEFT, ran=True, restarts=2, barren=1)
     assert Report.from_json(sent.to_json()) == sent
-    view = View(1, Phase.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why", ("c",))
+    view = View(1, MeetingStage.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why", ("c",))
     assert View.from_json(json.loads(json.dumps(view.to_json()))) == view

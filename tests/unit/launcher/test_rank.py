@@ -15,7 +15,7 @@ import pytest
 from pacekeeper.launcher.processes import group_exists
 from pacekeeper.launcher.rank import STACK_SIGNAL, RankStart
 from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
 
 
 @dataclass

@@ -6,30 +6,30 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pacekeeper.launcher.meeting import Ending, Phase, Status, View
+from pacekeeper.launcher.meeting import Ending, MeetingStage, Status, View
 from pacekeeper.launcher.rounds import (
     Command,
     Exit,
     Kill,
     Notify,
     RankSeen,
+    RoundState,
     Seen,
     Start,
-    State,
     Terminate,
     decide,
     report,
 )
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper_analysis.plan import Role, Stop, WorkerPlan
 from pacekeeper_analysis.reports import FaultKind, LauncherState
 
-SETTINGS = Settings(worker="w", address="127.0.0.1")
+SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 PLAN = WorkerPlan(
     version=1, membership=1, role=Role.MEMBER, ranks=(0, 1), world_size=4, workers=2, store="127.0.0.1:1", restarts=5
 )
-ROUND_1 = View(1, Phase.RUNNING, 1, port=9, included=True)
-GATHERING = View(1, Phase.GATHERING, 1)
+ROUND_1 = View(1, MeetingStage.RUNNING, 1, port=9, included=True)
+GATHERING = View(1, MeetingStage.GATHERING, 1)
 ALIVE = (RankSeen(0), RankSeen(1))
 GONE = (RankSeen(0, gone=True, exit_code=-9), RankSeen(1, gone=True, exit_code=-9))
 
@@ -39,7 +39,7 @@ class Machine:
     """The state machine with a hand on its clock; `seen` is the world as it was last shown."""
 
     now: float = 100.0
-    state: State = field(default_factory=State)
+    state: RoundState = field(default_factory=RoundState)
     seen: Seen = field(default_factory=lambda: Seen(wall=0.0, operator_age=0.0, peers_age=0.0))
 
     def see(self, after: float = 0.0, **changes: object) -> list[Command]:
@@ -223,7 +223,7 @@ def test_finished_ranks_wait_for_the_others_and_exit_with_them(running: Machine)
     running.see()
     assert running.status() is Status.FINISHED
     assert running.see(after=600) == []
-    (end,) = running.see(view=replace(ROUND_1, phase=Phase.FINISHED))
+    (end,) = running.see(view=replace(ROUND_1, phase=MeetingStage.FINISHED))
     assert isinstance(end, Exit)
     assert end.code == 0
 
@@ -290,7 +290,7 @@ def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> 
 
 def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machine) -> None:
     running.see(ranks=failed(0, 1))
-    running.see(ranks=GONE, view=replace(GATHERING, phase=Phase.HALTED, reason="budget", ended_by="w"))
+    running.see(ranks=GONE, view=replace(GATHERING, phase=MeetingStage.HALTED, reason="budget", ended_by="w"))
     assert running.stage() is LauncherState.FAILED
     running.see(plan=replace(PLAN, version=2, membership=2))
     assert running.stage() is LauncherState.GATHERING

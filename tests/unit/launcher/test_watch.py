@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.rounds import State
-from pacekeeper.launcher.settings import Settings
+from pacekeeper.launcher.rounds import RoundState
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.stacks import Look, StackFile, main_stack, process_state
 from pacekeeper.launcher.watch import Watch, deadline, is_reachable, rank_state
-from pacekeeper.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Collective, Kind, Phase
 from pacekeeper_analysis.reports import Fault, LauncherState
 
-SETTINGS = Settings(worker="w", address="127.0.0.1")
-RUNNING = State(stage=LauncherState.RUNNING, membership=1, round=3, running=3)
+SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
+RUNNING = RoundState(stage=LauncherState.RUNNING, membership=1, round=3, running=3)
 
 
 @pytest.mark.parametrize(

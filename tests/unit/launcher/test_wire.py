@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher import wire
-from pacekeeper.launcher.meeting import Phase, Report, Status
+from pacekeeper.launcher.meeting import MeetingStage, Report, Status
 from pacekeeper.launcher.network import bind
 from pacekeeper.launcher.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 from pacekeeper.launcher.wire import MeetingClient, MeetingHost
@@ -38,7 +38,7 @@ class Guest:
 
     async def wait_until_included(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not ((view := self.client.view) and view.phase is Phase.RUNNING and view.included):
+            while not ((view := self.client.view) and view.phase is MeetingStage.RUNNING and view.included):
                 self._seen.clear()
                 await self._seen.wait()
 
@@ -111,7 +111,7 @@ async def test_whoever_has_another_secret_is_turned_away_and_the_members_are_not
         async with guests(port, "a") as (first,):
             await until(lambda: first.client.view)
             assert first.client.view is not None
-            assert first.client.view.phase is Phase.GATHERING, "the intruder is not counted as b"
+            assert first.client.view.phase is MeetingStage.GATHERING, "the intruder is not counted as b"
             assert intruder.client.view is None
             intruder.client.leave()
         await all_come_together(port)

@@ -125,7 +125,7 @@ def test_times_keep_microseconds() -> None:
 
 
 JOB_STATUS = JobStatus(
-    phase=api.Phase.RUNNING,
+    phase=api.JobPhase.RUNNING,
     reason=api.Reason.TRAINING,
     message="trains",
     observed_generation=3,
@@ -236,7 +236,7 @@ def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
         (Mode, "trainingjobs", "spec.remediation.mode"),
         (api.WantedMode, "trainingjobs", "spec.syncMode"),
         (api.CleanPodPolicy, "trainingjobs", "spec.runPolicy.cleanPodPolicy"),
-        (api.Phase, "trainingjobs", "status.phase"),
+        (api.JobPhase, "trainingjobs", "status.phase"),
         (api.Class, "incidents", "spec.class"),
         (api.Outcome, "incidents", "status.outcome"),
         (Mode, "incidents", "status.mode"),

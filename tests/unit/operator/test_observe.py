@@ -9,7 +9,7 @@ import pytest
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Heartbeat
-from pacekeeper_operator.api import Phase
+from pacekeeper_operator.api import JobPhase
 from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
@@ -102,7 +102,7 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     older = memory.of(replace(job(), name="older"))
     waiting = Draft(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
     older.draft = waiting
-    older.phase = Phase.PENDING
+    older.phase = JobPhase.PENDING
     younger = replace(job(), uid="other", created_at=NOW)
 
     def waits(attempts: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.plan import Stop
-from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, Phase, Reason, Verdict
+from pacekeeper_operator.api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
 from pacekeeper_operator.decide.pricing import SPARE_SECONDS, replace_lost_option, restart_option
 from pacekeeper_operator.decide.status import MAX_MESSAGE, report
 from pacekeeper_operator.decide.think import think
@@ -32,7 +32,7 @@ def conditions(world: Observation, before: JobStatus | None = None, **of_policy:
 
 def test_a_training_job() -> None:
     status = report(training(), policy(), JobStatus())
-    assert (status.phase, status.round, status.step, status.last_checkpoint_step) == (Phase.RUNNING, 1, 500, 490)
+    assert (status.phase, status.round, status.step, status.last_checkpoint_step) == (JobPhase.RUNNING, 1, 500, 490)
     assert status.workers.summary == "4/4+1"
     assert status.goodput == 1.0
     assert conditions(training())[Condition.RUNNING].status == "True"
@@ -52,7 +52,7 @@ def test_an_open_incident_is_a_recovery_until_it_is_over() -> None:
     world = training()
     thought = think(replace(world, faults=stalls(world, culprit=2)), policy())
     status = report(thought.observation, policy(), JobStatus())
-    assert status.phase is Phase.RECOVERING
+    assert status.phase is JobPhase.RECOVERING
     assert "rank 2" in (status.message or "")
 
 
@@ -99,8 +99,8 @@ def test_a_young_operator_does_not_cry_wolf() -> None:
     for view in world.members:
         world = change_worker(world, view.name, heartbeat=None)
     unheard = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
-    assert report(unheard, policy(), before).phase is Phase.RUNNING
-    assert report(replace(unheard, operator_age=60.0), policy(), before).phase is Phase.RECOVERING
+    assert report(unheard, policy(), before).phase is JobPhase.RUNNING
+    assert report(replace(unheard, operator_age=60.0), policy(), before).phase is JobPhase.RECOVERING
 
 
 def test_no_spare_left_is_a_risk_that_is_said() -> None:
@@ -117,7 +117,7 @@ def test_goodput_falls_by_what_incidents_have_cost() -> None:
 def test_before_the_first_step_it_is_starting() -> None:
     world = change_members(training(), first_step_at=0.0)
     world = world.with_draft(world.draft.with_life(training_since=0.0))
-    assert report(world, policy(), JobStatus()).phase is Phase.STARTING
+    assert report(world, policy(), JobStatus()).phase is JobPhase.STARTING
 
 
 def test_a_loss_that_is_not_finite_is_told_with_rank_and_step() -> None:
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_fails_is_told_with_rank_path_reason_and_the_age_of_th
     assert (degraded.status, degraded.reason) == ("True", Reason.CHECKPOINT_FAILING)
     for words in ("rank 3", "/checkpoints/step-500", "No space left on device", "step 490", "12 min old"):
         assert words in degraded.message
-    assert status.phase is Phase.RUNNING, "it trains on"
+    assert status.phase is JobPhase.RUNNING, "it trains on"
     assert not decisions(think(world, policy()))
 
 

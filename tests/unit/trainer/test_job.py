@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import get_args, get_type_hints
 
+from pacekeeper.data.lengths import Lengths
 from pacekeeper.job import Job
-from pacekeeper.lengths import Lengths
 from pacekeeper_analysis.lengths import SequenceCost
 
 

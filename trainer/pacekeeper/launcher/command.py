@@ -19,7 +19,7 @@ from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
 from .rounds import LEFT_EXIT_CODE
-from .settings import Settings
+from .settings import LauncherSettings
 from .warm import Warm, preimport, start_warm
 
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not script.is_module and not os.path.isfile(script.name):
         raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
     if arguments.local is None:
-        settings = Settings.from_environment(os.environ)
+        settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
     return launch_locally(script, arguments.local, arguments.max_restarts)
 
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def launch(script: Script, settings: Settings, runtime: Runtime) -> int:
+def launch(script: Script, settings: LauncherSettings, runtime: Runtime) -> int:
     """Imports torch, forks the warm process, and follows the plan until the end; the exit code."""
     sign = SignOfLife(runtime.alive)
     heartbeat, warm = _prepare(settings, runtime)
@@ -79,7 +79,7 @@ def launch_locally(script: Script, ranks: int, restarts: int) -> int:
         return asyncio.run(run())
 
 
-def _prepare(settings: Settings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
+def _prepare(settings: LauncherSettings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
     logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
     signal.signal(signal.SIGTERM, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pacekeeper.checkpoint_news import NO_NEWS, CheckpointNews
-from pacekeeper.modes import MODES
+from pacekeeper.keep.news import NO_NEWS, CheckpointNews
+from pacekeeper.modes.course import MODES
 from pacekeeper.runtime import write_json
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
-from .rounds import State
+from .rounds import RoundState
 
 PERIOD = 0.5
 """Seconds between two writes while only steps and ages have changed; all else is written at once."""
@@ -69,7 +69,7 @@ def _what_is_rare(beat: Heartbeat) -> Heartbeat:
 
 def next_beat(
     before: Heartbeat,
-    state: State,
+    state: RoundState,
     plan: WorkerPlan | None,
     ranks: Collection[np.void],
     wall: float,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from pacekeeper.checkpoint_news import read_news
+from pacekeeper.keep.news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
@@ -24,9 +24,9 @@ from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
-from .ranks import Ranks
-from .rounds import Command, Exit, Kill, Notify, Seen, Start, State, Terminate, decide, report
-from .settings import Settings
+from .ranks import RankProcesses
+from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
+from .settings import LauncherSettings
 from .warm import Warm
 from .watch import Watch
 from .wire import MeetingClient, MeetingHost
@@ -61,7 +61,7 @@ class Launcher:
     def __init__(
         self,
         script: Script,
-        settings: Settings,
+        settings: LauncherSettings,
         runtime: Runtime,
         warm: Warm,
         heartbeat: HeartbeatFile,
@@ -71,8 +71,8 @@ class Launcher:
         self._settings = settings
         self._runtime = runtime
         self._warm = warm
-        self._ranks = Ranks(warm, runtime)
-        self._state = State()
+        self._ranks = RankProcesses(warm, runtime)
+        self._state = RoundState()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
         self._sign = sign
@@ -275,7 +275,7 @@ class Launcher:
         self._client.leave()
 
 
-def gpu_fault(event: GpuEvent, state: State, settings: Settings) -> Fault:
+def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings) -> Fault:
     """One fault an event: the same XID again is another one."""
     return Fault(
         name=f"{settings.worker}-{settings.incarnation}-r{state.round}-gpu-{time.time_ns():x}".lower(),
@@ -289,7 +289,7 @@ def gpu_fault(event: GpuEvent, state: State, settings: Settings) -> Fault:
     )
 
 
-def rank_starts(command: Start, script: Script, settings: Settings, runtime: Runtime) -> list[RankStart]:
+def rank_starts(command: Start, script: Script, settings: LauncherSettings, runtime: Runtime) -> list[RankStart]:
     """The ranks of a round, with the environment that torchrun would give them."""
     plan = command.plan
     host, _ = _split(plan.store)

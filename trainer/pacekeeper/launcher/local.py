@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper.runtime import Runtime, read_json, write_plan
-from pacekeeper.sidecar.ranks import Ranks as RankWindows
+from pacekeeper.sidecar.ranks import RankRings as RankWindows
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Hysteresis, Trouble, Way
 from pacekeeper_analysis.diagnose import hang
@@ -30,7 +30,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankWindow
 
-from .settings import Settings
+from .settings import LauncherSettings
 
 WORKER = "local"
 ADDRESS = "127.0.0.1"
@@ -62,7 +62,7 @@ class Adapting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LocalResult:
     """What the controller has decided: the plan from now on, what it says about that, and whether it gives up."""
 
     plan: Plan
@@ -71,42 +71,42 @@ class Outcome:
     adapting: Adapting = field(default_factory=Adapting)
 
 
-def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat: Heartbeat) -> Outcome:
+def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat: Heartbeat) -> LocalResult:
     """`faults`: all so far, `new` of them since the last call. A hang costs one of the plan's restarts."""
     if beat.state is LauncherState.FAILED:
-        return Outcome(plan, give_up=_last_words(faults))
+        return LocalResult(plan, give_up=_last_words(faults))
     stalls = [fault for fault in new if fault.kind is FaultKind.STALLED and fault.round == beat.round]
     found = hang.verdict(stalls, plan.world_size) if stalls else None
     if found is None:
-        return Outcome(plan)
+        return LocalResult(plan)
     words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
     left = plan.restarts - beat.restarts - 1
     if left < 0:
-        return Outcome(plan, (words,), give_up=f"round {beat.round} hangs, and no restart is left")
+        return LocalResult(plan, (words,), give_up=f"round {beat.round} hangs, and no restart is left")
     restarted = replace(
         plan, version=plan.version + 1, membership=plan.membership + 1, round=beat.round + 1, restarts=left
     )
-    return Outcome(restarted, (words, f"ends round {beat.round} and starts round {restarted.round}"))
+    return LocalResult(restarted, (words, f"ends round {beat.round} and starts round {restarted.round}"))
 
 
-def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, now: float) -> Outcome:
+def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, now: float) -> LocalResult:
     """Another way to train where one wins enough: other shares at once, another mode when several judgements ask."""
     in_force = {window.sync_mode or SyncMode.SYNC for window in windows}
     if adapting.refused or in_force != {plan.sync_mode}:
-        return Outcome(plan, adapting=adapting)  # the ranks do not follow, or not yet
+        return LocalResult(plan, adapting=adapting)  # the ranks do not follow, or not yet
     if plan.sync_mode is SyncMode.SYNC:
         trouble, way, why = _way_to_adapt(plan, windows)
     else:
         trouble, way, why = Trouble.NONE, adapt.way_back(windows, threshold=SLOWDOWN, trouble=adapting.trouble), ()
     if way is None:
-        return Outcome(plan, adapting=replace(adapting, wanted=0))
+        return LocalResult(plan, adapting=replace(adapting, wanted=0))
     words = (*why, f"{way.remedy}: {way.reason}")
     if way.mode is plan.sync_mode:
-        return Outcome(way.applied_to(plan), words, adapting=replace(adapting, wanted=0))
+        return LocalResult(way.applied_to(plan), words, adapting=replace(adapting, wanted=0))
     asked = replace(adapting, wanted=adapting.wanted + 1)
     if asked.wanted < ANSWERS or not adapting.changes.allows(now):
-        return Outcome(plan, adapting=asked)
-    return Outcome(way.applied_to(plan), words, adapting=Adapting(trouble, changes=adapting.changes.changed(now)))
+        return LocalResult(plan, adapting=asked)
+    return LocalResult(way.applied_to(plan), words, adapting=Adapting(trouble, changes=adapting.changes.changed(now)))
 
 
 def _way_to_adapt(plan: Plan, windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, tuple[str, ...]]:
@@ -122,15 +122,15 @@ def _way_to_adapt(plan: Plan, windows: Sequence[RankWindow]) -> tuple[Trouble, W
     return found.trouble, way, (f"slowdown {found.slowdown:.2f}: {found.evidence[0]}",)
 
 
-def judge_refusal(plan: Plan, before: Plan, beat: Heartbeat, adapting: Adapting) -> Outcome:
+def judge_refusal(plan: Plan, before: Plan, beat: Heartbeat, adapting: Adapting) -> LocalResult:
     """Trains on as `before` where the ranks refuse the plan, and tries nothing else."""
     if not beat.refused or beat.plan_version < plan.version or adapting.refused:
-        return Outcome(plan, adapting=adapting)
+        return LocalResult(plan, adapting=adapting)
     as_before = replace(
         before, version=plan.version + 1, membership=plan.membership, round=plan.round, restarts=plan.restarts
     )
     words = f"the ranks refuse the change, and train on as they did: {beat.refused}"
-    return Outcome(as_before, (words,), adapting=replace(adapting, refused=beat.refused))
+    return LocalResult(as_before, (words,), adapting=replace(adapting, refused=beat.refused))
 
 
 class LocalController:
@@ -169,7 +169,7 @@ class LocalController:
                 self._give_up(outcome.give_up)
                 return
 
-    def _look(self) -> Outcome:
+    def _look(self) -> LocalResult:
         """Raises ValueError where what the ranks or the launcher have written makes no sense."""
         beat = Heartbeat.from_json(_read(self._runtime.heartbeat))
         outcome = replace(judge_faults(self._plan, self._faults, self._take_faults(), beat), adapting=self._adapting)
@@ -212,8 +212,8 @@ class LocalController:
         return True
 
 
-def local_settings(environment: dict[str, str]) -> Settings:
-    return Settings.from_environment({**environment, "PACEKEEPER_WORKER": WORKER, "PACEKEEPER_POD_IP": ADDRESS})
+def local_settings(environment: dict[str, str]) -> LauncherSettings:
+    return LauncherSettings.from_environment({**environment, "PACEKEEPER_WORKER": WORKER, "PACEKEEPER_POD_IP": ADDRESS})
 
 
 @contextmanager

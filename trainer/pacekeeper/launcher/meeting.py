@@ -62,7 +62,7 @@ class Report:
         return cls(**{**known, "status": Status(data["status"]), "ending": Ending(data["ending"])})
 
 
-class Phase(StrEnum):
+class MeetingStage(StrEnum):
     GATHERING = "Gathering"  # waits until every launcher is ready
     RUNNING = "Running"
     FINISHED = "Finished"  # the ranks of all launchers ended well
@@ -74,7 +74,7 @@ class View:
     """What the meeting tells one launcher."""
 
     membership: int
-    phase: Phase = Phase.GATHERING
+    phase: MeetingStage = MeetingStage.GATHERING
     round: int = 0  # that runs; while gathering, the last that ran or was seen
     port: int = 0  # of the round's store, on the host
     restarts: int = 0
@@ -90,7 +90,7 @@ class View:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        known |= {"phase": Phase(data["phase"]), "ending": Ending(data["ending"])}
+        known |= {"phase": MeetingStage(data["phase"]), "ending": Ending(data["ending"])}
         return cls(**{**known, "missing": tuple(data.get("missing", ()))})
 
 
@@ -99,7 +99,7 @@ class Meeting:
     """The host's state of one membership's meeting."""
 
     membership: int
-    phase: Phase = Phase.GATHERING
+    phase: MeetingStage = MeetingStage.GATHERING
     round: int = 0
     port: int = 0  # filled in by the host's edge when it has opened the store of a new round
     restarts: int = 0
@@ -127,13 +127,13 @@ class Meeting:
 
 def advance(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
     """The meeting after the launchers' present `reports`: by worker, of this membership, of those in contact."""
-    if meeting.phase is Phase.RUNNING:
+    if meeting.phase is MeetingStage.RUNNING:
         ended = [report for report in reports.values() if _has_left(meeting, report)]
         if ended:
-            meeting = replace(meeting, phase=Phase.GATHERING, endings=(), port=0)
+            meeting = replace(meeting, phase=MeetingStage.GATHERING, endings=(), port=0)
         elif _all_finished(meeting, reports):
-            return replace(meeting, phase=Phase.FINISHED)
-    if meeting.phase is Phase.GATHERING:
+            return replace(meeting, phase=MeetingStage.FINISHED)
+    if meeting.phase is MeetingStage.GATHERING:
         meeting = replace(meeting, endings=_endings(meeting, reports), missing=_missing(meeting, reports))
         if reports and _all_ready(meeting, reports):
             return _next_round(meeting, reports)
@@ -193,11 +193,11 @@ def _next_round(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
     elif restarts > limit:
         reason = f"the plan allows {limit} restarts in this membership, and they are used up"
     if reason:
-        return replace(meeting, phase=Phase.HALTED, reason=reason)
+        return replace(meeting, phase=MeetingStage.HALTED, reason=reason)
     first = max(report.first_round for report in everyone)
     return replace(
         meeting,
-        phase=Phase.RUNNING,
+        phase=MeetingStage.RUNNING,
         round=max(first, 1 + max(meeting.round, *(report.round for report in everyone))),
         restarts=restarts,
         missing=(),

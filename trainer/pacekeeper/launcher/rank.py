@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from pacekeeper.ring import create_ring
+from pacekeeper.observe.ring import create_ring
 
 from . import processes
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
 
 from . import cgroup, processes
@@ -46,7 +46,7 @@ class _Rank:
 
 
 @dataclass
-class Ranks:
+class RankProcesses:
     """The ranks of one round on this worker, in local order. At most one round is here at a time."""
 
     warm: Warm

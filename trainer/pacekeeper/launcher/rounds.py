@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pacekeeper_analysis.plan import Role, Stop, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 
-from .meeting import Ending, Phase, Report, Status, View
-from .settings import Settings
+from .meeting import Ending, MeetingStage, Report, Status, View
+from .settings import LauncherSettings
 
 LEFT_EXIT_CODE = 143
 """Exit code of a rank, and of the launcher, that has left because it was told to: 128 + SIGTERM. It is not success."""
@@ -85,7 +85,7 @@ Command = Start | Terminate | Kill | Notify | Exit
 
 
 @dataclass(frozen=True)
-class State:
+class RoundState:
     """What the launcher remembers from tick to tick. Times are seconds of the monotonic clock."""
 
     stage: LauncherState = LauncherState.WARM
@@ -112,14 +112,14 @@ class State:
 class _Turn:
     """One call of `decide`: its state and commands as they come to be."""
 
-    state: State
+    state: RoundState
     seen: Seen
     now: float
-    settings: Settings
+    settings: LauncherSettings
     commands: list[Command] = field(default_factory=list)
 
     def set(self, **changes: object) -> None:
-        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # the fields are those of State
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # the fields are those of RoundState
 
     def do(self, command: Command) -> None:
         self.commands.append(command)
@@ -143,7 +143,7 @@ class _Turn:
         )
 
 
-def decide(state: State, seen: Seen, now: float, settings: Settings) -> tuple[State, list[Command]]:
+def decide(state: RoundState, seen: Seen, now: float, settings: LauncherSettings) -> tuple[RoundState, list[Command]]:
     """The launcher's next state, and what is to be done."""
     turn = _Turn(state, seen, now, settings)
     _look_at_ranks(turn)
@@ -167,7 +167,7 @@ def decide(state: State, seen: Seen, now: float, settings: Settings) -> tuple[St
     return turn.state, turn.commands
 
 
-def report(state: State, plan: WorkerPlan, settings: Settings) -> Report:
+def report(state: RoundState, plan: WorkerPlan, settings: LauncherSettings) -> Report:
     """What the launcher tells the meeting."""
     if state.stage is LauncherState.FINISHED:
         status = Status.FINISHED
@@ -299,7 +299,7 @@ def _settle_failure(turn: _Turn) -> None:
 
 def _is_settled(view: View, failed_round: int) -> bool:
     """Whether all launchers have said how the failed round ended on them."""
-    return view.phase is Phase.HALTED or (view.phase is Phase.RUNNING and view.round > failed_round)
+    return view.phase is MeetingStage.HALTED or (view.phase is MeetingStage.RUNNING and view.round > failed_round)
 
 
 def _leave_for_good(turn: _Turn, code: int, why: str) -> None:
@@ -376,7 +376,7 @@ def _is_out_of_contact(turn: _Turn) -> bool:
 
 def _is_current(view: View, running: int) -> bool:
     """Whether the meeting still wants the round whose ranks are here."""
-    return view.phase in {Phase.RUNNING, Phase.FINISHED} and view.round == running and view.included
+    return view.phase in {MeetingStage.RUNNING, MeetingStage.FINISHED} and view.round == running and view.included
 
 
 def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
@@ -388,11 +388,11 @@ def _act_on(view: View | None, turn: _Turn, plan: WorkerPlan) -> None:
             _gather(turn, missing=())
         return
     turn.set(restarts=max(state.restarts, view.restarts))
-    if view.phase is Phase.FINISHED:
+    if view.phase is MeetingStage.FINISHED:
         turn.do(Exit(0, "the ranks of all workers have finished"))
-    elif view.phase is Phase.HALTED:
+    elif view.phase is MeetingStage.HALTED:
         turn.set(stage=LauncherState.FAILED, round=max(state.round, view.round))
-    elif view.phase is Phase.RUNNING and view.included and view.round > state.round:
+    elif view.phase is MeetingStage.RUNNING and view.included and view.round > state.round:
         turn.set(
             stage=LauncherState.RUNNING, round=view.round, running=view.round, started=turn.now, ran=True,
             ending=Ending.ENDED, said=frozenset(), leaving_since=None,

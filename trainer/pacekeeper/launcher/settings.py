@@ -10,7 +10,7 @@ from pacekeeper_analysis.errors import InputError
 
 
 @dataclass(frozen=True)
-class Settings:
+class LauncherSettings:
     """All times in seconds."""
 
     worker: str
@@ -40,7 +40,7 @@ class Settings:
     elsewhere, and the refusal is an answer all the same."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+    def from_environment(cls, environment: Mapping[str, str]) -> LauncherSettings:
         """Raises InputError that names the variable."""
         try:
             worker, address = environment["PACEKEEPER_WORKER"], environment["PACEKEEPER_POD_IP"]

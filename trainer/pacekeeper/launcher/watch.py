@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from pacekeeper_analysis.records import Collective, Kind, Phase
 from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
-from .rounds import State
-from .settings import Settings
+from .rounds import RoundState
+from .settings import LauncherSettings
 from .stacks import Look, StackFile, look_at, process_state
 
 ARMED_AFTER = 5
@@ -45,7 +45,11 @@ log = logging.getLogger(__name__)
 
 
 def deadline(
-    phase: Phase, steps_in_round: int, step_seconds: float, settings: Settings, earlier_step_seconds: float = 0.0
+    phase: Phase,
+    steps_in_round: int,
+    step_seconds: float,
+    settings: LauncherSettings,
+    earlier_step_seconds: float = 0.0,
 ) -> float:
     """How long a rank may show no progress (seconds).
 
@@ -76,7 +80,7 @@ class _Progress:
 class Watch:
     """Watches the ranks of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
 
-    settings: Settings
+    settings: LauncherSettings
     records: Callable[[int], NDArray[np.void]]
     notify: Callable[[Fault], None]
     earlier_step_seconds: float = 0.0
@@ -89,7 +93,7 @@ class Watch:
 
     def look(
         self,
-        state: State,
+        state: RoundState,
         ranks: Mapping[int, np.void],
         pids: Mapping[int, int],
         stacks: Mapping[int, StackFile],
@@ -137,7 +141,7 @@ class Watch:
 
     async def _inspect(
         self,
-        state: State,
+        state: RoundState,
         ranks: dict[int, np.void],
         pids: dict[int, int],
         stacks: dict[int, StackFile],

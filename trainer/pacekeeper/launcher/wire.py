@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .meeting import Meeting, Phase, Report, View, advance
+from .meeting import Meeting, MeetingStage, Report, View, advance
 from .seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 
 PERIOD = 1.0
@@ -170,7 +170,7 @@ class MeetingHost:
     def _proceed(self, hall: _Hall) -> bool:
         """Advances the meeting; True when it has changed and everybody has been told."""
         meeting = advance(hall.meeting, hall.reports)
-        if meeting.phase is Phase.RUNNING and meeting.port == 0:
+        if meeting.phase is MeetingStage.RUNNING and meeting.port == 0:
             meeting = replace(meeting, port=self._open_store())
         changed = meeting != hall.meeting
         hall.meeting = meeting

@@ -14,14 +14,14 @@ from pacekeeper_analysis.errors import InputError
 
 from .client import connect
 from .metrics import WorkerMetrics
-from .ranks import Ranks
-from .settings import Settings
+from .ranks import RankRings
+from .settings import SidecarSettings
 from .sidecar import Sidecar
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: SidecarSettings) -> None:
     settings.runtime.make()
-    ranks = Ranks(settings.runtime, settings.window_steps)
+    ranks = RankRings(settings.runtime, settings.window_steps)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(WorkerMetrics(settings, ranks))
     runner = web.AppRunner(application(registry), access_log=None, handle_signals=False)
@@ -53,7 +53,7 @@ def application(registry: CollectorRegistry) -> web.Application:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        asyncio.run(run(Settings.from_environment()))
+        asyncio.run(run(SidecarSettings.from_environment()))
     except InputError as error:
         print(f"pacekeeper.sidecar: {error}", file=sys.stderr)
         return 2

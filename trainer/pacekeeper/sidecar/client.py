@@ -15,7 +15,7 @@ import aiohttp
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
-from .settings import Settings
+from .settings import SidecarSettings
 
 ANSWER_SECONDS = 5.0
 """How long an answer may take beyond the time that the operator was allowed to hold the call."""
@@ -32,7 +32,7 @@ class Rejected(Exception):
 class OperatorClient:
     """Use `connect()`."""
 
-    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(self, session: aiohttp.ClientSession, settings: SidecarSettings) -> None:
         self._session = session
         self._settings = settings
 
@@ -72,7 +72,7 @@ class OperatorClient:
 
 
 @asynccontextmanager
-async def connect(settings: Settings) -> AsyncIterator[OperatorClient]:
+async def connect(settings: SidecarSettings) -> AsyncIterator[OperatorClient]:
     context = ssl.create_default_context(cadata=settings.authority or None)
     connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60)
     async with aiohttp.ClientSession(connector=connector) as session:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .ranks import Rank, Ranks
-from .settings import Settings
+from .ranks import Rank, RankRings
+from .settings import SidecarSettings
 
 LABELS = ("trainingjob", "worker", "rank")
 """Prometheus adds namespace, pod and node by its service discovery; `job` is its own, so ours is `trainingjob`."""
@@ -53,7 +53,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
 class WorkerMetrics(Collector):
     """Registers with a prometheus_client registry."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: SidecarSettings, ranks: RankRings) -> None:
         self._settings = settings
         self._ranks = ranks
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pacekeeper.ring import RingReader
+from pacekeeper.observe.ring import RingReader
+from pacekeeper.observe.windows import RankHistory
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence
-
-from .history import RankHistory
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Rank:
     seen: int = 0  # index of the last record taken in
 
 
-class Ranks:
+class RankRings:
     """All ranks of this worker, by local rank."""
 
     def __init__(self, runtime: Runtime, window_steps: int) -> None:

@@ -12,7 +12,7 @@ from pacekeeper_analysis.errors import InputError
 
 
 @dataclass(frozen=True)
-class Settings:
+class SidecarSettings:
     """Durations are seconds."""
 
     runtime: Runtime
@@ -27,7 +27,7 @@ class Settings:
     """How long the operator may hold a poll. Its answers are the signs of life of both sides."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> SidecarSettings:
         """Raises InputError that names the variable."""
         missing = [name for name in _REQUIRED if not environment.get(name)]
         if missing:

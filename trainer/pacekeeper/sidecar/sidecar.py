@@ -20,8 +20,8 @@ from pacekeeper_analysis.reports import Fault
 
 from .client import OperatorClient, Rejected, Unavailable
 from .launcher import LauncherSeen
-from .ranks import Ranks
-from .settings import Settings
+from .ranks import RankRings
+from .settings import SidecarSettings
 
 LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Sidecar:
     """Its loops share the plan that was fetched last."""
 
-    def __init__(self, settings: Settings, client: OperatorClient, ranks: Ranks) -> None:
+    def __init__(self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings) -> None:
         self._settings = settings
         self._runtime = settings.runtime
         self._client = client

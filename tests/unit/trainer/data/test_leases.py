@@ -1,0 +1,422 @@
+"""Each sample is used exactly once an epoch, whoever takes it: by shares, by leases, across switches and restarts."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pacekeeper.data.leases import Interval, Remainder, cut, merge
+from pacekeeper.data.loader import Loader
+from pacekeeper.data.sampler import Permutations
+
+NUMBERS: Any = torch.arange(200)
+
+
+class Job:
+    """The ranks' loaders, and a script's part: steps, meetings, switches and restarts."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        size: int,
+        batch: int,
+        replica_size: int = 1,
+        workers: int = 0,
+        kind: Callable[[int], Any] = lambda size: torch.utils.data.Subset(NUMBERS, range(size)),
+        lengths: Callable[[int], float] | None = None,
+    ) -> None:
+        self.rng, self.kind, self.lengths = rng, kind, lengths
+        self.size, self.batch, self.replica_size, self.workers = size, batch, replica_size, workers
+        self.seen: list[int] = []
+        self.used = 0
+        self.since_meeting = 0
+        self.leasing = False
+        self.order = Permutations(size, seed=5)
+        self.loaders: list[Loader] = []
+        self.start_ranks()
+
+    def start_ranks(self) -> None:
+        """Another number of them each time."""
+        most = self.batch // 2 // self.replica_size
+        ranks = self.replica_size * self.rng.randint(1, min(3, most))
+        max_microbatch = self.rng.randint(2, 6)
+        self.loaders = [
+            Loader(
+                self.kind(self.size),
+                global_batch_size=self.batch,
+                max_microbatch=max_microbatch,
+                rank=rank,
+                world_size=ranks,
+                seed=5,
+                num_workers=self.workers,
+                lengths=self.lengths,
+            )
+            for rank in range(ranks)
+        ]
+        for loader in self.loaders:
+            loader.replica_size = self.replica_size
+
+    @property
+    def replicas(self) -> list[list[Loader]]:
+        return [
+            self.loaders[first : first + self.replica_size] for first in range(0, len(self.loaders), self.replica_size)
+        ]
+
+    def step(self, loaders: Sequence[Loader]) -> bool:
+        """One of all these ranks; those of a replica run equally many microbatches. False: nothing is left."""
+        drawn = [loader.next_step() for loader in loaders]
+        for first in range(0, len(drawn), self.replica_size):
+            replica = drawn[first : first + self.replica_size]
+            assert len({step and step[0].microbatches for step in replica}) == 1
+        for step in drawn:
+            if step is None:
+                return False
+            draw, batches = step
+            for size, batch in zip(draw.sizes, batches, strict=True):
+                assert len(batch) == max(size, 1)  # of an empty one, one sample that counts nothing
+                self.seen += batch.tolist()[:size]
+                self.since_meeting += size
+        for loader in loaders:
+            loader.complete_step()
+        return True
+
+    def meet(self, exact: bool = True) -> None:
+        unused = [interval for loader in self.loaders for interval in loader.unused()] if exact else None
+        for loader in self.loaders:
+            loader.meet(self.since_meeting, unused)
+        self.used += self.since_meeting
+        self.since_meeting = 0
+        if exact:
+            assert {loader.used for loader in self.loaders} == {self.used}
+
+    def lease(self, limit: int | None = None) -> None:
+        counter = [0]
+        for replica in self.replicas:
+            answers: dict[int, int] = {}
+            for loader in replica:
+                loader.start_leases(Follower(counter, answers), limit)
+        self.leasing = True
+
+    def deal(self) -> None:
+        for loader in self.loaders:
+            loader.stop_leases()
+        self.leasing = False
+
+    def restart(self) -> None:
+        state = self.rng.choice(self.loaders).state_dict()
+        self.start_ranks()
+        for loader in self.loaders:
+            loader.load_state_dict(state)
+        self.leasing = False
+
+    def set_shares(self) -> None:
+        """Any that a replica's ranks can follow in equally many microbatches."""
+        while True:
+            cuts = sorted(self.rng.sample(range(1, self.batch), len(self.loaders) - 1))
+            shares = tuple(end - first for first, end in itertools.pairwise([0, *cuts, self.batch]))
+            try:
+                for loader in self.loaders:
+                    loader.set_shares(shares)
+                return
+            except ValueError:
+                continue
+
+    def some_steps(self) -> None:
+        """In lockstep where all meet in each step, else each replica at a pace of its own."""
+        if not self.leasing:
+            for _ in range(self.rng.randint(0, 4)):
+                self.step(self.loaders)
+                self.meet()
+            return
+        paces = [self.rng.choice([1, 2, 10]) for _ in self.replicas]
+        for replica in self.rng.choices(self.replicas, paces, k=self.rng.randint(0, 12)):
+            self.step(replica)
+        self.meet(exact=False)
+
+    def check(self) -> None:
+        """All that was seen is the beginning of the stream: epochs one by one, but for what is still pending."""
+        assert self.used == len(self.seen)
+        counts = Counter(self.seen)
+        pending = Counter(self.order.indices(0, self.loaders[0].cursor))
+        for first, end in self.loaders[0].state_dict()["pending"]:
+            pending -= Counter(self.order.indices(first, end))
+        assert counts == pending
+
+
+class Follower:
+    """A rank's view of the counter: the first of a replica to ask takes for its peers too."""
+
+    def __init__(self, counter: list[int], answers: dict[int, int]) -> None:
+        self.counter, self.answers = counter, answers
+        self.asked = 0
+
+    def __call__(self, count: int) -> int:
+        self.asked += 1
+        if self.asked not in self.answers:
+            self.answers[self.asked] = self.counter[0]
+            self.counter[0] += count
+        return self.answers[self.asked]
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """As many numbers an epoch, each time in the order that the loader would put them into, without saying how many."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, -1
+        self.order = Permutations(size, seed=5)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert torch.utils.data.get_worker_info() is None  # or it might think that others take a part
+        return iter(self.order.indices(self.epoch * self.size, (self.epoch + 1) * self.size))
+
+
+class StreamWithSkip(Stream):
+    """One that can begin in the middle."""
+
+    first = 0
+
+    def skip(self, count: int) -> StreamWithSkip:
+        rest = StreamWithSkip(self.size)
+        rest.first = count
+        return rest
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.first, None)
+
+
+@pytest.mark.parametrize("replica_size", [1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_each_sample_once_an_epoch_whatever_happens(seed: int, replica_size: int) -> None:
+    run_at_random(seed, replica_size, workers=0, events=60)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_sample_once_an_epoch_with_samples_prefetched_by_workers(seed: int) -> None:
+    run_at_random(seed, replica_size=1, workers=2, events=12)
+
+
+@pytest.mark.parametrize("kind", [Stream, StreamWithSkip])
+@pytest.mark.parametrize("seed", range(20))
+def test_each_sample_once_an_epoch_of_an_iterable(seed: int, kind: type[Stream]) -> None:
+    run_at_random(seed, replica_size=1, workers=0, events=40, kind=kind)
+
+
+def test_each_sample_once_an_epoch_of_an_iterable_with_workers() -> None:
+    run_at_random(4, replica_size=1, workers=2, events=12, kind=Stream)
+
+
+def run_at_random(seed: int, replica_size: int, workers: int, events: int, **options: Any) -> None:
+    rng = random.Random(seed)
+    size, batch = rng.randint(15, 60), rng.randint(8, 20)
+    job = Job(rng, size, batch, replica_size=replica_size, workers=workers, **options)
+    for _ in range(events):
+        job.some_steps()
+        happening = rng.random()
+        if happening < 0.3:
+            job.set_shares()
+        elif happening < 0.5 and not job.leasing:
+            job.lease()
+        elif happening < 0.5:
+            job.meet()
+            job.deal()
+        elif happening < 0.6:
+            job.meet()
+            job.restart()
+        elif happening < 0.7:
+            job.meet()
+            job.check()
+    job.meet()
+    job.check()
+    assert job.used > 3 * job.batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_last_lease_takes_what_is_left_below_the_limit(workers: int) -> None:
+    job = Job(random.Random(1), size=50, batch=8, workers=workers)
+    job.step(job.loaders)
+    job.meet()
+    job.lease(limit=101)
+    for _ in range(30):  # more than enough for 101 samples
+        for replica in job.replicas:
+            job.step(replica)
+    job.meet()
+    assert job.used == 101
+    job.check()
+    job.deal()
+    assert job.step(job.loaders)  # the iterator had ended
+    job.meet()
+    job.check()
+    assert job.used == 109
+
+
+@pytest.mark.parametrize("lengths", [None, lambda index: 1.0 + index % 7], ids=["as they come", "balanced"])
+@pytest.mark.parametrize("left", range(1, 9))
+def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(
+    left: int, lengths: Callable[[int], float] | None
+) -> None:
+    job = Job(random.Random(3), size=50, batch=16, replica_size=4, lengths=lengths)
+    job.lease(limit=16 + left)
+    for _ in range(5):
+        for replica in job.replicas:
+            job.step(replica)
+    job.meet()
+    assert job.used == 16 + left
+    job.check()
+
+
+def test_a_fast_rank_takes_more() -> None:
+    job = Job(random.Random(2), size=50, batch=8)
+    assert len(job.loaders) == 1
+    counter = [0]
+    fast, slow = (
+        Loader(NUMBERS, global_batch_size=8, max_microbatch=4, rank=rank, world_size=2, shuffle=False)
+        for rank in range(2)
+    )
+    for loader in (fast, slow):
+        loader.start_leases(Follower(counter, {}), None)
+    positions = []
+    for loader in (fast, fast, slow, fast):
+        drawn = loader.next_step()
+        assert drawn is not None
+        positions.append(list(next(drawn[1]).tolist()))
+        loader.complete_step()
+    assert positions == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
+    job = Job(random.Random(8), size=60, batch=8, workers=2)
+    while len(job.loaders) < 2:
+        job.start_ranks()
+    job.lease()
+    for _ in range(3):
+        job.step(job.loaders[:1])
+    job.step(job.loaders[1:])
+    unused = merge(interval for loader in job.loaders for interval in loader.unused())
+    assert unused
+    job.meet()
+    state = job.loaders[0].state_dict()
+    left = Remainder(state["cursor"], tuple((first, end) for first, end in state["pending"]))
+    job.deal()
+    seen = len(job.seen)
+    job.step(job.loaders)
+    assert job.seen[seen:] == [index for first, end in left.places(0, 8) for index in job.order.indices(first, end)]
+    assert left.places(0, 8)[0][0] == unused[0][0]
+
+
+def test_a_step_that_was_begun_and_not_completed_comes_again() -> None:
+    loader = Loader(NUMBERS, global_batch_size=4, max_microbatch=2, rank=0, world_size=1, shuffle=False)
+    loader.start_leases(Follower([0], {}), None)
+    assert step_alone(loader) == {0, 1, 2, 3}
+    assert loader.next_step() is not None
+    assert loader.unused() == [(4, 8)]
+    loader.meet(4, loader.unused())
+    assert loader.used == 4
+    loader.stop_leases()
+    assert step_alone(loader) == {4, 5, 6, 7}
+
+
+class Workers(torch.utils.data.Dataset[int]):
+    """Each sample is the process that loads it."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, _: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=str)
+def test_workers_outlive_switches(options: dict[str, Any]) -> None:
+    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2, **options)
+    pids: set[int] = set()
+    for _ in range(3):
+        loader.start_leases(Follower([0], {}), None)
+        pids |= step_alone(loader)
+        loader.meet(4, loader.unused())
+        loader.stop_leases()
+        pids |= step_alone(loader)
+    assert loader.used == 24
+    assert len(pids) == 2
+
+
+def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
+    """Not when Python collects garbage, in the middle of a step, and then not in order: it takes seconds."""
+    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2)
+    pids = step_alone(loader)
+    gc.disable()
+    try:
+        del loader
+        assert not pids & {child.pid for child in multiprocessing.active_children()}
+    finally:
+        gc.enable()
+
+
+def step_alone(loader: Loader) -> set[int]:
+    drawn = loader.next_step()
+    assert drawn is not None
+    values = {value for batch in drawn[1] for value in batch.tolist()}
+    loader.complete_step()
+    return values
+
+
+def test_a_state_is_taken_only_when_all_have_met() -> None:
+    job = Job(random.Random(1), size=50, batch=8)
+    job.lease()
+    job.loaders[0].state_dict()  # nothing is used yet
+    job.step(job.replicas[0])
+    for refused in (job.loaders[0].state_dict, job.loaders[0].stop_leases):
+        with pytest.raises(RuntimeError, match="leases are out since the last meet"):
+            refused()
+    job.meet(exact=False)
+    with pytest.raises(RuntimeError, match="leases are out"):
+        job.loaders[0].state_dict()
+
+
+def test_states_of_older_versions_have_no_pending_positions() -> None:
+    (loader,) = Job(random.Random(2), size=50, batch=8).loaders
+    loader.load_state_dict({"cursor": 24, "shares": [8], "size": 50})
+    assert (loader.cursor, loader.used) == (24, 24)
+    assert loader.state_dict()["pending"] == []
+
+
+@pytest.mark.parametrize(
+    ("left", "tickets", "unused", "after"),
+    [
+        (Remainder(), 10, (), Remainder(10)),
+        (Remainder(), 10, ((8, 10),), Remainder(8)),
+        (Remainder(), 10, ((2, 4), (6, 8), (8, 10)), Remainder(6, ((2, 4),))),
+        (Remainder(20, ((2, 5), (9, 12))), 4, (), Remainder(20, ((10, 12),))),
+        (Remainder(20, ((2, 5), (9, 12))), 8, ((9, 10), (20, 22)), Remainder(20, ((9, 10),))),
+        (Remainder(20, ((2, 5),)), 0, (), Remainder(20, ((2, 5),))),
+    ],
+)
+def test_what_is_left(left: Remainder, tickets: int, unused: tuple[Interval, ...], after: Remainder) -> None:
+    assert left.after(tickets, unused) == after
+    assert after.used == left.used + tickets - sum(end - first for first, end in unused)
+
+
+def test_positions_that_nobody_had_cannot_come_back() -> None:
+    with pytest.raises(ValueError, match=r"not all were among the first 4 tickets"):
+        Remainder().after(4, [(3, 6)])
+    with pytest.raises(ValueError, match=r"not all were among"):
+        Remainder(20, ((2, 5),)).after(4, [(7, 8)])
+    with pytest.raises(ValueError, match=r"come twice"):
+        Remainder().after(10, [(3, 6), (5, 7)])
+
+
+def test_intervals() -> None:
+    assert merge([(4, 6), (0, 2), (7, 7), (2, 3)]) == ((0, 3), (4, 6))
+    assert cut([(2, 5), (9, 12)], 1, 5) == ((3, 5), (9, 11))
+    assert cut([(2, 5)], 5, 9) == ()

@@ -1,0 +1,180 @@
+"""Each epoch is an exact partition of the data set, whatever the shares do, restarts in mid-epoch included."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pacekeeper.data.loader import Draw, Loader
+from pacekeeper.data.sampler import Permutations
+from pacekeeper.data.shares import (
+    check_replicas,
+    check_shares,
+    equal_shares,
+    microbatch_count,
+    microbatch_sizes,
+    rank_interval,
+)
+from pacekeeper_analysis.errors import InputError
+
+NUMBERS: Any = torch.arange(100)
+"""A tensor indexes like a data set."""
+
+
+def random_shares(rng: random.Random, total: int, ranks: int) -> tuple[int, ...]:
+    cuts = sorted(rng.sample(range(1, total), ranks - 1))
+    return tuple(end - first for first, end in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_sample_once_an_epoch_across_share_changes_and_restarts(seed: int) -> None:
+    rng = random.Random(seed)
+    size, ranks = rng.randint(20, 60), rng.randint(1, 5)
+    batch = rng.randint(ranks + 1, 19)
+    loaders = make_loaders(size, batch, ranks, max_microbatch=rng.randint(1, 6))
+    seen: list[int] = []
+    for _ in range(3 * size // batch + 1):
+        if rng.random() < 0.3:
+            shares = random_shares(rng, batch, ranks)
+            for loader in loaders:
+                loader.set_shares(shares)
+        if rng.random() < 0.3:  # a restart, perhaps with another number of ranks
+            state = loaders[0].state_dict()
+            ranks = rng.randint(1, min(5, batch - 1))
+            loaders = make_loaders(size, batch, ranks, max_microbatch=rng.randint(1, 6))
+            for loader in loaders:
+                loader.load_state_dict(state)
+        for loader in loaders:
+            draw, batches = step_of(loader)
+            mine = [index for microbatch in batches for index in microbatch.tolist()]
+            assert len(mine) == draw.samples
+            seen += mine
+            loader.complete_step()
+    for epoch in range(len(seen) // size):
+        counts = Counter(seen[epoch * size : (epoch + 1) * size])
+        assert counts == Counter(range(size)), f"epoch {epoch}"
+
+
+def test_a_step_that_was_not_completed_is_made_again_after_the_restart() -> None:
+    (loader,) = make_loaders(30, 8, 1, max_microbatch=8)
+    loader.next_step()
+    loader.complete_step()
+    _, unfinished = step_of(loader)
+    (again,) = make_loaders(30, 8, 1, max_microbatch=8)
+    again.load_state_dict(loader.state_dict())
+    _, made_again = step_of(again)
+    assert torch.equal(next(unfinished), next(made_again))
+
+
+def test_epochs_differ_and_the_order_is_the_seeds_alone() -> None:
+    one, other = Permutations(50, seed=1), Permutations(50, seed=1)
+    assert one.indices(0, 50) != one.indices(50, 100)
+    assert other.indices(45, 100) == one.indices(45, 100)  # whatever was asked for before
+    assert Permutations(50, seed=2).indices(0, 50) != one.indices(0, 50)
+    assert Permutations(5, seed=1, shuffle=False).indices(3, 12) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_restoring_on_other_data_is_refused() -> None:
+    (loader,) = make_loaders(30, 8, 1, max_microbatch=8)
+    (other,) = make_loaders(31, 8, 1, max_microbatch=8)
+    with pytest.raises(InputError, match=r"31 samples, the checkpoint's had 30"):
+        other.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) -> None:
+    loaders = make_loaders(64, 8, 2, max_microbatch=1, num_workers=workers)
+    history: list[list[int]] = [[], []]
+    for step in range(8):
+        for rank, loader in enumerate(loaders):
+            if step == 2:
+                loader.set_shares((7, 1))
+            draw, batches = step_of(loader)
+            list(batches)
+            history[rank].append(draw.samples)
+    changed = 2 + loaders[0].lookahead
+    assert loaders[0].lookahead == 2 * workers
+    assert history[0] == [4] * changed + [7] * (8 - changed)
+    assert history[1] == [4] * changed + [1] * (8 - changed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch_size": 2}, "global_batch_size=2 is less than the 3 ranks"),
+        ({"max_microbatch": 0}, "max_microbatch=0 must be at least 1"),
+        ({"batch_size": 4}, r"batch_size.*the loader decides this, by the shares; leave it out"),
+        ({"in_order": False}, r"in_order.*the loader decides this"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"global_batch_size": 8, "max_microbatch": 2, "rank": 0, "world_size": 3}
+    with pytest.raises(InputError, match=message):
+        Loader(NUMBERS, **{**good, **arguments})
+
+
+def test_an_iterator_is_refused() -> None:
+    with pytest.raises(InputError, match="dataset: it is an iterator, which ends for good; give an iterable"):
+        Loader(iter(range(3)), global_batch_size=8, max_microbatch=2, rank=0, world_size=1)
+
+
+def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence() -> None:
+    class Broken(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, _: int) -> int:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="the data set raised StopIteration"):
+        Loader(Broken(), global_batch_size=8, max_microbatch=2, rank=0, world_size=1).next_step()
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [((4, 4), "2 shares for 3 ranks"), ((4, 4, 1), "sum to 9"), ((8, 0, 0), "at least 1: a rank without samples")],
+)
+def test_bad_shares_are_named(shares: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_shares(shares, 8, 3)
+
+
+def test_ranks_of_one_replica_have_a_sample_for_each_microbatch() -> None:
+    check_replicas((9, 1, 1, 1), replica_size=1, max_microbatch=4)
+    check_replicas((9, 3, 1, 1), replica_size=2, max_microbatch=4)
+    with pytest.raises(InputError, match=r"\[9, 1\] must all be at least 3: .* ranks 2 to 3; raise the smallest"):
+        check_replicas((1, 1, 9, 1), replica_size=2, max_microbatch=4)
+
+
+def test_shares_cover_the_batch_in_rank_order() -> None:
+    assert equal_shares(10, 4) == (3, 3, 2, 2)
+    assert [rank_interval((3, 1, 4), rank) for rank in range(3)] == [(0, 3), (3, 4), (4, 8)]
+    assert microbatch_sizes(7, 3) == (3, 2, 2)
+    assert [microbatch_count([share], 4) for share in (9, 3, 1)] == [3, 1, 1]
+    assert microbatch_count((9, 3, 1), 4) == 3
+
+
+def step_of(loader: Loader) -> tuple[Draw, Iterator[Any]]:
+    drawn = loader.next_step()
+    assert drawn is not None
+    return drawn
+
+
+def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: Any) -> list[Loader]:
+    return [
+        Loader(
+            torch.utils.data.Subset(NUMBERS, range(size)),
+            global_batch_size=batch,
+            max_microbatch=max_microbatch,
+            rank=rank,
+            world_size=ranks,
+            seed=5,
+            **options,
+        )
+        for rank in range(ranks)
+    ]

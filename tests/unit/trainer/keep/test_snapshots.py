@@ -1,0 +1,168 @@
+"""Snapshots: what is read is what was written, never half of it, and the newest that all can have is chosen."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
+from pacekeeper.keep.snapshots import NOTHING, Snapshots, Version, choose, interval, unpack
+from pacekeeper_analysis.errors import InputError
+
+
+def make(folder: Path, round_: int = 1, fingerprint: int = 7) -> Snapshots:
+    return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((3, 5), float(step)), "count": torch.tensor(step), "empty": torch.empty(0, 4)},
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [{"lr": 0.1 * step}]},
+        "half": torch.full((7,), step, dtype=torch.bfloat16),
+    }
+
+
+def rank_states(step: int) -> torch.Tensor:
+    return torch.full((2 * RANK_STATE_BYTES,), step, dtype=torch.uint8)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    else:
+        assert found == wanted
+
+
+def test_the_two_newest_can_be_read_by_a_later_round(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    for step in (5, 10, 15):
+        assert writer.write(step, state(step)).publish(rank_states(step)) == step
+    reader = make(tmp_path, round_=2)
+    assert sorted(reader.held()) == [Version(10, 1), Version(15, 1)]
+    for step in (10, 15):
+        found, ranks = unpack(reader.read(Version(step, 1)), None)
+        assert_same(found, state(step))
+        assert ranks == [bytes([step]) * RANK_STATE_BYTES] * 2
+
+
+def test_a_half_written_snapshot_is_void_and_the_one_before_remains(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    for step in (5, 10):
+        writer.write(step, state(step)).publish(rank_states(step))
+    writer.write(15, state(15))  # killed before the rank states came
+    assert sorted(make(tmp_path).held()) == [NOTHING, Version(10, 1)]
+
+
+def test_a_state_that_grows_gets_new_slots(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    writer.write(1, {"model": torch.zeros(2)}).publish(rank_states(1))
+    writer.write(2, state(2)).publish(rank_states(2))
+    writer.write(3, state(3)).publish(rank_states(3))
+    found, _ = unpack(make(tmp_path).read(Version(3, 1)), None)
+    assert_same(found, state(3))
+
+
+def test_the_snapshot_of_another_model_and_a_torn_file_count_as_nothing(tmp_path: Path) -> None:
+    make(tmp_path).write(5, state(5)).publish(rank_states(5))
+    (tmp_path / "replica.1").write_bytes(b"torn")
+    assert make(tmp_path, fingerprint=8).held() == [NOTHING, NOTHING]
+    assert make(tmp_path).held() == [Version(5, 1), NOTHING]
+
+
+def test_memory_that_does_not_suffice_is_an_error_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        make(tmp_path).write(5, state(5))
+
+
+@pytest.mark.parametrize(
+    ("held", "sharded", "expected"),
+    [
+        ([[(9, 1), (8, 1)], [(8, 1), (9, 1)]], True, (Version(9, 1), 0)),
+        ([[(9, 1), (8, 1)], [(8, 1), (7, 1)]], True, (Version(8, 1), 0)),  # rank 1 was killed before its copy of 9
+        ([[(8, 1), (7, 1)], [(9, 1), (8, 1)]], False, (Version(9, 1), 1)),  # a replica is as good as any other
+        ([[(9, 1), (8, 1)], [(-1, -1), (-1, -1)]], True, (NOTHING, 0)),  # a spare has no shard
+        ([[(-1, -1), (-1, -1)], [(9, 1), (8, 1)]], False, (Version(9, 1), 1)),
+        ([[(9, 1), (4, 1)], [(9, 2), (4, 1)]], True, (Version(4, 1), 0)),  # the same step of two rounds
+        ([[(-1, -1)], [(-1, -1)]], False, (NOTHING, 0)),
+    ],
+)
+def test_the_newest_state_that_all_can_have_is_chosen(
+    held: list[list[tuple[int, int]]], sharded: bool, expected: tuple[Version, int]
+) -> None:
+    version, source = choose([[Version(*version) for version in rank] for rank in held], sharded)
+    assert version == expected[0]
+    if version != NOTHING:
+        assert source == expected[1]
+
+
+def test_the_interval_keeps_the_cost_below_one_percent() -> None:
+    assert interval(0.0, 0.1) == 1
+    assert interval(0.001, 0.1) == 1
+    assert interval(0.0011, 0.1) == 2
+    assert interval(0.1, 0.1) == 100
+    assert interval(9.0, 0.1) == 100
+    assert interval(0.001, 0.0) == 100
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_slot_from_a_peer_that_is_none_is_an_input_error_and_runs_nothing(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    writer.write(5, state(5)).publish(rank_states(5))
+    good = writer.read(Version(5, 1))
+    content = good.numpy().tobytes()
+    start = content.index(b"[{")
+    bomb = pickle.dumps(_Bomb(tmp_path / "exploded"))
+    for hostile in (
+        b"",
+        content[:100],
+        content[:-300],
+        bomb,
+        content[:start] + bomb + content[start + len(bomb) :],
+        content[:start] + b"[" * 500 + content[start + 500 :],
+    ):
+        with pytest.raises(InputError):
+            unpack(torch.frombuffer(bytearray(hostile) or bytearray(1), dtype=torch.uint8), None)
+    assert not (tmp_path / "exploded").exists()
+    assert_same(unpack(good, None)[0], state(5))
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^sched\.0\.when: a pathlib.* cannot be kept"):
+        make(tmp_path).write(5, {"sched": [{"when": tmp_path}]})
+
+
+def test_rank_states_bring_all_generators_back() -> None:
+    import random
+
+    import numpy as np
+
+    packed = capture_rank_state(samples=123)
+    assert len(packed) == RANK_STATE_BYTES
+
+    def drawn() -> tuple[float, float, list[float], float]:
+        return random.gauss(0, 1), float(np.random.randn()), torch.rand(3).tolist(), random.random()
+
+    first = drawn()
+    assert restore_rank_state(packed) == 123
+    assert drawn() == first

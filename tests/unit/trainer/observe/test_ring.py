@@ -1,0 +1,137 @@
+"""The ring of records: what is written is read, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import STATE, Collective, Kind, Phase
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    create_ring(tmp_path / "0", rank=3, round_=2, capacity=64)
+    return tmp_path / "0"
+
+
+def test_a_fresh_ring_tells_rank_and_round_and_knows_nothing_else(path: Path) -> None:
+    reader = RingReader(path)
+    state = reader.state()
+    assert (state["rank"], state["round"], state["pid"], state["phase"]) == (3, 2, 0, Phase.START)
+    assert [state[name] for name in ("step", "checkpoint_step", "snapshot_step", "restored_step")] == [-1] * 4
+    assert len(reader.records()) == 0
+
+
+def test_every_field_of_a_record_arrives(path: Path) -> None:
+    RingWriter(path).write(
+        Kind.COLLECTIVE, 10, 20, 7, Phase.TRAIN, 1.5, Collective.ALL_REDUCE, 2**32 - 1, 9, 4096, peer=2, flags=1
+    )
+    (record,) = RingReader(path).records()
+    assert {name: record[name].item() for name in record.dtype.names} == {
+        "index": 1, "kind": 3, "phase": 1, "collective": 1, "flags": 1, "step": 7, "sequence": 9, "group": 2**32 - 1,
+        "start_ns": 10, "end_ns": 20, "bytes": 4096, "value": 1.5, "peer": 2, "reserved": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in STATE.names or () if name not in {"magic", "capacity"}])
+def test_every_field_of_the_state_arrives_alone(path: Path, name: str) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    before = reader.state().copy()
+    setattr(writer.state, name, 5)
+    after = reader.state()
+    assert after[name] == getattr(writer.state, name) == 5
+    assert [other for other in STATE.names or () if before[other] != after[other]] == [name]
+
+
+def test_an_unknown_field_is_refused(path: Path) -> None:
+    with pytest.raises(AttributeError, match="stepp"):
+        RingWriter(path).state.stepp = 1
+
+
+def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    writer.enter_collective(Collective.BARRIER, 2**32 - 1, 4, 1_000)
+    inside = reader.state()
+    writer.leave_collective()
+    writer.end_step(11, 2_000)
+    outside = reader.state()
+    assert (inside["collective"], inside["group"], inside["sequence"]) == (Collective.BARRIER, 2**32 - 1, 4)
+    assert inside["collective_since_ns"] == 1_000
+    assert (outside["collective"], outside["collectives_entered"]) == (Collective.NONE, 1)
+    assert (outside["step"], outside["steps_in_round"], outside["step_end_ns"]) == (11, 1, 2_000)
+
+
+def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Path) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    for step in range(200):
+        writer.write(Kind.STEP, 0, 0, step)
+    assert reader.records()["step"].tolist() == list(range(136, 200))
+    assert reader.records(since=198)["step"].tolist() == [198, 199]
+
+
+def test_a_second_writer_goes_on_behind_the_first(path: Path) -> None:
+    for step in range(3):
+        RingWriter(path).write(Kind.STEP, 0, 0, step)
+    assert RingReader(path).records()["index"].tolist() == [1, 2, 3]
+
+
+def test_a_reader_learns_that_a_later_round_has_a_ring_of_its_own(path: Path) -> None:
+    reader = RingReader(path)
+    assert reader.is_current
+    create_ring(path, rank=3, round_=3, capacity=64)
+    assert not reader.is_current
+    assert RingReader(path).state()["round"] == 3
+
+
+def test_threads_share_a_writer_without_losing_a_record(path: Path) -> None:
+    writer = RingWriter(path)
+
+    def write(number: int) -> None:
+        for _ in range(16):
+            writer.write(Kind.STEP, 0, 0, number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = RingReader(path).records()
+    assert records["index"].tolist() == list(range(1, 65))
+    assert sorted(records["step"].tolist()) == sorted([0, 1, 2, 3] * 16)
+
+
+def test_a_reader_never_sees_half_a_record(path: Path) -> None:
+    """A process overwrites the small ring without a pause; all fields of what is read must belong together."""
+    child = os.fork()
+    if child == 0:
+        writer = RingWriter(path)
+        number = 0
+        while True:
+            number += 1
+            writer.write(Kind.STEP, number, number, number, 0, float(number), 0, number, number, number)
+    try:
+        reader, seen = RingReader(path), 0
+        deadline = time.monotonic() + 10
+        while seen < 20_000 and time.monotonic() < deadline:
+            records = reader.records()
+            seen += len(records)
+            for name in ("step", "start_ns", "end_ns", "value", "group", "sequence", "bytes"):
+                assert (records[name] == records["index"]).all(), name
+        assert seen >= 20_000
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10_000])
+def test_what_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "0").write_bytes(content)
+    with pytest.raises(InputError, match="ring of records"):
+        RingReader(tmp_path / "0")

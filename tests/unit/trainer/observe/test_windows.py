@@ -1,0 +1,181 @@
+"""What the sidecar makes of a rank's records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.windows import BASELINE_WINDOWS, EARLIER_STEPS, FIRST_STEPS_SKIPPED, RankHistory
+from pacekeeper.runtime import Runtime
+from pacekeeper.sidecar.ranks import RankRings
+from pacekeeper_analysis.records import RECORD, Kind, Phase
+
+
+def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
+    rows = np.zeros(2 * len(steps), RECORD)
+    for row, step in zip(range(0, len(rows), 2), steps, strict=True):
+        for offset, (kind, length) in enumerate(((Kind.STEP, step_ms), (Kind.COMPUTE, compute_ms))):
+            rows[row + offset]["kind"] = kind
+            rows[row + offset]["phase"] = Phase.TRAIN
+            rows[row + offset]["step"] = step
+            rows[row + offset]["start_ns"] = step * 1_000_000_000
+            rows[row + offset]["end_ns"] = step * 1_000_000_000 + length * 1_000_000
+            rows[row + offset]["flags"] = mode
+            rows[row + offset]["value"] = samples
+    return rows
+
+
+def test_the_window_holds_the_last_steps_with_own_work_apart_from_waits() -> None:
+    history = RankHistory(window_steps=4)
+    history.add(records(range(10), step_ms=100, compute_ms=60))
+    window = history.window(rank=3)
+    assert window.rank == 3
+    assert window.steps == (6, 7, 8, 9)
+    assert window.step_seconds == pytest.approx((0.1,) * 4)
+    assert window.compute_seconds == pytest.approx((0.06,) * 4)
+    assert window.samples == (8,) * 4
+    assert history.compute_seconds_per_sample == pytest.approx(0.0075)
+    assert (history.steps_total, history.samples_total) == (10, 80)
+
+
+def test_steps_outside_of_training_do_not_count() -> None:
+    rows = records(range(5), step_ms=9000, compute_ms=9000)
+    rows["phase"] = Phase.START
+    history = RankHistory(window_steps=4)
+    history.add(rows)
+    assert history.step_seconds is None
+    assert history.steps_total == 5
+
+
+def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
+    history = RankHistory(window_steps=4)
+    history.add(records(range(FIRST_STEPS_SKIPPED), step_ms=900, compute_ms=900))
+    assert history.first_steps_seconds is None
+    history.add(records(range(5, 9), step_ms=100, compute_ms=90))
+    history.add(records(range(9, 50), step_ms=300, compute_ms=290))
+    assert history.first_steps_seconds == pytest.approx(0.1)
+    assert history.window(0).baseline_seconds == pytest.approx(0.1)
+    assert history.window(0).baseline_own_seconds == pytest.approx(0.09)
+    assert history.step_seconds == pytest.approx(0.3)
+
+
+def test_the_baseline_is_of_the_fastest_early_window_of_synchronous_steps() -> None:
+    """While a job starts, its nodes are busy with more than its steps."""
+    history, skipped = RankHistory(window_steps=4), FIRST_STEPS_SKIPPED
+    history.add(records(range(skipped + 4), step_ms=300, compute_ms=250))
+    assert history.first_steps_seconds == pytest.approx(0.3)
+    history.add(records(range(skipped + 4, skipped + 12), step_ms=20, compute_ms=20, mode=2))
+    assert history.first_steps_seconds == pytest.approx(0.3), "local steps wait for nobody"
+    history.add(records(range(skipped + 12, skipped + 16), step_ms=120, compute_ms=100))
+    assert history.first_steps_seconds == pytest.approx(0.12)
+    assert history.first_steps_own_seconds == pytest.approx(0.1)
+    last = skipped + 8 + 4 * BASELINE_WINDOWS
+    history.add(records(range(skipped + 16, last), step_ms=500, compute_ms=100))
+    history.add(records(range(last, last + 4), step_ms=60, compute_ms=50))
+    assert history.first_steps_seconds == pytest.approx(0.12), "later luck does not count"
+
+
+def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path).make()
+    ranks = RankRings(runtime, window_steps=2)
+    for round_, steps in ((1, range(1, 12)), (2, range(12, 14))):
+        create_ring(runtime.ring(0), rank=5, round_=round_, capacity=64)
+        ring = RingWriter(runtime.ring(0))
+        ring.enter_phase(Phase.TRAIN)
+        for step in steps:
+            ring.write(Kind.STEP, 0, 10_000_000 * round_, step, Phase.TRAIN, 4.0)
+        (rank,) = ranks.look()
+    assert rank.state["round"] == 2
+    assert rank.history.window(5).steps == (12, 13)
+    assert rank.history.first_steps_seconds == pytest.approx(0.01)
+    assert ranks.evidence("e1", "w", 2).windows[0].rank == 5
+
+
+def event(kind: Kind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:
+    row = np.zeros(1, RECORD)
+    row["kind"], row["end_ns"], row["value"], row["bytes"] = kind, milliseconds * 1_000_000, value, nbytes
+    return row
+
+
+def test_a_window_holds_steps_of_one_mode_only() -> None:
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([records(range(6), 100, 60), event(Kind.SYNCHRONISATION, 9)]))
+    assert history.window(0).sync_mode == "Sync"
+    rows = [
+        records(range(6, 9), 80, 60, mode=2),
+        event(Kind.SYNCHRONISATION, 80, value=0.03),  # the rest is hidden by the forward pass
+        records(range(9, 10), 80, 60, mode=2),
+    ]
+    history.add(np.concatenate(rows))
+    window = history.window(0)
+    assert (window.sync_mode, window.steps) == ("AsyncEDiT", (6, 7, 8, 9))
+    assert window.transfers == pytest.approx((0.03,))
+    assert history.synchronisation_seconds == pytest.approx(0.03)
+    assert history.window(0, steered=False).sync_mode == ""
+
+
+def test_some_steps_from_before_the_share_changed_stay() -> None:
+    """Without them nothing tells a step's fixed cost from that of its samples, as shares change seldom."""
+    history = RankHistory(window_steps=16)
+    history.add(np.concatenate([records(range(40), 100, 60, samples=8), records(range(40, 44), 60, 30, samples=3)]))
+    assert history.window(0).steps == tuple(range(24, 44))
+    history.add(records(range(44, 100), 60, 30, samples=3))
+    window = history.window(0)
+    assert window.steps == (*range(40 - EARLIER_STEPS, 40), *range(84, 100))
+    assert window.samples == (8,) * EARLIER_STEPS + (3,) * 16
+    history.add(
+        np.concatenate([records(range(100, 101), 60, 30, samples=1), records(range(101, 120), 60, 30, samples=3)])
+    )
+    assert history.window(0).samples.count(8) == EARLIER_STEPS - 2, "an epoch's end is hardly a new share"
+    history.add(records(range(120, 140), 60, 30, samples=3, mode=2))
+    assert history.window(0).steps == tuple(range(124, 140)), "steps of another mode tell nothing"
+
+
+def test_steps_whose_numbers_come_again_keep_their_own_work() -> None:
+    """A fast rank in AsyncEDiT counts further than the job, and goes back at the synchronisation."""
+    first, again = records(range(5, 7), 100, 60, mode=2), records(range(5, 7), 100, 30, mode=2)
+    again["start_ns"] += 10_000_000_000
+    again["end_ns"] += 10_000_000_000
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([first, again]))
+    assert history.window(0).steps == (5, 6, 5, 6)
+    assert history.window(0).compute_seconds == pytest.approx((0.06, 0.06, 0.03, 0.03))
+
+
+def test_garbage_belongs_to_the_step_that_it_was_collected_in() -> None:
+    history = RankHistory(window_steps=8)
+    history.add(np.concatenate([records(range(1), 100, 60), event(Kind.GARBAGE, 7), event(Kind.GARBAGE, 5)]))
+    history.add(records(range(1, 3), 100, 60))
+    assert history.window(0).garbage_seconds == pytest.approx((0.0, 0.012, 0.0))
+    assert history.garbage_seconds_total == pytest.approx(0.012)
+
+
+def test_lengths_count_where_all_steps_have_them() -> None:
+    def step_of(number: int, tokens: float, squares: int) -> list[NDArray[np.void]]:
+        return [event(Kind.LENGTHS, 0, tokens, squares), records(range(number, number + 1), 100, 60)]
+
+    history = RankHistory(window_steps=2)
+    history.add(np.concatenate([*step_of(0, 70.0, 900), records(range(1, 2), 100, 60)]))
+    assert (history.window(0).lengths, history.window(0).squares) == ((), ())
+    history.add(np.concatenate(step_of(2, 80.0, 0)))  # a script's weight of its batches
+    history.add(step_of(3, 90.0, 1000)[0])  # what is read at once may end between the two
+    history.add(step_of(3, 90.0, 1000)[1])
+    assert (history.window(0).lengths, history.window(0).squares) == ((80.0, 90.0), ())
+    history.add(np.concatenate(step_of(4, 60.0, 800)))
+    assert (history.window(0).lengths, history.window(0).squares) == ((90.0, 60.0), (1000.0, 800.0))
+
+
+def test_a_recorder_tells_the_lengths_before_the_step(tmp_path: Path) -> None:
+    create_ring(tmp_path / "ring", rank=0, round_=1, capacity=64)
+    recorder, history = Recorder(RingWriter(tmp_path / "ring")), RankHistory(window_steps=4)
+    recorder.end_step(8, lengths=(5.0, 7.0))  # the first of a round is no training yet
+    recorder.end_step(8, lengths=(70.5, 900.25))
+    found = RingReader(tmp_path / "ring").records()
+    assert found["kind"].tolist()[-3:] == [Kind.LENGTHS, Kind.STEP, Kind.COMPUTE]
+    history.add(found)
+    assert (history.window(0).lengths, history.window(0).squares) == ((70.5,), (900.0,))

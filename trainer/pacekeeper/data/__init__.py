@@ -1,0 +1,1 @@
+"""Which samples a rank takes, and how they come to it."""

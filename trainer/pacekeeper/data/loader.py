@@ -1,0 +1,297 @@
+"""Fetches this rank's part of each step's samples, in microbatches, with torch's DataLoader and its workers.
+
+The samples of a step come by shares from the global batch, or as a lease (leases.py). Between the two the DataLoader
+and its workers go on: what they have prefetched is fetched and thrown away, and its positions are dealt again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.lengths import SequenceCost
+
+from .iterables import Positions, RunThrough, Sized, is_iterable
+from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
+from .lengths import Lengths, Sequences
+from .sampler import Draw, MicrobatchSampler, Permutations, Stream, Stretch, Terms
+from .shares import check_replicas, check_shares, equal_shares
+
+__all__ = ["Draw", "Loader", "Weight"]
+
+Weight = Callable[[Any], Any]
+"""From a batch to what its loss sum is to be divided by: its valid tokens, say."""
+
+
+class Loader:
+    """Made by `Job.dataloader`. Its state is what of the stream of samples is not yet used."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        max_microbatch: int,
+        rank: int,
+        world_size: int,
+        weight: Weight | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        lengths: Lengths | None = None,
+        cost: SequenceCost | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` go to torch's DataLoader. Raises InputError that names the argument and the remedy.
+
+        dataset: with a length and an index, or an iterable (see iterable.py). shuffle: not of an iterable, which comes
+        in its own order.
+        lengths: of the samples, by their index: each global batch is then dealt so that each rank's part costs as much
+        as its share says, and its microbatches cost alike. None: samples are dealt as they come. cost: of a sequence,
+        by its length, until a plan says otherwise; None: as its length.
+        """
+        _check_batches(global_batch_size, max_microbatch, world_size, options)
+        self.global_batch_size = global_batch_size
+        self.max_microbatch = max_microbatch
+        self.weight = weight
+        self.replica_size = 1
+        """Ranks that share a replica (a shard group): ranks 0 … n-1 the first, and so on. They run equally many
+        microbatches, and lease together. To be set before the first step."""
+        self._rank = rank
+        self._world_size = world_size
+        self._shares = equal_shares(global_batch_size, world_size)
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        self._run_through = RunThrough(dataset, size) if is_iterable(dataset) else None
+        stream: Stream = Positions()
+        if self._run_through is not None:
+            dataset = self._run_through
+            options["collate_fn"] = Sized(dataset, options.get("collate_fn"))
+        elif size:
+            stream = Permutations(size, seed, shuffle)
+        else:
+            raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
+        self._samples = size
+        self._sequences = self._make_sequences(lengths, cost)
+        self._cost = self._own_cost = cost or SequenceCost()
+        self._sampler = MicrobatchSampler(stream, max_microbatch, self._sequences)
+        # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
+        )
+        self.lookahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        """Steps until a change of shares or cost takes effect, on all ranks alike: what workers may have prefetched."""
+        self._batches: Iterator[Any] | None = None
+        self._received = 0  # of the batches that the present iterator was asked for
+        self._stale = 0  # batches to come that belong to no step any more
+        self._left = Remainder()
+        self._begin(None)
+
+    # Steps
+
+    def next_step(self) -> tuple[Draw, Iterator[Any]] | None:
+        """What this rank takes in the next step, and its microbatches. None: no ticket is left below the limit."""
+        phase = self._phase
+        if phase.source is None:
+            phase.source = Dealing(self._left, self._rank, self.replica_size)
+        if self._batches is None:
+            self._received = 0
+            self._batches = iter(self._loader)
+        try:
+            while self._stale:
+                self._stale -= 1
+                self._fetch()
+            first = self._fetch()  # drawing it tells what else there is
+        except StopIteration:
+            if not self._sampler.ended:
+                raise RuntimeError("the data set raised StopIteration for a sample that it should have") from None
+            return None
+        draw, phase.underway = phase.drawn.popleft()
+        phase.begun += 1
+        return draw, self._rest(first, draw.microbatches)
+
+    def complete_step(self) -> None:
+        """The optimizer has stepped with the samples of the last `next_step`."""
+        if isinstance(self._phase.source, Leasing):
+            self._phase.underway, self._phase.exact = (), False
+        else:
+            self._left = self._left.after(self.global_batch_size)
+
+    @property
+    def cursor(self) -> int:
+        """All positions of the stream from here on are still to be used, and some before it, if leases came back."""
+        return self._left.cursor
+
+    @property
+    def used(self) -> int:
+        """Samples of the job that the completed steps have used; those of leases up to the newest exact meeting."""
+        return self._left.used
+
+    # Shares
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The newest shares, in force now or, with DataLoader workers, `lookahead` steps after they came."""
+        return self._shares
+
+    def set_shares(self, shares: tuple[int, ...] | None) -> None:
+        """From the next step on, or from the first one that is not yet prefetched; None: equal shares."""
+        wanted = shares or equal_shares(self.global_batch_size, self._world_size)
+        if wanted == self._shares:
+            return
+        self.check(wanted)
+        self._shares = wanted
+        self._phase.change(self._terms, self.lookahead)
+
+    def check(self, shares: tuple[int, ...]) -> None:
+        """Raises InputError where `shares` cannot be followed."""
+        check_shares(shares, self.global_batch_size, self._world_size)
+        check_replicas(shares, self.replica_size, self.max_microbatch)
+
+    # Sequences
+
+    def set_cost(self, cost: SequenceCost | None) -> None:
+        """Of a sequence, as of `set_shares`; None: the script's own."""
+        wanted = cost or self._own_cost
+        if wanted == self._cost:
+            return
+        self.check_cost()
+        self._cost = wanted
+        self._phase.change(self._terms, self.lookahead)
+
+    def check_cost(self) -> None:
+        """Raises InputError where samples cannot be balanced by their cost."""
+        if self._sequences is None:
+            raise InputError("sequence_cost: the loader does not know how long samples are; give dataloader() lengths")
+
+    # Leases
+
+    def start_leases(self, take: Take, limit: int | None) -> None:
+        """From the next step on this rank leases its samples, as many a step as its share. On all ranks alike.
+
+        take: the counter that all ranks share; it counts from 0 anew for each call of this. With `replica_size` > 1
+        the ranks of a replica take for all of it, each as often as its peers: the first one's answer is for them all.
+        limit: how many samples the job may use in all, counted like `used`; tickets beyond it stay; None: no limit.
+        """
+        tickets = None if limit is None else limit - self.used
+        self._begin(Leasing(self._left, self._rank, self.replica_size, take, tickets))
+
+    def unused(self) -> list[Interval]:
+        """Positions [first, end) that this rank has leased and not used in a completed step: prefetched ones, say."""
+        phase = self._phase
+        if not isinstance(phase.source, Leasing):
+            return []
+        return list(merge([*phase.underway, *(interval for _, positions in phase.drawn for interval in positions)]))
+
+    def meet(self, used: int, unused: Sequence[Interval] | None) -> None:
+        """All ranks meet, none of them within a step. While samples are dealt by shares, this changes nothing.
+
+        used: samples of the steps that all ranks together have completed since the last meeting, or since the leases
+        began. unused: of all ranks, what `unused` gives: after it the state is exact, and may be kept; the leases
+        go on. None: where it is not to be kept. Raises ValueError where the two do not fit each other.
+        """
+        phase = self._phase
+        if not isinstance(phase.source, Leasing):
+            return
+        phase.used += used
+        if unused is not None:
+            out = sum(end - first for first, end in unused)
+            self._left = phase.source.start.after(phase.used + out, unused)
+            phase.exact = True
+
+    def stop_leases(self) -> None:
+        """Back to dealing by shares, from the next step on, what is unused first. After an exact meeting."""
+        self._check_exact()
+        self._begin(None)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises RuntimeError among leases, where there was no exact meeting after the last step."""
+        self._check_exact()
+        return {
+            "cursor": self._left.cursor,
+            "pending": [list(interval) for interval in self._left.pending],
+            "shares": list(self._shares),
+            "size": self._size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Samples are dealt by shares then. Raises InputError where the position belongs to another data set."""
+        size = state["size"]
+        if None not in (size, self._size) and size != self._size:
+            raise InputError(
+                f"dataset: it has {self._size} samples, the checkpoint's had {size}; "
+                "train on the same data, or begin with another checkpoint path (spec.checkpoint.path)"
+            )
+        if self._run_through is not None:
+            self._run_through.size = size or self._size
+        self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state.get("pending", ())))
+        shares = tuple(state["shares"])
+        if len(shares) == self._world_size and sum(shares) == self.global_batch_size:
+            self._shares = shares
+        self._begin(None)
+
+    # Within
+
+    @property
+    def _size(self) -> int | None:
+        """Samples in an epoch; None: it is not known yet."""
+        return self._samples if self._run_through is None else self._run_through.size
+
+    @property
+    def _phase(self) -> Stretch:
+        return self._sampler.phase
+
+    @property
+    def _terms(self) -> Terms:
+        return Terms(self._shares, self._cost)
+
+    def _make_sequences(self, lengths: Lengths | None, cost: SequenceCost | None) -> Sequences | None:
+        if lengths is None:
+            if cost is not None:
+                raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
+            return None
+        if self._run_through is not None:
+            raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
+        assert self._samples is not None
+        return Sequences(lengths, self._samples)
+
+    def _begin(self, source: Leasing | None) -> None:
+        """Another source of samples: what the old one has dealt ahead is of no use any more."""
+        self._sampler.phase = Stretch(source, self._terms)
+        if self._sampler.ended:
+            self._batches = None
+        self._stale = 0 if self._batches is None else self._sampler.asked - self._received
+
+    def _check_exact(self) -> None:
+        if not self._phase.exact:
+            raise RuntimeError("leases are out since the last meet(used, unused); meet before the state is taken")
+
+    def _fetch(self) -> Any:
+        assert self._batches is not None
+        batch = next(self._batches)
+        self._received += 1
+        if self._run_through is not None:
+            size, batch = batch
+            self._run_through.size = size or self._run_through.size
+        return batch
+
+    def _rest(self, first: Any, count: int) -> Iterator[Any]:
+        yield first
+        for _ in range(count - 1):
+            yield self._fetch()
+
+
+def _check_batches(global_batch_size: int, max_microbatch: int, world_size: int, options: dict[str, Any]) -> None:
+    if global_batch_size < world_size:
+        raise InputError(
+            f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
+        )
+    if max_microbatch < 1:
+        raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")
+    taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
+    if taken:
+        raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")

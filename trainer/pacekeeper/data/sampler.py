@@ -1,0 +1,178 @@
+"""Which samples a step takes: one endless stream of samples that all ranks know, and what of it is this rank's.
+
+The stream is a fresh permutation of the data set for each epoch, one behind the other. Each of its positions is given
+out once (leases.py), so each sample is used exactly once an epoch whatever the shares and the number of ranks are, and
+the positions that are left are all that a restart has to know, also in mid-epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import torch
+
+from pacekeeper_analysis.lengths import SequenceCost
+
+from .leases import Deal, Dealing, Interval, Leasing, cut, merge
+from .lengths import Sequences
+from .shares import microbatch_count, microbatch_sizes, rank_interval
+
+
+class Stream(Protocol):
+    """The order of a job's samples: position → index in the data set."""
+
+    def indices(self, first: int, end: int) -> list[int]:
+        """At the positions [first, end), across epochs where need be."""
+
+
+class Permutations:
+    """The stream of a data set with a length: each epoch in another order."""
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        """`size`: samples in the data set; `seed` must be the same on all ranks."""
+        self._size = size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._orders: dict[int, torch.Tensor] = {}
+
+    def indices(self, first: int, end: int) -> list[int]:
+        found: list[int] = []
+        while first < end:
+            epoch, offset = divmod(first, self._size)
+            taken = min(end - first, self._size - offset)
+            found += self._order(epoch)[offset : offset + taken].tolist()
+            first += taken
+        return found
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        """The permutation of `epoch`; the two newest are kept, since a batch may reach from one into the next."""
+        if epoch not in self._orders:
+            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+            self._orders[epoch] = self._make_order(epoch)
+        return self._orders[epoch]
+
+    def _make_order(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._size)
+        # A generator's seed of few bits begins badly mixed (torch.Generator.manual_seed): spread seed and epoch widely.
+        mixed = (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
+        return torch.randperm(self._size, generator=torch.Generator().manual_seed(mixed))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a rank takes in one step."""
+
+    sizes: tuple[int, ...]
+    """Samples of each microbatch. 0 (in the last lease of a sharded replica only): there was none left for this rank.
+    Its batch is one sample that others train on, so that collectives match; it must count nothing."""
+    lengths: tuple[float, float] | None = None
+    """Of these samples in sum, and their squares in sum; None: the loader does not know them."""
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How samples are dealt to the ranks."""
+
+    shares: tuple[int, ...]
+    cost: SequenceCost
+    """By which they are balanced, where their lengths are known."""
+
+
+class Stretch:
+    """The steps between two changes of where samples come from."""
+
+    def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
+        """`source`: None: to be set before the first step."""
+        self.source = source
+        self.drawn: deque[tuple[Draw, tuple[Interval, ...]]] = deque()
+        """Of the steps that are dealt and have not begun: what this rank takes, and its positions."""
+        self.underway: tuple[Interval, ...] = ()
+        """Positions of the step that has begun and is not complete."""
+        self.begun = 0
+        """Steps."""
+        self.used = 0
+        """Samples of all ranks' completed steps, up to the newest meeting."""
+        self.exact = True
+        """Whether all completed steps were counted in a meeting that knew what is unused."""
+        self.terms = terms
+        """Of the step that was dealt last."""
+        self._changes: dict[int, Terms] = {}
+        self._dealt = 0
+
+    def change(self, terms: Terms, lookahead: int) -> None:
+        """Other terms, from the first step that no rank can have dealt yet."""
+        if self._dealt:
+            self._changes[self.begun + lookahead] = terms
+        else:
+            self.terms = terms
+
+    def deal(self) -> Deal | None:
+        """The next step's."""
+        assert self.source is not None
+        self.terms = self._changes.pop(self._dealt, self.terms)
+        self._dealt += 1
+        return self.source.deal(self.terms.shares)
+
+
+class MicrobatchSampler:
+    """What torch's DataLoader asks for the indices of one batch after the other, some of them ahead of the steps.
+
+    It knows nothing of the DataLoader, or workers that it starts would end only when Python collects garbage.
+    """
+
+    def __init__(self, stream: Stream, max_microbatch: int, sequences: Sequences | None) -> None:
+        """`sequences`: by which samples are balanced over ranks and microbatches; None: they are taken as they come."""
+        self.phase: Stretch
+        self.asked = 0
+        """Batches that the present iterator was asked for."""
+        self.ended = False
+        """Whether it has nothing left."""
+        self._stream = stream
+        self._max_microbatch = max_microbatch
+        self._sequences = sequences
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.asked, self.ended = 0, False
+        while (deal := (phase := self.phase).deal()) is not None:
+            draw, positions, indices = self._of_this_rank(deal, phase.terms.cost)
+            phase.drawn.append((draw, positions))
+            rest = iter(indices)
+            for size in draw.sizes:
+                if phase is not self.phase:
+                    break
+                self.asked += 1
+                yield list(islice(rest, size)) or self._indices(deal.positions)[:1]
+        self.ended = True
+
+    def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
+        """What it takes, at which positions, and their indices in the order of the microbatches."""
+        sizes = microbatch_sizes(deal.shares[deal.place], microbatch_count(deal.matching, self._max_microbatch))
+        if self._sequences is None:
+            positions = cut(deal.positions, *rank_interval(deal.shares, deal.place))
+            return Draw(sizes), positions, self._indices(positions)
+        places = [position for first, end in deal.positions for position in range(first, end)]
+        indices = self._indices(deal.positions)
+        mine = self._sequences.shares(indices, deal.shares, cost)[deal.place]
+        own = [indices[number] for number in mine]
+        positions = merge((places[number], places[number] + 1) for number in mine)
+        return (
+            Draw(sizes, self._sequences.sums(own)),
+            positions,
+            [own[number] for part in self._sequences.microbatches(own, sizes, cost) for number in part],
+        )
+
+    def _indices(self, positions: tuple[Interval, ...]) -> list[int]:
+        return [index for first, end in positions for index in self._stream.indices(first, end)]

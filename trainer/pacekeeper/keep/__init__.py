@@ -1,0 +1,1 @@
+"""The job's state: kept in shared memory and on the volume, and brought back from there."""

@@ -1,0 +1,148 @@
+"""When the job's state is kept: checkpoints that are due or asked for, snapshots, and both before the rank leaves."""
+
+from __future__ import annotations
+
+import logging
+
+from pacekeeper.modes.course import crossed
+from pacekeeper.modes.progress import Progress
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper.replication.replication import Replication
+from pacekeeper_analysis.records import Phase
+
+from .snapshots import interval
+from .store import Keeper, WriteOutcome
+
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """One rank's part in it. All ranks decide alike, from what they have agreed on."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        recorder: Recorder,
+        progress: Progress,
+        replication: Replication,
+        checkpoint_every: int,
+        snapshot_every: int | None,
+    ) -> None:
+        """`snapshot_every`: None: as often as 1 % of the training time allows; 0: never."""
+        self._keeper = keeper
+        self._recorder = recorder
+        self._state = recorder.ring.state
+        self._progress = progress
+        self._replication = replication
+        self._checkpoint_every = checkpoint_every if keeper.has_folder else 0
+        self._snapshot_every = snapshot_every
+        self._checkpointed = 0
+        """Step of the newest checkpoint that is kept or being written. It goes back where one failed, but only when
+        all ranks have waited for it: so they decide alike."""
+        self._kept = 0
+
+    def restore(self) -> int:
+        """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
+        progress = self._progress
+        with self._recorder.during(Phase.RESTORE):
+            restored = self._keeper.restore()
+        self._keeper.news.found(-1 if restored is None else restored[2])
+        if restored is not None:
+            step, progress.own_samples, newest = restored
+            assert progress.step == step, "the job's own counters are part of its state"
+            self._checkpointed = self._kept = self._state.checkpoint_step = newest
+            self._state.samples = progress.own_samples
+        self._state.restored_step = progress.step
+        return progress.step
+
+    def checkpoint_due(self, before: int, after: int) -> bool:
+        """Whether one is due at the ordinal after step `after`, when the ordinal before was after step `before`."""
+        return after > self._checkpointed and crossed(before, after, self._checkpoint_every)
+
+    def snapshot_interval(self, step_seconds: float, exposed_seconds: float) -> int:
+        """Rank 0's word on how often to take snapshots; 0: never.
+
+        exposed_seconds: that a snapshot costs beside its own time.
+        """
+        if not self._keeper.can_snapshot:
+            return 0
+        if self._snapshot_every is not None:
+            return self._snapshot_every
+        return interval(self._keeper.snapshot_seconds + exposed_seconds, step_seconds)
+
+    def checkpoint(self) -> None:
+        """Of the present state, unless there is one; it is published in the background. Collective.
+
+        A request that is open is answered once it is published: by this one, or if it fails by a later one.
+        """
+        progress, answered = self._progress, self._progress.answered
+        self.wait()
+        if not self._keeper.has_folder or progress.step <= self._checkpointed:
+            self._state.checkpoint_request = answered
+            return
+        self._checkpointed = progress.step
+        with self._recorder.during(Phase.CHECKPOINT):
+            self._replication.equalise()
+            self._keeper.checkpoint(progress.step, progress.own_samples, lambda step: self._published(step, answered))
+
+    def answer(self, request: int) -> None:
+        """Takes the checkpoint that the plan asks for."""
+        self._progress.answered = request
+        self.checkpoint()
+
+    def snapshot(self) -> None:
+        """Of the present state; the next `settle` makes it valid. Collective.
+
+        What replicas that train by themselves have each for themselves is the keeping rank's.
+        """
+        self._replication.finish()
+        self._keeper.snapshot(self._progress.step, self._progress.own_samples)
+
+    def equalise_others(self) -> None:
+        """Gives all ranks what is neither parameter nor moment and must be the same in Sync. Collective."""
+        self._keeper.equalise_others()
+
+    def settle(self) -> None:
+        """Makes the snapshot taken last valid."""
+        if (settled := self._keeper.settle()) >= 0:
+            self._state.snapshot_step = settled
+
+    def finish(self) -> None:
+        """The last step is done: its state is kept, then the rank has nothing left to do.
+
+        Nobody writes a checkpoint after this one, so where it fails there is a second attempt.
+        """
+        self.checkpoint()
+        outcome = self.wait()
+        if outcome is WriteOutcome.FAILED:  # all ranks have heard of it
+            self.checkpoint()
+            outcome = self.wait()
+        if outcome is not WriteOutcome.KEPT:
+            _log.error(
+                "the state after step %d, the last one, is NOT kept on the volume: the newest checkpoint there is %s; "
+                "rank 0's log has the reason (spec.checkpoint)",
+                self._progress.step,
+                f"of step {self._kept}" if self._kept > 0 else "none",
+            )
+        self._recorder.enter(Phase.FINISHED)
+
+    def leave(self, snapshot: bool) -> None:
+        """Told to leave, all ranks keep the state."""
+        if snapshot:
+            self.snapshot()
+            self._keeper.settle()
+        self.finish()
+
+    def wait(self) -> WriteOutcome:
+        """Until the checkpoint that is being written is published, or given up: its step can be written again then."""
+        with self._recorder.during(Phase.CHECKPOINT):
+            outcome = self._keeper.wait_for_checkpoint()
+        if outcome is WriteOutcome.KEPT:
+            self._kept = self._checkpointed
+        else:
+            self._checkpointed = self._kept
+        return outcome
+
+    def _published(self, step: int, answered: int) -> None:
+        self._state.checkpoint_step = step
+        self._state.checkpoint_request = answered

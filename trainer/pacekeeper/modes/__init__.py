@@ -1,0 +1,1 @@
+"""How the ranks train together: what a plan orders, how they agree on it, and what happens at ordinals."""

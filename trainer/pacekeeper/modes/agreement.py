@@ -1,0 +1,166 @@
+"""What all ranks agree on at an ordinal: rank 0's word on the plan, and sums over what each rank has to say.
+
+One small all-reduce over a CPU group of the library's own. In Sync it is issued while a step computes and read at the
+ordinal behind it, so that it is over long before anybody waits for it; at the synchronisations of Local-SGD modes,
+where ranks wait for each other anyway, it is read at once. Rank 0 puts the content of its plan in, not a version
+number: ranks see different versions at different times. The sum does the rest, since the other ranks add nothing to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pacekeeper.exchange import gather
+from pacekeeper.observe.collectives import group_identity, unwatch
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper_analysis.records import Collective
+
+from .course import MODES, Course
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Rank 0's word, for all ranks."""
+
+    course: Course = field(default_factory=Course)
+    plan_version: int = 0
+    """0: there is no plan."""
+    checkpoint_request: int = 0
+    suspend: bool = False
+    snapshot_every: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What each rank says; all ranks hear the sums."""
+
+    leaving: int = 0
+    """How many ranks were told to leave by a signal."""
+    loss: float = 0.0
+    """Sum of the reported losses since the last ordinal, and of what they are divided by."""
+    weight: float = 0.0
+    samples: int = 0
+    """Used since the last ordinal."""
+    done: int = 0
+    """How many ranks came to this ordinal because no sample was left for them."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on all ranks."""
+
+    orders: Orders
+    tally: Tally
+
+
+class Agreement:
+    """The exchange of one rank with its peers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Collective: all ranks make theirs together."""
+        self.group = new_cpu_group("pacekeeper")
+        self._rank, self._world_size = dist.get_rank(), self.group.size()
+        self._ring = recorder.ring
+        self._identity = group_identity(self.group)
+        self._waits = 0
+        self._issued: tuple[dist.Work, torch.Tensor] | None = None
+
+    def issue(self, orders: Orders, tally: Tally) -> None:
+        """Starts the next exchange; `orders` count on rank 0 only."""
+        said = _encode(orders, self._world_size) if self._rank == 0 else [0.0] * (_ORDERS + self._world_size)
+        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done)
+        vector = torch.tensor([*mine, *said], dtype=torch.float64)
+        self._issued = (self.start_sum(vector), vector)
+
+    @property
+    def issued(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._issued is not None
+
+    def take(self) -> Agreed:
+        """What the exchange issued last has brought."""
+        assert self._issued is not None, "issue() comes first"
+        work, vector = self._issued
+        self._issued = None
+        self.wait(work)
+        leaving, loss, weight, samples, done, *said = vector.tolist()
+        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done)))
+
+    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+        """Begins to sum `vector` over all ranks (of `group`), in place."""
+        work = dist.all_reduce(vector, group=group or self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has given, in rank order. Collective, and visible to the launcher."""
+        with self._visibly():
+            return gather(mine, self.group)
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for the peers, visibly to the launcher."""
+        with self._visibly():
+            work.wait()
+
+    @contextmanager
+    def _visibly(self) -> Iterator[None]:
+        """A rank that never comes here has fewer collectives entered than those that wait for it."""
+        self._waits += 1
+        self._ring.enter_collective(Collective.ALL_REDUCE, self._identity, self._waits, time.monotonic_ns())
+        yield
+        self._ring.leave_collective()
+
+
+def new_cpu_group(description: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A group for the library's own talk, which no record is made of: of all ranks, or of these.
+
+    Collective over the group's ranks.
+    """
+    own = ranks is not None
+    group = dist.new_group(ranks, backend="gloo", group_desc=description, use_local_synchronization=own)
+    assert isinstance(group, dist.ProcessGroup), "this rank belongs to it"
+    unwatch(group)
+    return group
+
+
+def _encode(orders: Orders, world_size: int) -> list[float]:
+    """_ORDERS numbers, and the shares of all ranks."""
+    course = orders.course
+    return [
+        orders.plan_version,
+        orders.checkpoint_request,
+        orders.suspend,
+        orders.snapshot_every,
+        MODES.index(course.sync_mode),
+        course.sync_every,
+        course.sync_seconds,
+        course.garbage_every,
+        course.sequence_cost is not None,
+        *(course.sequence_cost or (0.0, 0.0, 0.0)),
+        course.shares is not None,
+        *(course.shares or [0] * world_size),
+    ]
+
+
+_ORDERS = len(_encode(Orders(), 0))
+
+
+def _decode(said: Sequence[float]) -> Orders:
+    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, *rest = said
+    has_cost, fixed, per_token, per_token_squared, has_shares, *shares = rest
+    course = Course(
+        sync_mode=MODES[int(mode)],
+        sync_every=int(every),
+        sync_seconds=seconds,
+        garbage_every=int(garbage_every),
+        shares=tuple(int(share) for share in shares) if has_shares else None,
+        sequence_cost=(fixed, per_token, per_token_squared) if has_cost else None,
+    )
+    return Orders(course, int(version), int(request), suspend > 0, int(snapshot_every))

@@ -1,0 +1,223 @@
+"""The ring of records of one rank: a file in shared memory with one writer (the rank) and any number of readers.
+
+Neither side ever waits for the other: every slot carries its own sequence lock, so that a rank writes a record in about
+half a microsecond and a reader drops the few slots that were being written while it looked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import (
+    HEADER_BYTES,
+    MAGIC,
+    RECORD,
+    RECORD_FORMAT,
+    STATE,
+    Collective,
+    Kind,
+    Phase,
+    ring_bytes,
+)
+
+DEFAULT_CAPACITY = 32_768
+"""Records a ring holds: 2 MiB, more than 64 steps of 500 collectives each."""
+
+_RECORD = struct.Struct(RECORD_FORMAT)
+_UNWRITTEN = -1
+
+
+class RingWriter:
+    """The rank's side. Its methods may be called from any thread, from signal handlers and from gc's callbacks.
+
+    `state` holds the fields of `records.STATE` as attributes: `ring.state.step = 7`. Each assignment is one store of an
+    aligned word, so that readers see it whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Maps the ring that the launcher has made at `path` and goes on behind its last record."""
+        self._map = _map(path, write=True)
+        self.state = StateFields(self._map)
+        self.state.pid = os.getpid()
+        self._capacity = self.state.capacity
+        self._index = memoryview(self._map).cast("Q")
+        written = np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)["index"]
+        self._counter = itertools.count(int(written.max()) + 1)
+
+    def write(
+        self,
+        kind: Kind | int,
+        start_ns: int,
+        end_ns: int,
+        step: int = 0,
+        phase: Phase | int = 0,
+        value: float = 0.0,
+        collective: Collective | int = 0,
+        group: int = 0,
+        sequence: int = 0,
+        nbytes: int = 0,
+        peer: int = -1,
+        flags: int = 0,
+    ) -> None:
+        """Appends one record, fields as in `records.RECORD` (times: ns of CLOCK_MONOTONIC). Fastest by position."""
+        index = next(self._counter)  # atomic: two threads never get the same slot
+        offset = HEADER_BYTES + (index - 1) % self._capacity * 64
+        # The slot is void (index 0) while its fields change; its index, stored last, makes it valid.
+        _RECORD.pack_into(
+            self._map, offset,
+            0, kind, phase, collective, flags, step, sequence, group, start_ns, end_ns, nbytes, value, peer, 0,
+        )  # fmt: skip
+        self._index[offset >> 3] = index
+
+    def enter_phase(self, phase: Phase, now_ns: int | None = None) -> None:
+        """From now on the rank is in `phase`, and judged by that phase's deadline."""
+        state = self.state
+        state._words[_PHASE_SINCE] = time.monotonic_ns() if now_ns is None else now_ns
+        state._halves[_PHASE] = phase
+
+    def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None:
+        """The rank is now inside the `sequence`-th collective of `group`."""
+        words, halves = self.state._words, self.state._unsigned
+        words[_COLLECTIVE_SINCE] = now_ns
+        words[_SEQUENCE] = sequence
+        halves[_GROUP] = group
+        words[_ENTERED] += 1
+        halves[_COLLECTIVE] = collective
+
+    def leave_collective(self) -> None:
+        """The rank is outside of collectives again."""
+        self.state._unsigned[_COLLECTIVE] = 0
+
+    def end_step(self, step: int, now_ns: int) -> None:
+        """Optimizer step `step` of the job is complete."""
+        words = self.state._words
+        words[_STEP] = step
+        words[_STEPS_IN_ROUND] += 1
+        words[_STEP_END] = now_ns
+
+
+class RingReader:
+    """A reader's side. The ring of the next round is another file of the same name: `is_current` tells."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError where no ring is there yet, InputError where `path` is no ring."""
+        self._path = path
+        self._map = _map(path, write=False)
+        self._identity = _identity(path)
+        self._records = np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)
+
+    @property
+    def is_current(self) -> bool:
+        """False once a later round has put its own ring in this place."""
+        return _identity(self._path) == self._identity
+
+    def state(self) -> np.void:
+        """A copy of the rank's present state (`records.STATE`)."""
+        copy: np.void = np.frombuffer(self._map[: STATE.itemsize], STATE)[0]
+        return copy
+
+    def records(self, since: int = 0) -> NDArray[np.void]:
+        """The records with an index above `since` that the ring still holds whole (`records.RECORD`), oldest first."""
+        before = self._records["index"].copy()
+        fresh = np.flatnonzero(before > since)
+        copy = self._records[fresh]
+        whole = (copy["index"] == before[fresh]) & (self._records["index"][fresh] == before[fresh])
+        order = np.argsort(copy["index"][whole])
+        ordered: NDArray[np.void] = copy[whole][order]
+        return ordered
+
+
+class StateFields:
+    """The fields of `records.STATE` of a mapped ring as attributes."""
+
+    __slots__ = ("_doubles", "_halves", "_unsigned", "_words")
+
+    def __init__(self, ring: mmap.mmap) -> None:
+        header = memoryview(ring)[:HEADER_BYTES]
+        self._words = header.cast("q")
+        self._halves = header.cast("i")
+        self._unsigned = header.cast("I")
+        self._doubles = header.cast("d")
+
+    def __getattr__(self, name: str) -> Any:
+        view, position = self._place(name)
+        return view[position]
+
+    def __setattr__(self, name: str, value: float) -> None:
+        if name in StateFields.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            view, position = self._place(name)
+            view[position] = value
+
+    def _place(self, name: str) -> tuple[Any, int]:
+        try:
+            view, position = _PLACES[name]
+        except KeyError:
+            raise AttributeError(f"a ring's state has no field {name!r}") from None
+        return getattr(self, view), position
+
+
+def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY) -> None:
+    """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start."""
+    header = np.zeros((), STATE)
+    for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step"):
+        header[name] = _UNWRITTEN
+    header["magic"], header["capacity"] = MAGIC, capacity
+    header["rank"], header["round"] = rank, round_
+    header["phase"], header["phase_since_ns"] = Phase.START, time.monotonic_ns()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(header.tobytes())
+        file.truncate(ring_bytes(capacity))
+    temporary.replace(path)
+
+
+def _map(path: Path, *, write: bool) -> mmap.mmap:
+    with path.open("r+b" if write else "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < HEADER_BYTES:
+            raise InputError(
+                f"{path}: {size} bytes are not a ring of records; the launcher makes it, do not make it by hand"
+            )
+        ring = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ)
+    header = np.frombuffer(ring[: STATE.itemsize], STATE)[0]
+    if header["magic"] != MAGIC or ring_bytes(int(header["capacity"])) != size:
+        raise InputError(
+            f"{path}: not a ring of records of this version; do library and launcher have the same version?"
+        )
+    return ring
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return (status.st_dev, status.st_ino)
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Which view of the header holds the field, and where in it."""
+    dtype, offset = STATE.fields[name][:2]  # type: ignore[index]  # STATE is a structure, so it has fields
+    view = {"i8": "_words", "u8": "_words", "i4": "_halves", "u4": "_unsigned", "f8": "_doubles"}[dtype.str[1:]]
+    return view, offset // dtype.itemsize
+
+
+_PLACES = {name: _place(name) for name in STATE.names or ()}
+_COLLECTIVE, _GROUP = _PLACES["collective"][1], _PLACES["group"][1]
+_SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
+    _PLACES[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")
+)
+_PHASE, _PHASE_SINCE = _PLACES["phase"][1], _PLACES["phase_since_ns"][1]
+_STEP, _STEPS_IN_ROUND, _STEP_END = (_PLACES[name][1] for name in ("step", "steps_in_round", "step_end_ns"))

@@ -1,0 +1,100 @@
+"""Watches a training script from within its rank, without its help: collectives, optimizer steps, data, garbage.
+
+What it costs is measured by bench/overhead.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from pacekeeper.environment import Environment
+from pacekeeper_analysis.records import Kind, Phase
+
+from .collectives import watch_collectives
+from .garbage import time_collections
+from .recorder import NoRing, Recorder, open_recorder
+
+GARBAGE_NS = 100_000
+"""Collections below this are noise: the youngest generation is collected many times a step."""
+
+_recorder: Recorder | None = None
+
+
+def recorder() -> Recorder:
+    """This rank's recorder. The first call starts the watching, where a launcher has made a ring."""
+    global _recorder
+    if _recorder is None:
+        _recorder = open_recorder(Environment.read())
+        if not isinstance(_recorder.ring, NoRing):
+            watch_collectives(_recorder)
+            _watch_loaders(_recorder)
+            _watch_garbage(_recorder)
+            _watch_compilation(_recorder)
+    return _recorder
+
+
+def watch_steps() -> None:
+    """Takes the step of the first optimizer that steps for the step of the job: for scripts that only import `auto`."""
+    watched = recorder()
+    if isinstance(watched.ring, NoRing):
+        return
+    watched.restart_clock(1)
+    owner: list[int] = []
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not owner and not watched.steered:
+            owner.append(id(optimizer))
+        if owner == [id(optimizer)]:
+            watched.optimizer_begins()
+
+    def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if owner == [id(optimizer)]:
+            watched.end_step()
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
+
+
+def _watch_loaders(watched: Recorder) -> None:
+    following = dataloader._BaseDataLoaderIter.__next__
+
+    def timed_next(iterator: Any) -> Any:
+        return watched.load(lambda: following(iterator))
+
+    dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
+
+
+def _watch_garbage(watched: Recorder) -> None:
+    def collected(start: int, end: int, _: int) -> None:
+        watched.ring.write(Kind.GARBAGE, start, end, watched.step, watched.phase)
+
+    time_collections(collected, at_least_ns=GARBAGE_NS)
+
+
+def _watch_compilation(watched: Recorder) -> None:
+    """torch.compile works in the middle of a step, for minutes: a phase of its own, known from its first use on."""
+    compile_ = torch.compile
+    since, before = 0, Phase.START
+
+    def started(_: Any) -> None:
+        nonlocal since, before
+        since, before = time.monotonic_ns(), watched.phase
+        watched.enter(Phase.COMPILE, since)
+
+    def ended(_: Any) -> None:
+        watched.end_phase(before, since)
+
+    def compile_and_watch(*args: Any, **options: Any) -> Any:
+        from torch._dynamo.callback import callback_handler  # compiling imports it anyway; it takes seconds
+
+        if started not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(started)
+            callback_handler.register_end_callback(ended)
+        return compile_(*args, **options)
+
+    torch.compile = compile_and_watch

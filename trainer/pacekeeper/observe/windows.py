@@ -1,0 +1,174 @@
+"""A rank's last steps, kept from its records: what is measured of a rank, and its window for the operator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper.modes.course import MODES
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.reports import RankWindow
+
+FIRST_STEPS_SKIPPED = 5
+"""The first steps of a job warm caches and allocators up: the baseline comes after them."""
+BASELINE_WINDOWS = 8
+"""The fastest of so many windows is the baseline: while a job starts, its nodes are busy with more than its steps.
+Later ones do not count, or luck would make it ever faster."""
+EARLIER_STEPS = 8
+"""So many of the steps that had another share than the newest stay in a rank's window: they tell its fixed cost from
+that of a sample."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One optimizer step of the rank. `compute_seconds` is its own work: the step without waits for peers."""
+
+    step: int
+    step_seconds: float
+    compute_seconds: float
+    samples: int
+    garbage_seconds: float
+    """Of it, in Python garbage collections."""
+    lengths: tuple[float, float] | None = None
+    """Of its samples in sum, and their squares in sum (0: not known); None: not known."""
+
+
+class RankHistory:
+    """The last steps of one rank, over all of its rounds here."""
+
+    def __init__(self, window_steps: int) -> None:
+        self._window_steps = window_steps
+        self._steps: deque[StepTimes] = deque(maxlen=window_steps)
+        self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
+        self._transfers: deque[float] = deque(maxlen=window_steps)
+        self._mode = 0
+        self._garbage = 0.0  # seconds, since the last step
+        self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
+        self._skipped = 0
+        self._early: list[StepTimes] = []  # of the window that may become the baseline
+        self._early_windows = 0
+        self._baseline: tuple[float, float] | None = None
+        self.steps_total = 0
+        self.samples_total = 0
+        self.collective_seconds_total = 0.0
+        self.garbage_seconds_total = 0.0
+
+    def add(self, records: NDArray[np.void]) -> None:
+        """Take in new records (`records.RECORD`), oldest first. The first step of a round is no training yet."""
+        collectives = records[records["kind"] == Kind.COLLECTIVE]
+        self.collective_seconds_total += float((collectives["end_ns"] - collectives["start_ns"]).sum()) * 1e-9
+        self.steps_total += int((records["kind"] == Kind.STEP).sum())
+        # A step's own work is the record with its start: in Local-SGD modes numbers of steps may come again.
+        own_work = {int(record["start_ns"]): record for record in records[records["kind"] == Kind.COMPUTE]}
+        kept = np.isin(records["kind"], (Kind.STEP, Kind.GARBAGE, Kind.SYNCHRONISATION, Kind.LENGTHS))
+        for record in records[kept]:
+            seconds = _seconds(record)
+            if record["kind"] == Kind.GARBAGE:
+                self._garbage += seconds
+                self.garbage_seconds_total += seconds
+            elif record["kind"] == Kind.SYNCHRONISATION:
+                self._transfers.append(float(record["value"]))
+            elif record["kind"] == Kind.LENGTHS:
+                self._lengths = float(record["value"]), float(record["bytes"])
+            else:
+                garbage, self._garbage = self._garbage, 0.0
+                lengths, self._lengths = self._lengths, None
+                if record["phase"] == Phase.TRAIN:
+                    own = _seconds(own_work.get(int(record["start_ns"]), record))
+                    step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage, lengths)
+                    self._append(step, int(record["flags"]))
+
+    def start_round(self) -> None:
+        """Steps of another round are no longer comparable: members and shares may differ."""
+        self._steps.clear()
+        self._earlier.clear()
+        self._transfers.clear()
+
+    def window(self, rank: int, steered: bool = True) -> RankWindow:
+        """Of steps in one mode only. `steered`: whether the script has modes."""
+        steps = [*self._earlier, *self._steps]
+        known = [step.lengths for step in steps if step.lengths is not None]
+        lengths = tuple(total for total, _ in known) if len(known) == len(steps) else ()
+        squares = tuple(total for _, total in known)
+        return RankWindow(
+            rank=rank,
+            steps=tuple(step.step for step in steps),
+            step_seconds=tuple(step.step_seconds for step in steps),
+            compute_seconds=tuple(step.compute_seconds for step in steps),
+            samples=tuple(step.samples for step in steps),
+            garbage_seconds=tuple(step.garbage_seconds for step in steps),
+            lengths=lengths,
+            squares=squares if lengths and min(squares) > 0 else (),
+            sync_mode=MODES[self._mode] if steered else "",
+            transfers=tuple(self._transfers),
+            baseline_seconds=self.first_steps_seconds or 0.0,
+            baseline_own_seconds=self.first_steps_own_seconds or 0.0,
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean over the window; None before the first step."""
+        return _mean(step.step_seconds for step in self._steps)
+
+    @property
+    def compute_seconds(self) -> float | None:
+        return _mean(step.compute_seconds for step in self._steps)
+
+    @property
+    def compute_seconds_per_sample(self) -> float | None:
+        """A script that is only watched tells no samples and counts as one a step."""
+        return _mean(step.compute_seconds / max(step.samples, 1) for step in self._steps)
+
+    @property
+    def synchronisation_seconds(self) -> float | None:
+        """Mean time that a synchronisation in Local-SGD modes held the rank up; None: there was none."""
+        return _mean(self._transfers)
+
+    @property
+    def first_steps_seconds(self) -> float | None:
+        """Median step time in the fastest of the first windows; None until there is one."""
+        return None if self._baseline is None else self._baseline[0]
+
+    @property
+    def first_steps_own_seconds(self) -> float | None:
+        """Median own work in it."""
+        return None if self._baseline is None else self._baseline[1]
+
+    def _append(self, step: StepTimes, mode: int) -> None:
+        if mode != self._mode:
+            self._mode = mode
+            self.start_round()
+        is_full = len(self._steps) == self._window_steps
+        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
+            self._earlier.append(self._steps[0])
+        self._steps.append(step)
+        self.samples_total += step.samples
+        if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
+            self._learn_baseline(step)
+
+    def _learn_baseline(self, step: StepTimes) -> None:
+        if self._skipped < FIRST_STEPS_SKIPPED:
+            self._skipped += 1
+            return
+        self._early.append(step)
+        if len(self._early) < self._window_steps:
+            return
+        found = median(each.step_seconds for each in self._early), median(each.compute_seconds for each in self._early)
+        self._baseline = found if self._baseline is None else min(found, self._baseline)
+        self._early_windows += 1
+        self._early.clear()
+
+
+def _seconds(record: np.void) -> float:
+    return float(record["end_ns"] - record["start_ns"]) * 1e-9
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return fmean(found) if found else None
