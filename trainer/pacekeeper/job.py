@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -45,6 +44,7 @@ from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
 from .replication.replication import Replication
 from .step import Step
+from .torch_internals import HashStore
 
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""

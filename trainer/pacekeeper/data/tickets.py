@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torch._C._distributed_c10d import Store
+from pacekeeper.torch_internals import Store
 
 _numbers = itertools.count(1)
 _KEPT = 1024

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
+from pacekeeper.torch_internals import copy_all
 from pacekeeper_analysis.errors import InputError
 
 from .rank_state import RANK_STATE_BYTES
@@ -180,7 +181,7 @@ class Slot:
         self._void()
         self._map[self._ranks_end : self._ranks_end + len(skeleton)] = skeleton
         if tensors:
-            torch._foreach_copy_(self._tensors, list(tensors))
+            copy_all(self._tensors, list(tensors))
         self._pending = (step, round_, fingerprint, self._world_size, len(skeleton), self._offset)
 
     def publish(self, rank_states: torch.Tensor) -> int:

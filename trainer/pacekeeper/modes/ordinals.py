@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pacekeeper import torch_internals
 from pacekeeper.data.loader import Loader
 from pacekeeper.data.tickets import Tickets
 from pacekeeper.environment import LEFT_WHEN_TOLD
@@ -345,7 +346,7 @@ class Ordinals:
 
     def _start_leases(self, limit: int | None) -> None:
         """`limit`: samples of the job, counted from its origin."""
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_internals.default_store()
         tickets = Tickets(store, self._rank, self._replication.shape["shard"])
         ahead = 0 if limit is None else limit + self._progress.origin - self._progress.samples
         self._loader.start_leases(tickets.take, None if limit is None else self._loader.used + ahead)

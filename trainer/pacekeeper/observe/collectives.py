@@ -1,7 +1,6 @@
 """Sees every collective of every process group: DDP's and FSDP2's as well as the script's own, on any backend.
 
-PyTorch fires a process group's hooks in the dispatcher, below all of its callers (pytorch #186300), so DDP's C++
-reducer is seen too. A hook tells of the entry. The end is noticed without a callback from the backend's threads, which
+A hook (hooks.py) tells of the entry. The end is noticed without a callback from the backend's threads, which
 would cost tens of microseconds each in contention for Python's lock:
 
 - exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU),
@@ -18,44 +17,19 @@ import weakref
 import zlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HookOpName, ProcessGroup, Work
-from torch.distributed import distributed_c10d as c10d
 
+from pacekeeper import torch_internals
+from pacekeeper.torch_internals import ProcessGroup, Work, engine
 from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Collective, Kind, Phase
 
+from .hooks import COLLECTIVES, hook, unhook
 from .recorder import Recorder
-
-_HOOK = 0x504B
-"""Key of our hooks on a process group."""
-
-engine = torch.autograd.Variable._execution_engine
 
 _Entry = tuple[int, int, int, int, int, int, Phase, bool]
 """Collective, group, sequence, start (ns), bytes, step, phase, whether it is of CPU tensors."""
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
-_COLLECTIVES: dict[Any, int] = {
-    HookOpName.SEND: int(Collective.SEND),
-    HookOpName.RECV: int(Collective.RECV),
-    HookOpName.BROADCAST: int(Collective.BROADCAST),
-    HookOpName.ALLREDUCE: int(Collective.ALL_REDUCE),
-    HookOpName.ALLREDUCE_COALESCED: int(Collective.ALL_REDUCE),
-    HookOpName.REDUCE: int(Collective.REDUCE),
-    HookOpName.ALLGATHER: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_BASE: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_COALESCED: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: int(Collective.ALL_GATHER),
-    HookOpName.REDUCE_SCATTER: int(Collective.REDUCE_SCATTER),
-    HookOpName.REDUCE_SCATTER_BASE: int(Collective.REDUCE_SCATTER),
-    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: int(Collective.REDUCE_SCATTER),
-    HookOpName.ALLTOALL: int(Collective.ALL_TO_ALL),
-    HookOpName.ALLTOALL_BASE: int(Collective.ALL_TO_ALL),
-    HookOpName.BARRIER: int(Collective.BARRIER),
-    HookOpName.SCATTER: int(Collective.SCATTER),
-    HookOpName.GATHER: int(Collective.GATHER),
-}
 _SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
 _BROADCAST = int(Collective.BROADCAST)
 _RECORD = int(Kind.COLLECTIVE)
@@ -70,23 +44,19 @@ def watch_collectives(recorder: Recorder) -> None:
     watcher.watch_waits()
     recorder.before_optimizer = watcher.notice_ends
     atexit.register(watcher.stop)
-    create = c10d._new_process_group_helper
 
-    def create_and_watch(*args: Any, **options: Any) -> Any:
-        group, store = create(*args, **options)
+    def watch(group: dist.ProcessGroup) -> None:
         if isinstance(group, ProcessGroup):
             watcher.watch(group)
-        return group, store
 
-    c10d._new_process_group_helper = create_and_watch
-    for group in list(c10d._world.pg_map):
-        watcher.watch(group)
+    torch_internals.on_new_process_group(watch)
+    for group in torch_internals.process_groups():
+        watch(group)
 
 
 def unwatch(group: dist.ProcessGroup) -> None:
     """Leaves this group out: for those that the library itself talks over in the background."""
-    group.unregister_pre_hook(_HOOK)
-    group.unregister_post_hook(_HOOK)
+    unhook(group)
 
 
 def group_identity(group: dist.ProcessGroup) -> int:
@@ -111,11 +81,11 @@ class _Watcher:
     def watch(self, group: dist.ProcessGroup) -> None:
         recorder, ring, pending = self._recorder, self._ring, self._pending
         identity, sequence = group_identity(group), itertools.count(1)
-        clock, graph_task = time.monotonic_ns, torch._C._current_graph_task_id
+        clock, graph_task = time.monotonic_ns, torch_internals.graph_task
         entering: dict[int, _Entry] = {}
 
         def enter(call: Any) -> None:
-            collective = _COLLECTIVES.get(call.name)
+            collective = COLLECTIVES.get(call.name)
             if collective is None:
                 return
             number, start = next(sequence), clock()
@@ -142,8 +112,7 @@ class _Watcher:
             else:
                 pending[call.work] = entry
 
-        group.register_pre_hook(_HOOK, enter)
-        group.register_post_hook(_HOOK, issued)
+        hook(group, enter, issued)
         self._groups.add(group)
 
     def watch_waits(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
 
+from pacekeeper import torch_internals
 from pacekeeper.environment import Environment
 from pacekeeper_analysis.records import Kind, Phase
 
@@ -61,12 +61,7 @@ def watch_steps() -> None:
 
 
 def _watch_loaders(watched: Recorder) -> None:
-    following = dataloader._BaseDataLoaderIter.__next__
-
-    def timed_next(iterator: Any) -> Any:
-        return watched.load(lambda: following(iterator))
-
-    dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
+    torch_internals.time_loader(watched.load)
 
 
 def _watch_garbage(watched: Recorder) -> None:
@@ -90,11 +85,7 @@ def _watch_compilation(watched: Recorder) -> None:
         watched.end_phase(before, since)
 
     def compile_and_watch(*args: Any, **options: Any) -> Any:
-        from torch._dynamo.callback import callback_handler  # compiling imports it anyway; it takes seconds
-
-        if started not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(started)
-            callback_handler.register_end_callback(ended)
+        torch_internals.on_compilation(started, ended)  # compiling imports it anyway
         return compile_(*args, **options)
 
     torch.compile = compile_and_watch

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from pacekeeper import torch_internals
+from pacekeeper.torch_internals import GradBucket
 
 _BUCKET_BYTES = 250 << 20
 
@@ -66,9 +68,9 @@ def synchronise_gradients(model: nn.Module, wanted: bool, local: bool = False) -
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
         for module in _sharded_modules(model):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if isinstance(group._all_reduce_hook, _SumOverReplicas):
-                    group._all_reduce_hook.wanted = not local
+            for hook in torch_internals.all_reduce_hooks(module):
+                if isinstance(hook, _SumOverReplicas):
+                    hook.wanted = not local
 
 
 def equalise_buffers(model: nn.Module) -> None:
@@ -77,9 +79,7 @@ def equalise_buffers(model: nn.Module) -> None:
     Until then each rank's running means are its own, and a checkpoint would take whichever it came upon.
     """
     if isinstance(model, DistributedDataParallel):
-        buffers = [buffer.detach() for buffer in model.buffers()]
-        if buffers:
-            _broadcast_coalesced(model.process_group, buffers, _BUCKET_BYTES, 0)
+        torch_internals.broadcast_buffers(model, _BUCKET_BYTES)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -127,6 +127,6 @@ def _fix_buckets(replicated: DistributedDataParallel) -> None:
         aliases = [parameter.view_as(parameter) for parameter in reversed(parameters)]
         for alias in aliases:
             torch.autograd.backward([alias], [torch.zeros_like(alias)])
-        replicated.reducer._rebuild_buckets()
+        torch_internals.rebuild_buckets(replicated)
     for parameter in parameters:
         parameter.grad = None

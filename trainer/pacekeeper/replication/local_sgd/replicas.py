@@ -7,7 +7,6 @@ the next units are under way meanwhile. `finish` completes the rest at once.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from pacekeeper import torch_internals
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Statistics, Weights, weigh
 
@@ -104,7 +104,7 @@ class Replicas:
         self._running = False
         for unit in self._units:
             unit.module.register_forward_pre_hook(self._before_forward, prepend=True)
-        _forget_compiled_code()
+        torch_internals.forget_compiled_code()
 
     @property
     def running(self) -> bool:
@@ -195,7 +195,7 @@ class Replicas:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Runs before FSDP2 gathers the module's parameters."""
         if torch.compiler.is_compiling():
-            torch._dynamo.disable(self._complete_up_to)(module)
+            torch_internals.uncompiled(self._complete_up_to)(module)
         else:
             self._complete_up_to(module)
 
@@ -309,22 +309,12 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _forget_compiled_code() -> None:
-    """Code that was compiled before a hook was registered never calls it."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
 def _gather_after_update(module: nn.Module) -> None:
     """FSDP2 gathers on streams of its own, which wait for updates of parameters only when a forward pass begins."""
     if isinstance(module, FSDPModule) and next(module.parameters()).device.type != "cpu":
         updated = torch.accelerator.current_stream().record_event()
-        module._get_fsdp_state()._comm_ctx.wait_all_gather_streams_on_event(updated)
+        torch_internals.gather_after(module, updated)
 
 
 def _gathered_with(module: nn.Module) -> set[nn.Module]:
-    """Modules whose parameters FSDP2 gathers in advance when `module` runs, by set_modules_to_forward_prefetch."""
-    if not isinstance(module, FSDPModule):
-        return set()
-    ahead = module._get_fsdp_state()._states_to_forward_prefetch
-    return {gathered for state in ahead for gathered in state._modules}
+    return torch_internals.gathered_with(module) if isinstance(module, FSDPModule) else set()
