@@ -1,4 +1,4 @@
-"""Every name of torch that is not public, in one place. Each has a contract test (tests/distributed/test_torch_internals.py).
+"""Every name of torch that is not public, in one place: each has a test in tests/distributed/test_torch_internals.py.
 
 pyproject.toml bounds torch from above: a newer one is allowed when these tests have passed with it.
 """
