@@ -27,6 +27,10 @@ class SyncMode(StrEnum):
     ASYNC_EDIT = "AsyncEDiT"
 
 
+MODES = tuple(SyncMode)
+"""A mode's place in it is its number in `records.STATE` and in the ranks' agreement."""
+
+
 class Role(StrEnum):
     """What a worker is for under the plan in force."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import pacekeeper as pk
-from pacekeeper.keep import checkpoints, store
+from pacekeeper.keep import checkpoint_writer, checkpoints
 from pacekeeper.keep.news import read_news
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
@@ -33,8 +33,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 FAULTS: dict[str, tuple[int, Any, str, str]] = {
     "manifest": (0, checkpoints, "_write_durably", "manifest.json"),
     "publish": (0, checkpoints.CheckpointFolder, "publish", ""),
-    "metadata": (0, store, "checksum", ".metadata"),
-    "checksum": (1, store, "checksum", ""),
+    "metadata": (0, checkpoint_writer, "checksum", ".metadata"),
+    "checksum": (1, checkpoint_writer, "checksum", ""),
     "write": (1, FileSystemWriter, "write_data", ""),
 }
 """Rank, where the function is found and its name, and what an argument ends in if the call is to fail."""
@@ -191,7 +191,7 @@ def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) ->
     news = Runtime(tmp_path / "runtime").checkpoints
 
     def rank_main(rank: int) -> tuple[int, Any]:
-        store._SLOW_SECONDS = 0.2
+        checkpoint_writer._SLOW_SECONDS = 0.2
         publish = checkpoints.CheckpointFolder.publish
 
         def hangs(*arguments: Any) -> bool:

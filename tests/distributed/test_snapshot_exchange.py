@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pacekeeper.keep.snapshots import receive_or_send
+from pacekeeper.keep.sources import receive_or_send
 from tests.support.ranks import run_ranks
 
 

@@ -31,13 +31,14 @@ from .data.lengths import Lengths
 from .data.loader import Loader, Weight
 from .environment import Environment
 from .keep.checkpoints import CheckpointFolder
-from .keep.retention import Retention
-from .keep.store import Keeper
+from .keep.state import TrainingState
+from .keep.store import Store
 from .modes.agreement import Agreement
 from .modes.course import MODES, Course
 from .modes.follower import PlanFollower
 from .modes.ordinals import Ordinals
 from .modes.progress import Progress
+from .modes.retention import Retention
 from .observe.recorder import Recorder
 from .observe.watching import recorder as watch
 from .replication.local_sgd import OuterSGD
@@ -335,11 +336,11 @@ class Job:
     @cached_property
     def _retention(self) -> Retention:
         """Made when it is first needed: by then everything is registered."""
-        objects = {**self._objects, "job": self._progress}
-        keeper = Keeper(self.environment, self._agreement, objects, self._folder, self._replication)
+        state = TrainingState({**self._objects, "job": self._progress}, self._replication, self.rank)
+        store = Store(self.environment, self._agreement, state, self._folder)
         snapshot_every = self._snapshot_every if self._objects else 0
         return Retention(
-            keeper, self.recorder, self._progress, self._replication, self._checkpoint_every, snapshot_every
+            store, self.recorder, self._progress, self._replication, self._checkpoint_every, snapshot_every
         )
 
     def _adjust_schedules(self) -> None:

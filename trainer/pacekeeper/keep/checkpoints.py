@@ -1,10 +1,9 @@
-"""Checkpoints on the volume: written in the background, published in one step, checked before they are used.
+"""The folder of checkpoints on the volume: published in one step, checked before they are used.
 
 A round writes into `step-00000100.partial-r<round>/` through torch.distributed.checkpoint, adds `manifest.json` with
 the size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the job's current
-round may
-publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another name
-there.
+round may publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another
+name there.
 """
 
 from __future__ import annotations
@@ -15,54 +14,22 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
 
 from pacekeeper_analysis.errors import InputError
+
+from .manifests import Manifest, checksum
 
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
 _MANIFEST = "manifest.json"
 _OWNER = "owner.json"
-_CHUNK = 1 << 22
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FileSum:
-    """What a file must be like to be trusted."""
-
-    nbytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a published checkpoint holds."""
-
-    step: int
-    round: int
-    world_size: int
-    model: dict[str, str]
-    """Name → shape and type (`state.describe`)."""
-    objects: tuple[str, ...]
-    """Names that were registered."""
-    files: dict[str, FileSum] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        files = {name: FileSum(**entry) for name, entry in data["files"].items()}
-        return cls(**{**data, "files": files, "objects": tuple(data["objects"])})
-
-
 class CheckpointFolder:
-    """The folder `spec.checkpoint.path` of one job. It does no more than files: no torch, no peers."""
+    """The folder `spec.checkpoint.path` of one job. It does no more than files: no tensors, no peers."""
 
     def __init__(self, path: Path, round_: int, keep: int = 3) -> None:
         """Raises InputError where nothing can be written there."""
@@ -177,16 +144,6 @@ class CheckpointFolder:
             return str(json.loads((self.path / _OWNER).read_text())["owner"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return ""
-
-
-def checksum(path: Path) -> FileSum:
-    """Reads the whole file."""
-    crc = nbytes = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-            nbytes += len(chunk)
-    return FileSum(nbytes, crc)
 
 
 def _check_writable(path: Path) -> None:

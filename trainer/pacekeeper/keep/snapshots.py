@@ -12,17 +12,14 @@ set last.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
@@ -30,43 +27,14 @@ from pacekeeper.torch_internals import copy_all
 from pacekeeper_analysis.errors import InputError
 
 from .rank_state import RANK_STATE_BYTES
+from .versions import NOTHING, Version
 
 _HEADER = struct.Struct("<QqqQqqq")
 """Magic, step (-1: void), round, fingerprint of the model, world size, bytes of the skeleton, offset of the tensors."""
 _MAGIC = 0x504B_534E_4150_0002
 _HEADER_BYTES = 4096
-_LARGEST_INTERVAL = 100
 SLOTS = 2
 """One is valid while the other is being written."""
-
-
-@dataclass(frozen=True, order=True)
-class Version:
-    """Which state a snapshot holds. The same step of two rounds need not be the same state."""
-
-    step: int
-    round: int
-
-
-NOTHING = Version(-1, -1)
-
-
-def interval(cost_seconds: float, step_seconds: float, most: float = 0.01) -> int:
-    """Steps between snapshots, so that they cost at most the share `most` of the training time."""
-    if step_seconds <= 0:
-        return _LARGEST_INTERVAL
-    return max(1, min(_LARGEST_INTERVAL, math.ceil(cost_seconds / (most * step_seconds))))
-
-
-def choose(held: Sequence[Sequence[Version]], sharded: bool) -> tuple[Version, int]:
-    """The newest version that all ranks can have, and a rank that has it, from what each rank holds.
-
-    A sharded state needs the parts of all ranks; a replica can be had from any. (NOTHING, -1): there is none.
-    """
-    versions = [set(rank) - {NOTHING} for rank in held]
-    common = set.intersection(*versions) if sharded else set.union(*versions)
-    newest = max(common, default=NOTHING)
-    return newest, next((rank for rank, found in enumerate(versions) if newest in found), -1)
 
 
 class Snapshots:
@@ -141,16 +109,6 @@ def unpack(slot: torch.Tensor, mesh: DeviceMesh | None) -> tuple[Any, list[bytes
 def _described(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
     """How a state is put together from its tensors, and how these lie in a slot."""
     return json.dumps([skeleton, describe_layout(layout_of(tensors))], separators=(",", ":")).encode()
-
-
-def receive_or_send(slot: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rank `source`'s slot on all ranks, whatever they hold themselves. Collective."""
-    size = torch.tensor([0 if slot is None else slot.numel()])
-    dist.broadcast(size, source, group=group)
-    if slot is None or slot.numel() != size.item():  # equal states need not be described in equally many bytes
-        slot = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.broadcast(slot, source, group=group)
-    return slot
 
 
 class Slot:

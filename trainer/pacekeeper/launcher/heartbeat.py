@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from pacekeeper.keep.news import NO_NEWS, CheckpointNews
-from pacekeeper.modes.course import MODES
 from pacekeeper.runtime import write_json
-from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.plan import MODES, WorkerPlan
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
 from .rounds import RoundState

@@ -8,19 +8,14 @@ number: ranks see different versions at different times. The sum does the rest, 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pacekeeper.exchange import gather
-from pacekeeper.observe.collectives import group_identity, unwatch
+from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import Recorder
-from pacekeeper_analysis.records import Collective
 
 from .course import MODES, Course
 
@@ -60,16 +55,13 @@ class Agreed:
     tally: Tally
 
 
-class Agreement:
-    """The exchange of one rank with its peers."""
+class Agreement(CpuGroup):
+    """The exchange of one rank with its peers, and the group that it goes over."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Collective: all ranks make theirs together."""
-        self.group = new_cpu_group("pacekeeper")
+        super().__init__(recorder)
         self._rank, self._world_size = dist.get_rank(), self.group.size()
-        self._ring = recorder.ring
-        self._identity = group_identity(self.group)
-        self._waits = 0
         self._issued: tuple[dist.Work, torch.Tensor] | None = None
 
     def issue(self, orders: Orders, tally: Tally) -> None:
@@ -92,42 +84,6 @@ class Agreement:
         self.wait(work)
         leaving, loss, weight, samples, done, *said = vector.tolist()
         return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done)))
-
-    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
-        """Begins to sum `vector` over all ranks (of `group`), in place."""
-        work = dist.all_reduce(vector, group=group or self.group, async_op=True)
-        assert work is not None
-        return work
-
-    def gather(self, mine: Any) -> list[Any]:
-        """What every rank has given, in rank order. Collective, and visible to the launcher."""
-        with self._visibly():
-            return gather(mine, self.group)
-
-    def wait(self, work: dist.Work) -> None:
-        """Waits for the peers, visibly to the launcher."""
-        with self._visibly():
-            work.wait()
-
-    @contextmanager
-    def _visibly(self) -> Iterator[None]:
-        """A rank that never comes here has fewer collectives entered than those that wait for it."""
-        self._waits += 1
-        self._ring.enter_collective(Collective.ALL_REDUCE, self._identity, self._waits, time.monotonic_ns())
-        yield
-        self._ring.leave_collective()
-
-
-def new_cpu_group(description: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """A group for the library's own talk, which no record is made of: of all ranks, or of these.
-
-    Collective over the group's ranks.
-    """
-    own = ranks is not None
-    group = dist.new_group(ranks, backend="gloo", group_desc=description, use_local_synchronization=own)
-    assert isinstance(group, dist.ProcessGroup), "this rank belongs to it"
-    unwatch(group)
-    return group
 
 
 def _encode(orders: Orders, world_size: int) -> list[float]:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pacekeeper_analysis.lengths import SequenceCost
+from pacekeeper_analysis.plan import MODES as MODES
 from pacekeeper_analysis.plan import SyncMode, WorkerPlan
-
-MODES = tuple(SyncMode)
-"""A mode's place in it is its number in `records.STATE` and in the ranks' agreement."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pacekeeper import torch_internals
 from pacekeeper.data.loader import Loader
 from pacekeeper.data.tickets import Tickets
 from pacekeeper.environment import LEFT_WHEN_TOLD
-from pacekeeper.keep.retention import Retention
+from pacekeeper.observe.cpu_group import new_cpu_group
 from pacekeeper.observe.garbage import PlannedCollection
 from pacekeeper.observe.losses import Losses
 from pacekeeper.observe.recorder import Recorder
@@ -30,11 +30,12 @@ from pacekeeper.step import Step
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 
-from .agreement import Agreed, Agreement, Tally, new_cpu_group
+from .agreement import Agreed, Agreement, Tally
 from .course import MODES, Duties, Supply, crossed, mode_from, supply
 from .follower import PlanFollower
 from .pace import Pace
 from .progress import Progress
+from .retention import Retention
 
 _log = logging.getLogger(__name__)
 

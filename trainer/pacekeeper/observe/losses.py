@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
-from pacekeeper.step import Step
 from pacekeeper_analysis.records import Kind, Phase
 
 from .recorder import Recorder
+
+
+class Reporting(Protocol):
+    """A step whose script reports a loss."""
+
+    weight: float
+    """What the loss is divided by."""
+
+    @property
+    def loss_sum(self) -> float | None:
+        """None: none was reported."""
 
 
 class Losses:
@@ -16,10 +27,10 @@ class Losses:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._sum = self._weight = 0.0
-        self._taken: Step | None = None
+        self._taken: Reporting | None = None
         self._bad = False
 
-    def take(self, step: Step) -> None:
+    def take(self, step: Reporting) -> None:
         """Of a step that is complete; counts once."""
         if step is self._taken or (loss := step.loss_sum) is None:
             return

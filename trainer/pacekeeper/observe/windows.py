@@ -10,8 +10,7 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper.modes.course import MODES
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.plan import MODES, SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.keep import checkpoints
-from pacekeeper.keep.checkpoints import CheckpointFolder, Manifest, checksum
+from pacekeeper.keep.checkpoints import CheckpointFolder
+from pacekeeper.keep.manifests import Manifest, checksum
 from pacekeeper.keep.rank_state import differences
 from pacekeeper_analysis.errors import InputError
 

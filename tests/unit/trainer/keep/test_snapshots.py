@@ -1,4 +1,4 @@
-"""Snapshots: what is read is what was written, never half of it, and the newest that all can have is chosen."""
+"""Snapshots: what is read is what was written, never half of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import NOTHING, Snapshots, Version, choose, interval, unpack
+from pacekeeper.keep.snapshots import Snapshots, unpack
+from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper_analysis.errors import InputError
 
 
@@ -86,36 +87,6 @@ def test_memory_that_does_not_suffice_is_an_error_not_a_crash(tmp_path: Path, mo
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         make(tmp_path).write(5, state(5))
-
-
-@pytest.mark.parametrize(
-    ("held", "sharded", "expected"),
-    [
-        ([[(9, 1), (8, 1)], [(8, 1), (9, 1)]], True, (Version(9, 1), 0)),
-        ([[(9, 1), (8, 1)], [(8, 1), (7, 1)]], True, (Version(8, 1), 0)),  # rank 1 was killed before its copy of 9
-        ([[(8, 1), (7, 1)], [(9, 1), (8, 1)]], False, (Version(9, 1), 1)),  # a replica is as good as any other
-        ([[(9, 1), (8, 1)], [(-1, -1), (-1, -1)]], True, (NOTHING, 0)),  # a spare has no shard
-        ([[(-1, -1), (-1, -1)], [(9, 1), (8, 1)]], False, (Version(9, 1), 1)),
-        ([[(9, 1), (4, 1)], [(9, 2), (4, 1)]], True, (Version(4, 1), 0)),  # the same step of two rounds
-        ([[(-1, -1)], [(-1, -1)]], False, (NOTHING, 0)),
-    ],
-)
-def test_the_newest_state_that_all_can_have_is_chosen(
-    held: list[list[tuple[int, int]]], sharded: bool, expected: tuple[Version, int]
-) -> None:
-    version, source = choose([[Version(*version) for version in rank] for rank in held], sharded)
-    assert version == expected[0]
-    if version != NOTHING:
-        assert source == expected[1]
-
-
-def test_the_interval_keeps_the_cost_below_one_percent() -> None:
-    assert interval(0.0, 0.1) == 1
-    assert interval(0.001, 0.1) == 1
-    assert interval(0.0011, 0.1) == 2
-    assert interval(0.1, 0.1) == 100
-    assert interval(9.0, 0.1) == 100
-    assert interval(0.001, 0.0) == 100
 
 
 class _Bomb:

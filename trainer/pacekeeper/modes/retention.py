@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 
-from pacekeeper.modes.course import crossed
-from pacekeeper.modes.progress import Progress
+from pacekeeper.data.loader import Loader
+from pacekeeper.keep.checkpoint_writer import WriteOutcome
+from pacekeeper.keep.store import Store
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper_analysis.records import Phase
 
-from .snapshots import interval
-from .store import Keeper, WriteOutcome
+from .course import crossed
+from .progress import Progress
 
+_LARGEST_INTERVAL = 100
 _log = logging.getLogger(__name__)
 
 
@@ -21,7 +24,7 @@ class Retention:
 
     def __init__(
         self,
-        keeper: Keeper,
+        store: Store,
         recorder: Recorder,
         progress: Progress,
         replication: Replication,
@@ -29,12 +32,12 @@ class Retention:
         snapshot_every: int | None,
     ) -> None:
         """`snapshot_every`: None: as often as 1 % of the training time allows; 0: never."""
-        self._keeper = keeper
+        self._store = store
         self._recorder = recorder
         self._state = recorder.ring.state
         self._progress = progress
         self._replication = replication
-        self._checkpoint_every = checkpoint_every if keeper.has_folder else 0
+        self._checkpoint_every = checkpoint_every if store.has_folder else 0
         self._snapshot_every = snapshot_every
         self._checkpointed = 0
         """Step of the newest checkpoint that is kept or being written. It goes back where one failed, but only when
@@ -45,13 +48,11 @@ class Retention:
         """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
         progress = self._progress
         with self._recorder.during(Phase.RESTORE):
-            restored = self._keeper.restore()
-        self._keeper.news.found(-1 if restored is None else restored[2])
+            restored = self._store.restore()
         if restored is not None:
-            step, progress.own_samples, newest = restored
-            assert progress.step == step, "the job's own counters are part of its state"
-            self._checkpointed = self._kept = self._state.checkpoint_step = newest
-            self._state.samples = progress.own_samples
+            assert progress.step == restored.step, "the job's own counters are part of its state"
+            self._checkpointed = self._kept = self._state.checkpoint_step = restored.checkpoint_step
+            self._state.samples = progress.own_samples = restored.samples
         self._state.restored_step = progress.step
         return progress.step
 
@@ -64,11 +65,11 @@ class Retention:
 
         exposed_seconds: that a snapshot costs beside its own time.
         """
-        if not self._keeper.can_snapshot:
+        if not self._store.can_snapshot:
             return 0
         if self._snapshot_every is not None:
             return self._snapshot_every
-        return interval(self._keeper.snapshot_seconds + exposed_seconds, step_seconds)
+        return snapshot_interval(self._store.snapshot_seconds + exposed_seconds, step_seconds)
 
     def checkpoint(self) -> None:
         """Of the present state, unless there is one; it is published in the background. Collective.
@@ -77,13 +78,13 @@ class Retention:
         """
         progress, answered = self._progress, self._progress.answered
         self.wait()
-        if not self._keeper.has_folder or progress.step <= self._checkpointed:
+        if not self._store.has_folder or progress.step <= self._checkpointed:
             self._state.checkpoint_request = answered
             return
         self._checkpointed = progress.step
         with self._recorder.during(Phase.CHECKPOINT):
             self._replication.equalise()
-            self._keeper.checkpoint(progress.step, progress.own_samples, lambda step: self._published(step, answered))
+            self._store.checkpoint(progress.step, progress.own_samples, lambda step: self._published(step, answered))
 
     def answer(self, request: int) -> None:
         """Takes the checkpoint that the plan asks for."""
@@ -96,15 +97,18 @@ class Retention:
         What replicas that train by themselves have each for themselves is the keeping rank's.
         """
         self._replication.finish()
-        self._keeper.snapshot(self._progress.step, self._progress.own_samples)
+        self._store.snapshot(self._progress.step, self._progress.own_samples)
 
     def equalise_others(self) -> None:
-        """Gives all ranks what is neither parameter nor moment and must be the same in Sync. Collective."""
-        self._keeper.equalise_others()
+        """Gives all ranks what is neither parameter nor moment and must be the same in Sync. Collective.
+
+        The loader and the progress are alike as it is, but for what each rank has of its own.
+        """
+        self._store.equalise_others(but=(Loader, Progress))
 
     def settle(self) -> None:
         """Makes the snapshot taken last valid."""
-        if (settled := self._keeper.settle()) >= 0:
+        if (settled := self._store.settle()) >= 0:
             self._state.snapshot_step = settled
 
     def finish(self) -> None:
@@ -130,13 +134,13 @@ class Retention:
         """Told to leave, all ranks keep the state."""
         if snapshot:
             self.snapshot()
-            self._keeper.settle()
+            self._store.settle()
         self.finish()
 
     def wait(self) -> WriteOutcome:
         """Until the checkpoint that is being written is published, or given up: its step can be written again then."""
         with self._recorder.during(Phase.CHECKPOINT):
-            outcome = self._keeper.wait_for_checkpoint()
+            outcome = self._store.wait_for_checkpoint()
         if outcome is WriteOutcome.KEPT:
             self._kept = self._checkpointed
         else:
@@ -146,3 +150,10 @@ class Retention:
     def _published(self, step: int, answered: int) -> None:
         self._state.checkpoint_step = step
         self._state.checkpoint_request = answered
+
+
+def snapshot_interval(cost_seconds: float, step_seconds: float, most: float = 0.01) -> int:
+    """Steps between snapshots, so that they cost at most the share `most` of the training time."""
+    if step_seconds <= 0:
+        return _LARGEST_INTERVAL
+    return max(1, min(_LARGEST_INTERVAL, math.ceil(cost_seconds / (most * step_seconds))))

@@ -1,0 +1,187 @@
+"""The state of a training job, gathered from the registered objects by their names, and handed back to them.
+
+In two forms. As the objects give it, it is quick to have, and fits the same number of ranks only: that of snapshots. By
+the names of parameters, it fits any number of ranks: that of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from pacekeeper.exchange import broadcast
+from pacekeeper.plain import pack, take_apart, unpack
+from pacekeeper.replication.parallel import equalise_buffers, unwrap
+from pacekeeper.replication.replication import Replication
+from pacekeeper_analysis.errors import InputError
+
+from .manifests import Manifest
+from .rank_state import capture_rank_state, describe, differences, restore_rank_state
+
+_RANK_STATE = "rank_state"
+_OUTER = "pacekeeper.outer"
+"""Name of an outer optimizer and what goes with it: there once the job has been in a Local-SGD mode, and optional."""
+
+
+class TrainingState:
+    """Of one rank."""
+
+    def __init__(self, objects: Mapping[str, Any], replication: Replication, rank: int) -> None:
+        """`objects`: what the script has registered, by the names that they have in checkpoints."""
+        self._wrapped = [item for item in objects.values() if isinstance(item, nn.Module)]
+        self._models = {name: unwrap(item) for name, item in objects.items() if isinstance(item, nn.Module)}
+        self._optimizers = {name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)}
+        self._others = {
+            name: item for name, item in objects.items() if not isinstance(item, (nn.Module, torch.optim.Optimizer))
+        }
+        self._replication = replication
+        self._rank = rank
+        self.sharded = any(isinstance(model, FSDPModule) for model in self._models.values())
+        """Whether each rank has a part of it; otherwise all have the same."""
+        self.description = describe(list(self._models.values()))
+
+    def check(self) -> None:
+        """Raises InputError where an object's state cannot be kept."""
+        take_apart(self.own(), [])
+
+    def misfit(self, manifest: Manifest) -> str:
+        """Why a checkpoint is not of this training; "": it is."""
+        ours, theirs = set(self._registered()), {name for name in manifest.objects if not name.startswith(_OUTER)}
+        different = differences(self.description, manifest.model)
+        if not different and ours != theirs:
+            return f"registered are {sorted(ours)}, in the checkpoint {sorted(theirs)}"
+        return different
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that is kept, in order."""
+        return tuple(sorted(self._everything()))
+
+    # As the objects give it
+
+    def own(self) -> dict[str, Any]:
+        """This rank's, as the objects give it. Where nothing is sharded, all ranks have the same."""
+        return {name: item.state_dict() for name, item in self._everything().items()}
+
+    def set_own(self, state: Mapping[str, Any], rank_state: bytes) -> int:
+        """What `own` and `capture_rank_state` gave; returns the rank's samples."""
+        for name, item in self._everything(state).items():
+            item.load_state_dict(state[name])
+        return restore_rank_state(rank_state)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Of the sharded tensors in `own`; None: there are none."""
+        return self._replication.mesh["shard"] if self.sharded else None
+
+    # By the names of parameters
+
+    def portable(self, samples: int) -> dict[str, Any]:
+        """By the names of parameters, as torch.distributed.checkpoint wants it: for any number of ranks. Collective.
+
+        samples: of this rank, since the job's beginning.
+        """
+        state = self._portable(self._everything())
+        state[f"{_RANK_STATE}.{self._rank}"] = self._rank_state(samples)
+        return state
+
+    def set_portable(self, manifest: Manifest, fill: Callable[[dict[str, Any]], None]) -> int:
+        """What `portable` gave to the checkpoint of this manifest; returns the rank's samples. Collective.
+
+        fill: puts the checkpoint's values into a state that has its names and shapes.
+        """
+        objects = self._everything(manifest.objects)
+        mine = f"{_RANK_STATE}.{self._rank % manifest.world_size}"
+        state = {**self._portable(objects), mine: b""}
+        fill(state)
+        for name, item in objects.items():
+            if isinstance(item, nn.Module):
+                set_model_state_dict(item, state[name])
+            elif isinstance(item, torch.optim.Optimizer):
+                set_optimizer_state_dict(self._model_of(item), item, state[name])
+            else:
+                item.load_state_dict(unpack(state[name]))
+        packed, buffers = unpack(state[mine])
+        for name, its in buffers.items():
+            self._models[name].load_state_dict(its, strict=False)
+        return restore_rank_state(packed)
+
+    # Alike on all ranks
+
+    def equalise_buffers(self) -> None:
+        """Gives all replicas rank 0's buffers. Collective."""
+        for model in self._wrapped:
+            equalise_buffers(model)
+
+    def equalise_others(self, group: dist.ProcessGroup, but: tuple[type, ...]) -> None:
+        """Gives all ranks rank 0's learning rates, schedules, gradient scalers and the like, which may count a rank's
+        own steps. Collective.
+
+        but: what is alike by itself, or is to differ.
+        """
+        others = {name: other.state_dict() for name, other in self._others.items() if not isinstance(other, but)}
+        others, settings = broadcast((others, self._replication.settings()), group)
+        for name, state in others.items():
+            self._others[name].load_state_dict(state)
+        self._replication.set_settings(settings)
+
+    # The objects
+
+    def _registered(self) -> dict[str, Any]:
+        """Models first: their optimizers' states are told by their parameters."""
+        return {**self._models, **self._optimizers, **self._others}
+
+    def _everything(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """What is registered, and the outer optimizers and what their penalties have learnt, where there are any.
+
+        names: of what is to be restored; they are made where it has them. Collective then.
+        """
+        everything = self._registered()
+        outer = self._replication.has_outer_state if names is None else f"{_OUTER}.0" in names
+        if outer:
+            for number, replicas in enumerate(self._replication.replicas):
+                everything[f"{_OUTER}.{number}"] = replicas.outer
+                everything[f"{_OUTER}.{number}.penalty"] = replicas
+        return everything
+
+    def _portable(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for name, item in objects.items():
+            if isinstance(item, nn.Module):
+                state[name] = get_model_state_dict(item)
+            elif isinstance(item, torch.optim.Optimizer):
+                state[name] = get_optimizer_state_dict(self._model_of(item), item)
+            else:
+                state[name] = pack(item.state_dict())
+        return state
+
+    def _rank_state(self, samples: int) -> bytes:
+        """What this rank has of its own.
+
+        The buffers of sharded models are among it: FSDP leaves them to each rank, a checkpoint keeps one rank's only.
+        """
+        buffers = {}
+        if self.sharded:
+            for name, model in self._models.items():
+                own = dict(model.named_buffers()).keys() & model.state_dict().keys()
+                buffers[name] = {key: model.state_dict()[key].cpu() for key in own}
+        return pack((capture_rank_state(samples), buffers))
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        first = optimizer.param_groups[0]["params"][0]
+        for model in self._models.values():
+            if any(parameter is first for parameter in model.parameters()):
+                return model
+        raise InputError("register(): an optimizer without its model; register the model whose parameters it has")
