@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Tally:
     """Used since the last ordinal."""
     done: int = 0
     """How many ranks came to this ordinal because no sample was left for them."""
+    asking: int = 0
+    """How many ranks ask for something that their peers do not know of yet."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Agreement:
     def __init__(self, recorder: Recorder) -> None:
         """Collective: all ranks make theirs together."""
         self.group = new_cpu_group("pacekeeper")
-        self._rank, self._world_size = dist.get_rank(), self.group.size()
+        self.rank, self._world_size = dist.get_rank(), self.group.size()
         self._ring = recorder.ring
         self._identity = group_identity(self.group)
         self._waits = 0
@@ -74,10 +76,9 @@ class Agreement:
 
     def issue(self, orders: Orders, tally: Tally) -> None:
         """Starts the next exchange; `orders` count on rank 0 only."""
-        said = _encode(orders, self._world_size) if self._rank == 0 else [0.0] * (_ORDERS + self._world_size)
-        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done)
-        vector = torch.tensor([*mine, *said], dtype=torch.float64)
-        self._issued = (self.start_sum(vector), vector)
+        said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
+        vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
+        self._issued = (self.start_sum(vector, self.group), vector)
 
     @property
     def issued(self) -> bool:
@@ -90,14 +91,19 @@ class Agreement:
         work, vector = self._issued
         self._issued = None
         self.wait(work)
-        leaving, loss, weight, samples, done, *said = vector.tolist()
-        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done)))
+        leaving, loss, weight, samples, done, asking, *said = vector.tolist()
+        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done), int(asking)))
 
-    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
-        """Begins to sum `vector` over all ranks (of `group`), in place."""
-        work = dist.all_reduce(vector, group=group or self.group, async_op=True)
+    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Begins to sum `vector` over the ranks of `group`, in place."""
+        work = dist.all_reduce(vector, group=group, async_op=True)
         assert work is not None
         return work
+
+    def start_sum_of(self, mine: float, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        """Begins to sum a number over `group`; the tensor has the sum when the work is done."""
+        total = torch.tensor([mine], dtype=torch.float64)
+        return self.start_sum(total, group), total
 
     def gather(self, mine: Any) -> list[Any]:
         """What every rank has given, in rank order. Collective, and visible to the launcher."""

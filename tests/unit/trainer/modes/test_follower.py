@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.modes.course import Course
-from pacekeeper.modes.follower import PlanFollower
+from pacekeeper.modes.follower import PlanReader
 from pacekeeper.runtime import Runtime, write_json, write_text
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
@@ -29,7 +29,7 @@ def runtime(tmp_path: Path) -> Runtime:
 
 
 def test_an_unreadable_plan_behind_a_refused_one_does_not_put_that_in_force(runtime: Runtime) -> None:
-    plans = PlanFollower(runtime, check)
+    plans = PlanReader(runtime, check)
     good = plans.orders(Course(), 0).course
     assert good.shares == (3, 5)
     write_json(runtime.plan, replace(PLAN, version=5, shares=(4, 5)).to_json())
@@ -41,7 +41,7 @@ def test_an_unreadable_plan_behind_a_refused_one_does_not_put_that_in_force(runt
 
 
 def test_behind_an_unreadable_plan_the_last_readable_one_goes_on(runtime: Runtime) -> None:
-    plans = PlanFollower(runtime, check)
+    plans = PlanReader(runtime, check)
     good = plans.orders(Course(), 0).course
     write_text(runtime.plan, "no plan")
     orders = plans.orders(Course(), 0)
