@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,16 +32,18 @@ from .keep.retention import Retention
 from .keep.store import Keeper
 from .modes.agreement import Agreement
 from .modes.conclusion import Limits
-from .modes.course import MODES, Course
+from .modes.course import Course
 from .modes.follower import PlanReader
 from .modes.mode import Parts
 from .modes.ordinals import Ordinals
 from .modes.progress import Progress
 from .observe.recorder import Recorder
 from .observe.watching import recorder as watch
+from .registered import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
 from .replication.replication import Replication
+from .settings import Checkpoints, Settings, checked_course, mesh_shape
 from .step import Step
 from .torch_internals import HashStore
 
@@ -51,17 +51,6 @@ Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Where checkpoints go, and how often. A TrainingJob says it in spec.checkpoint; here for scripts without one."""
-
-    path: Path
-    every: int = 100
-    """Steps."""
-    keep: int = 3
-    """The newest ones; older ones are deleted."""
 
 
 def init(
@@ -93,14 +82,14 @@ def init(
     Raises InputError that names the argument and the remedy.
     """
     environment = Environment.read()
-    shape = _mesh_shape(mesh or {"sync": -1}, environment.world_size)
+    shape = mesh_shape(mesh or {"sync": -1}, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
             environment.checkpoint_path, environment.checkpoint_every, environment.checkpoint_keep
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
-    course = _course(sync_mode, sync_every, sync_seconds)
+    course = checked_course(sync_mode, sync_every, sync_seconds)
     folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
     recorder = watch()
     if not dist.is_initialized():
@@ -114,23 +103,6 @@ def init(
     checkpoint_every = checkpoints.every if checkpoints else 0
     settings = Settings(shape, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `init` was asked for, checked."""
-
-    mesh: dict[str, int]
-    """Both dimensions' sizes."""
-    seed: int
-    folder: CheckpointFolder | None
-    """None: there are no checkpoints."""
-    checkpoint_every: int
-    """Steps; 0: never."""
-    snapshot_every: int | None
-    """Steps; 0: never; None: as often as 1 % of the training time allows."""
-    course: Course | None
-    """None: the script says nothing."""
 
 
 class Job:
@@ -267,7 +239,7 @@ class Job:
         Before `restore`, or instead of giving it there. Raises InputError.
         """
         if self._retention is not None:
-            raise InputError(f"register(): {', '.join(objects)} come too late, the job's state is restored already")
+            raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
@@ -280,15 +252,19 @@ class Job:
         Returns its step; 0: there is none, and the training begins. Where a script does not call it, `steps` does.
         Raises InputError where the checkpoint is another model's, or where an object's state cannot be kept.
         """
+        if self._retention is not None:
+            raise InputError("restore(): the job's state is restored already; call it once, before the first step")
         self.register(**objects)
         settings = self._settings
         registered = {**self._objects, "job": self._progress}
         keeper = Keeper(self.environment, self._agreement, registered, settings.folder, self._replication)
         snapshot_every = settings.snapshot_every if self._objects else 0
-        self._retention = Retention(
+        retention = Retention(
             keeper, self.recorder, self._progress, self._replication, settings.checkpoint_every, snapshot_every
         )
-        return self._retention.restore()
+        step = retention.restore()
+        self._retention = retention
+        return step
 
     def steps(self, loader: Loader, until: int | None = None) -> Iterator[Step]:
         """Optimizer steps, up to number `until` of the job, restarts included; None: without end.
@@ -297,7 +273,8 @@ class Job:
         checkpoint, when the job is told to leave (SIGTERM, suspend). Raises InputError where the job's state is kept,
         and what it trains with is not all registered.
         """
-        self._check_registered(loader)
+        if self._objects or self._settings.folder is not None:
+            check_registered(self._objects, self._replication.models, self._optimizers, loader)
         if self._retention is None:
             self.restore()
         retention = self._retention
@@ -324,21 +301,6 @@ class Job:
         if name not in _PHASES:
             raise InputError(f"phase {name!r} is unknown; take one of {', '.join(_PHASES)}")
         return self.recorder.during(_PHASES[name])
-
-    def _check_registered(self, loader: Loader) -> None:
-        """A job whose parameters or samples begin anew, while its steps go on, trains something else."""
-        if not self._objects and self._settings.folder is None:
-            return  # nothing is kept
-        registered = {id(item) for item in self._objects.values()}
-        trained: dict[str, Sequence[object]] = {
-            "model": self._replication.models,
-            "optimizer": self._optimizers,
-            "loader": [loader],
-        }
-        missing = [name for name, items in trained.items() for item in items if id(item) not in registered]
-        if missing:
-            arguments = ", ".join(f"{name}={name}" for name in dict.fromkeys(missing))
-            raise InputError(f"steps(): checkpoints would lack what the job trains with; say job.restore({arguments})")
 
     def _begin(self, loader: Loader, until: int | None, retention: Retention) -> Ordinals:
         loader.replica_size = self._replication.shape["shard"]
@@ -397,31 +359,3 @@ class Job:
 
     def _leave_soon(self, *_: Any) -> None:
         self._told_to_leave = True
-
-
-def _course(sync_mode: str | None, sync_every: int, sync_seconds: float) -> Course | None:
-    """None: the script says nothing. Raises InputError."""
-    if sync_mode is None:
-        return None
-    if sync_mode not in MODES:
-        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(MODES)}")
-    if sync_every < 1 or not sync_seconds > 0:
-        raise InputError(f"sync_every={sync_every} must be 1 step or more, sync_seconds={sync_seconds} above 0")
-    return Course(SyncMode(sync_mode), sync_every, sync_seconds)
-
-
-def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Both dimensions' sizes. Raises InputError where they do not fit the ranks."""
-    unknown = mesh.keys() - {"sync", "shard"}
-    if unknown:
-        raise InputError(f'mesh: {sorted(unknown)} unknown; its dimensions are "sync" and "shard"')
-    shape = {"sync": 1, "shard": 1} | dict(mesh)
-    rest = [name for name, size in shape.items() if size == -1]
-    if len(rest) == 2:
-        raise InputError("mesh: only one dimension can be -1 (all that are left)")
-    fixed = shape["sync"] * shape["shard"] if not rest else shape["sync"] * shape["shard"] * -1
-    if fixed < 1 or (rest and world_size % fixed) or (not rest and fixed != world_size):
-        raise InputError(f"mesh: {dict(mesh)} does not fit {world_size} ranks; use -1 for all that are left")
-    if rest:
-        shape[rest[0]] = world_size // fixed
-    return shape

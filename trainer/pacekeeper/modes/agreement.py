@@ -78,7 +78,7 @@ class Agreement:
         """Starts the next exchange; `orders` count on rank 0 only."""
         said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
         vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
-        self._issued = (self.start_sum(vector, self.group), vector)
+        self._issued = (self.start_sum(vector), vector)
 
     @property
     def issued(self) -> bool:
@@ -94,16 +94,11 @@ class Agreement:
         leaving, loss, weight, samples, done, asking, *said = vector.tolist()
         return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done), int(asking)))
 
-    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Begins to sum `vector` over the ranks of `group`, in place."""
-        work = dist.all_reduce(vector, group=group, async_op=True)
+    def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+        """Begins to sum `vector` over all ranks (of `group`), in place."""
+        work = dist.all_reduce(vector, group=group or self.group, async_op=True)
         assert work is not None
         return work
-
-    def start_sum_of(self, mine: float, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Begins to sum a number over `group`; the tensor has the sum when the work is done."""
-        total = torch.tensor([mine], dtype=torch.float64)
-        return self.start_sum(total, group), total
 
     def gather(self, mine: Any) -> list[Any]:
         """What every rank has given, in rank order. Collective, and visible to the launcher."""

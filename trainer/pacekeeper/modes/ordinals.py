@@ -146,7 +146,10 @@ class Ordinals:
         if weight is None and not self._period.supply.local:
             return float(self._parts.progress.global_batch)
         mine, group = float(samples) if weight is None else weight, self._mode.batch_group
-        return mine if group is None else self._parts.agreement.start_sum_of(mine, group)
+        if group is None:
+            return mine
+        total = torch.tensor([mine], dtype=torch.float64)
+        return self._parts.agreement.start_sum(total, group), total
 
     def wait(self, work: dist.Work) -> None:
         self._parts.agreement.wait(work)
