@@ -18,7 +18,7 @@ from torch import nn
 
 import pacekeeper as pk
 from pacekeeper.data.sampler import Permutations
-from pacekeeper.modes.course import MODES
+from pacekeeper_analysis.plan import MODES
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks

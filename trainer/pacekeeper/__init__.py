@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from pacekeeper_analysis.lengths import SequenceCost
     from pacekeeper_analysis.pseudo_gradient import Penalty
 
-    from .job import Checkpoints, Job, Schedule, init
+    from .job import Job, Schedule, init
     from .replication.local_sgd.settings import OuterSGD
+    from .settings import Checkpoints
     from .step import Step
 
 __all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCost", "Step", "init"]
 
 _MODULES = {
-    "Checkpoints": ".job",
+    "Checkpoints": ".settings",
     "Job": ".job",
     "OuterSGD": ".replication.local_sgd.settings",
     "Penalty": "pacekeeper_analysis.pseudo_gradient",

@@ -1,6 +1,6 @@
 """The library that a training script uses to be steered: `pk.init()` and the `Job` that it returns.
 
-Everything that the ranks do together happens between two steps, in `Job.steps`: see ordinals.py.
+Everything that the ranks do together happens between two steps, in `Job.steps`: see modes/ordinals.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,16 +31,20 @@ from .keep.checkpoints import CheckpointFolder
 from .keep.state import TrainingState
 from .keep.store import Store
 from .modes.agreement import Agreement
-from .modes.course import MODES, Course
-from .modes.follower import PlanFollower
+from .modes.conclusion import Limits
+from .modes.course import Course
+from .modes.follower import PlanReader
+from .modes.mode import Parts
 from .modes.ordinals import Ordinals
 from .modes.progress import Progress
 from .modes.retention import Retention
 from .observe.recorder import Recorder
 from .observe.watching import recorder as watch
+from .registered import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
 from .replication.replication import Replication
+from .settings import Checkpoints, Settings, checked_course, mesh_shape
 from .step import Step
 from .torch_internals import HashStore
 
@@ -51,17 +52,6 @@ Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Where checkpoints go, and how often. A TrainingJob says it in spec.checkpoint; here for scripts without one."""
-
-    path: Path
-    every: int = 100
-    """Steps."""
-    keep: int = 3
-    """The newest ones; older ones are deleted."""
 
 
 def init(
@@ -93,14 +83,14 @@ def init(
     Raises InputError that names the argument and the remedy.
     """
     environment = Environment.read()
-    shape = _mesh_shape(mesh or {"sync": -1}, environment.world_size)
+    shape = mesh_shape(mesh or {"sync": -1}, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
             environment.checkpoint_path, environment.checkpoint_every, environment.checkpoint_keep
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
-    course = _course(sync_mode, sync_every, sync_seconds)
+    course = checked_course(sync_mode, sync_every, sync_seconds)
     folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
     recorder = watch()
     if not dist.is_initialized():
@@ -112,23 +102,14 @@ def init(
     if folder and environment.rank == 0:
         folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0
-    return Job(environment, recorder, shape, seed, folder, checkpoint_every, snapshot_every, course)
+    settings = Settings(shape, seed, folder, checkpoint_every, snapshot_every, course)
+    return Job(environment, recorder, settings)
 
 
 class Job:
     """One rank's view of the job."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        recorder: Recorder,
-        mesh: dict[str, int],
-        seed: int,
-        folder: CheckpointFolder | None,
-        checkpoint_every: int,
-        snapshot_every: int | None,
-        course: Course | None,
-    ) -> None:
+    def __init__(self, environment: Environment, recorder: Recorder, settings: Settings) -> None:
         self.environment = environment
         self.recorder = recorder
         recorder.steered = True
@@ -136,14 +117,14 @@ class Job:
         self.world_size = environment.world_size
         self._agreement = Agreement(recorder)
         self._progress = Progress()
-        self._replication = Replication(self.rank, mesh)
-        self._seed = seed
-        self._folder = folder
-        self._checkpoint_every = checkpoint_every
-        self._snapshot_every = snapshot_every
-        self._course = course
+        self._replication = Replication(self.rank, settings.mesh)
+        self._settings = settings
         self._objects: dict[str, Any] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._retention: Retention | None = None
+        """None: nothing was restored yet."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._stepped: set[torch.optim.Optimizer] = set()
+        """Of them, those that have in the present step."""
         self._warmup_steps = 0
         self._schedules: list[tuple[LambdaLR, Schedule]] = []
         self._ordinals: Ordinals | None = None
@@ -202,11 +183,11 @@ class Job:
         warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
         2412.07210, section 3.2).
         """
-        if self._optimizer is None:
-            self._optimizer = optimizer
+        if not self._optimizers:
             self._warmup_steps = warmup_steps
             optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
-            optimizer.register_step_post_hook(lambda *_: self._complete_step())
+        self._optimizers.append(optimizer)
+        optimizer.register_step_post_hook(lambda *_: self._optimizer_stepped(optimizer))
         self._replication.train_with(optimizer, outer)
         return optimizer
 
@@ -246,7 +227,7 @@ class Job:
             weight=weight,
             rank=self.rank,
             world_size=self.world_size,
-            seed=self._seed,
+            seed=self._settings.seed,
             shuffle=shuffle,
             lengths=lengths,
             cost=cost,
@@ -254,41 +235,67 @@ class Job:
         )
 
     def register(self, **objects: Any) -> None:
-        """What belongs to a checkpoint: anything that has state_dict and load_state_dict. The names are part of it."""
+        """What belongs to a checkpoint: anything that has state_dict and load_state_dict. The names are part of it.
+
+        Before `restore`, or instead of giving it there. Raises InputError.
+        """
+        if self._retention is not None:
+            raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
         self._objects.update(objects)
 
-    def restore(self) -> int:
-        """Goes back to the newest state that all ranks can have: of the snapshots, or of the newest good checkpoint.
+    def restore(self, **objects: Any) -> int:
+        """Registers `objects`, and goes back to the newest state that all ranks can have: of the snapshots, or of the
+        newest good checkpoint. Collective.
 
-        Returns its step; 0: there is none, and the training begins. Call it when everything is registered. Raises
-        InputError where the checkpoint is another model's.
+        Returns its step; 0: there is none, and the training begins. Where a script does not call it, `steps` does.
+        Raises InputError where the checkpoint is another model's, or where an object's state cannot be kept.
         """
-        return self._retention.restore()
+        if self._retention is not None:
+            raise InputError("restore(): the job's state is restored already; call it once, before the first step")
+        self.register(**objects)
+        settings = self._settings
+        state = TrainingState({**self._objects, "job": self._progress}, self._replication, self.rank)
+        store = Store(self.environment, self._agreement, state, settings.folder)
+        snapshot_every = settings.snapshot_every if self._objects else 0
+        retention = Retention(
+            store, self.recorder, self._progress, self._replication, settings.checkpoint_every, snapshot_every
+        )
+        step = retention.restore()
+        self._retention = retention
+        return step
 
     def steps(self, loader: Loader, until: int | None = None) -> Iterator[Step]:
         """Optimizer steps, up to number `until` of the job, restarts included; None: without end.
 
         In every mode that is `until` global batches of samples. Ends the process with exit code 143, after a
-        checkpoint, when the job is told to leave (SIGTERM, suspend).
+        checkpoint, when the job is told to leave (SIGTERM, suspend). Raises InputError where the job's state is kept,
+        and what it trains with is not all registered.
         """
-        ordinals = self._ordinals = self._begin(loader, until)
+        if self._objects or self._settings.folder is not None:
+            check_registered(self._objects, self._replication.models, self._optimizers, loader)
+        if self._retention is None:
+            self.restore()
+        retention = self._retention
+        assert retention is not None, "restore() makes it"
+        ordinals = self._ordinals = self._begin(loader, until, retention)
         ordinals.open()
         while not ordinals.finished:
             step = ordinals.next_step()
             if step is not None:
+                self._stepped.clear()
                 try:
                     yield step
                 except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
-                    self._retention.wait()
+                    retention.wait()
                     raise
                 step.finish()
                 ordinals.complete_step()
             ordinals.pass_boundary()
         ordinals.close()
-        self._retention.finish()
+        retention.finish()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase other than training, with a deadline of its own: "eval", "compile", "checkpoint" or "data"."""
@@ -296,7 +303,7 @@ class Job:
             raise InputError(f"phase {name!r} is unknown; take one of {', '.join(_PHASES)}")
         return self.recorder.during(_PHASES[name])
 
-    def _begin(self, loader: Loader, until: int | None) -> Ordinals:
+    def _begin(self, loader: Loader, until: int | None, retention: Retention) -> Ordinals:
         loader.replica_size = self._replication.shape["shard"]
         progress = self._progress
         progress.begin(loader.global_batch_size)
@@ -315,33 +322,21 @@ class Job:
             check(progress.course)
         except InputError:  # of another number of ranks, or of another script
             progress.course = Course()
-        if self._course is not None:
-            check(self._course)
-            progress.course = self._course
-        return Ordinals(
-            rank=self.rank,
+        if self._settings.course is not None:
+            check(self._settings.course)
+            progress.course = self._settings.course
+        parts = Parts(
             agreement=self._agreement,
-            plan=PlanFollower(self.environment.runtime if self.rank == 0 else None, check),
             recorder=self.recorder,
             progress=progress,
             replication=self._replication,
-            retention=self._retention,
+            retention=retention,
             loader=loader,
-            until=until,
-            warmup_steps=self._warmup_steps,
+            plan=PlanReader(self.environment.runtime if self.rank == 0 else None, check),
             told_to_leave=lambda: self._told_to_leave,
             settled=self._adjust_schedules,
         )
-
-    @cached_property
-    def _retention(self) -> Retention:
-        """Made when it is first needed: by then everything is registered."""
-        state = TrainingState({**self._objects, "job": self._progress}, self._replication, self.rank)
-        store = Store(self.environment, self._agreement, state, self._folder)
-        snapshot_every = self._snapshot_every if self._objects else 0
-        return Retention(
-            store, self.recorder, self._progress, self._replication, self._checkpoint_every, snapshot_every
-        )
+        return Ordinals(parts, Limits(None if until is None else progress.samples_at(until), self._warmup_steps))
 
     def _adjust_schedules(self) -> None:
         """The job's samples have changed by what the peers have done: to the learning rates that belong to them."""
@@ -353,37 +348,15 @@ class Job:
         if self._ordinals is not None and self._ordinals.stepping:
             self.recorder.optimizer_begins()
 
-    def _complete_step(self) -> None:
-        if self._ordinals is not None:
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The job's first optimizer completes a step; the ranks may meet when all have stepped."""
+        if self._ordinals is None:
+            return
+        self._stepped.add(optimizer)
+        if optimizer is self._optimizers[0]:
             self._ordinals.complete_step()
+        if len(self._stepped) == len(self._optimizers):
+            self._ordinals.optimizers_stepped()
 
     def _leave_soon(self, *_: Any) -> None:
         self._told_to_leave = True
-
-
-def _course(sync_mode: str | None, sync_every: int, sync_seconds: float) -> Course | None:
-    """None: the script says nothing. Raises InputError."""
-    if sync_mode is None:
-        return None
-    if sync_mode not in MODES:
-        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(MODES)}")
-    if sync_every < 1 or not sync_seconds > 0:
-        raise InputError(f"sync_every={sync_every} must be 1 step or more, sync_seconds={sync_seconds} above 0")
-    return Course(SyncMode(sync_mode), sync_every, sync_seconds)
-
-
-def _mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Both dimensions' sizes. Raises InputError where they do not fit the ranks."""
-    unknown = mesh.keys() - {"sync", "shard"}
-    if unknown:
-        raise InputError(f'mesh: {sorted(unknown)} unknown; its dimensions are "sync" and "shard"')
-    shape = {"sync": 1, "shard": 1} | dict(mesh)
-    rest = [name for name, size in shape.items() if size == -1]
-    if len(rest) == 2:
-        raise InputError("mesh: only one dimension can be -1 (all that are left)")
-    fixed = shape["sync"] * shape["shard"] if not rest else shape["sync"] * shape["shard"] * -1
-    if fixed < 1 or (rest and world_size % fixed) or (not rest and fixed != world_size):
-        raise InputError(f"mesh: {dict(mesh)} does not fit {world_size} ranks; use -1 for all that are left")
-    if rest:
-        shape[rest[0]] = world_size // fixed
-    return shape

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pacekeeper_analysis.errors import InputError
+
 from .data.loader import Draw, Weight
 
 
@@ -19,7 +21,7 @@ class Peers(Protocol):
         """Whether the next backward pass reduces gradients or only adds them up."""
 
     def computing(self) -> None:
-        """The step's last forward pass is under way: what concerns the ranks' common course may be exchanged now."""
+        """The step's last forward pass is under way: what the ranks have to agree on may be exchanged now."""
 
     def total_weight(self, weight: float | None, samples: int) -> tuple[dist.Work, torch.Tensor] | float:
         """Of the batch that the gradient is the mean over, or what will have it when it is waited for.
@@ -29,7 +31,7 @@ class Peers(Protocol):
 
     def wait(self, work: dist.Work) -> None: ...
 
-    def due(self, step: Step, every: int) -> bool: ...
+    def due(self, step: Step, name: str, every: int) -> bool: ...
 
     def checkpoint_if_due(self) -> None: ...
 
@@ -51,7 +53,7 @@ class Step:
         """Of this rank's samples, and their squares, in sum (0: only the `weight` is known); None: nothing is known."""
         self._peers = peers
         self._draw = draw
-        self._used = 0
+        self._used = self._passed = 0
         self._batches = microbatches
         self._loss: torch.Tensor | None = None
         if weigh is not None:
@@ -62,9 +64,36 @@ class Step:
             self.lengths = self.lengths or (self.weight, 0.0)
         self._total = peers.total_weight(None if weigh is None else self.weight, draw.samples)
 
+    def microbatches(self) -> Iterator[Any]:
+        """This rank's share of the batch. Gradients are added up, and reduced over the ranks with the last one."""
+        while self._used < self._draw.microbatches:
+            batch = next(self._batches)
+            self._used += 1
+            self._peers.synchronise_gradients(self._used == self._draw.microbatches)
+            yield batch
+
+    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Adds the gradient of this microbatch's part of the batch's mean loss.
+
+        loss: the sum of the microbatch's losses (over its samples, or what the loader's `weight` counts). It is
+        reported, as by `add_loss`.
+        scaler: by which float16's gradients are scaled; `scaler.step(optimizer)` then steps.
+        Raises RuntimeError where a microbatch before this one had no backward pass.
+        """
+        if self._used > self._passed + 1 or not self._used:
+            raise RuntimeError(
+                f"step {self.number}: a backward pass behind {self._used} microbatches, {self._passed} of which had "
+                "theirs; call step.backward(loss) in the loop over step.microbatches(), for each of them"
+            )
+        self._passed = self._used
+        self.add_loss(loss)
+        mean = loss / self.total_weight
+        (mean if scaler is None else scaler.scale(mean)).backward()
+
     @property
     def total_weight(self) -> float:
-        """What the loss sums are to be divided by: the weight of the whole batch that the gradient is the mean over.
+        """For scripts that call `loss.backward()` themselves: what the sum of a microbatch's losses is divided by then,
+        the weight of the whole batch that the gradient is the mean over.
 
         In Sync, that is the global batch, over all ranks; in Local-SGD modes the part of this rank's replica. Infinite
         for a microbatch that only stands in so that the ranks of a sharded replica run equally many.
@@ -83,16 +112,9 @@ class Step:
             self._total = float(total.item())
         return self._total
 
-    def microbatches(self) -> Iterator[Any]:
-        """This rank's share of the batch. Gradients are added up, and reduced over the ranks with the last one."""
-        while self._used < self._draw.microbatches:
-            batch = next(self._batches)
-            self._used += 1
-            self._peers.synchronise_gradients(self._used == self._draw.microbatches)
-            yield batch
-
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator.
+        """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator: `backward` does so
+        itself.
 
         On a GPU the end of the step waits for it, so leave it out on most steps there.
         """
@@ -102,15 +124,16 @@ class Step:
     def due(self, name: str, every: int) -> bool:
         """Whether `name` ("eval", say) is to happen now, on all ranks alike: each `every` steps of the job.
 
-        Ask when the optimizer has stepped. In Local-SGD modes the answer is yes at the next synchronisation, which
-        then happens before it is given: the parameters are the same on all ranks.
+        Ask when the optimizer has stepped, on the ranks that want to know: on one of them alone, if you like. In
+        Local-SGD modes the answer is yes at the next synchronisation, and the parameters are the same on all ranks
+        then; what is asked for the first time at a synchronisation is due at the one after it.
         """
         if every < 1:
-            raise ValueError(f"every={every} of {name!r} must be at least 1 step")
-        return self._peers.due(self, every)
+            raise InputError(f"every={every} of {name!r} must be at least 1 step")
+        return self._peers.due(self, name, every)
 
     def checkpoint(self) -> None:
-        """Takes the checkpoint here where one is due; otherwise the end of the step does."""
+        """Takes the checkpoint here where one is due; otherwise the end of the step does. On all ranks, or on none."""
         self._peers.checkpoint_if_due()
 
     @property
@@ -126,6 +149,8 @@ class Step:
                 f"step {self.number}: {count - self._used} of {count} microbatches were not used; "
                 "iterate over step.microbatches() to the end"
             )
+        if 0 < self._passed < count:
+            raise RuntimeError(f"step {self.number}: the last of {count} microbatches had no backward pass")
         _ = self.batch_weight  # where the script did not ask for it, the peers did
 
     @property

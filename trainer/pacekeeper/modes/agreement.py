@@ -9,15 +9,16 @@ number: ranks see different versions at different times. The sum does the rest, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import Recorder
+from pacekeeper_analysis.plan import MODES
 
-from .course import MODES, Course
+from .course import Course
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Tally:
     """Used since the last ordinal."""
     done: int = 0
     """How many ranks came to this ordinal because no sample was left for them."""
+    asking: int = 0
+    """How many ranks ask for something that their peers do not know of yet."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,13 @@ class Agreement(CpuGroup):
     def __init__(self, recorder: Recorder) -> None:
         """Collective: all ranks make theirs together."""
         super().__init__(recorder)
-        self._rank, self._world_size = dist.get_rank(), self.group.size()
+        self.rank, self._world_size = dist.get_rank(), self.group.size()
         self._issued: tuple[dist.Work, torch.Tensor] | None = None
 
     def issue(self, orders: Orders, tally: Tally) -> None:
         """Starts the next exchange; `orders` count on rank 0 only."""
-        said = _encode(orders, self._world_size) if self._rank == 0 else [0.0] * (_ORDERS + self._world_size)
-        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done)
-        vector = torch.tensor([*mine, *said], dtype=torch.float64)
+        said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
+        vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
 
     @property
@@ -82,8 +84,8 @@ class Agreement(CpuGroup):
         work, vector = self._issued
         self._issued = None
         self.wait(work)
-        leaving, loss, weight, samples, done, *said = vector.tolist()
-        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done)))
+        leaving, loss, weight, samples, done, asking, *said = vector.tolist()
+        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done), int(asking)))
 
 
 def _encode(orders: Orders, world_size: int) -> list[float]:

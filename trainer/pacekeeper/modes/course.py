@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pacekeeper_analysis.lengths import SequenceCost
-from pacekeeper_analysis.plan import MODES as MODES
 from pacekeeper_analysis.plan import SyncMode, WorkerPlan
 
 

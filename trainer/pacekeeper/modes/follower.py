@@ -5,89 +5,106 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from pacekeeper.runtime import Runtime, write_text
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Stop, WorkerPlan
+from pacekeeper_analysis.plan import MODES, Stop, WorkerPlan
 
 from .agreement import Orders
-from .course import MODES, Course
+from .course import Course
 
 _log = logging.getLogger(__name__)
 
+Check = Callable[[Course], None]
+"""Raises InputError where the script cannot train so."""
 
-@dataclass
+
 class PlanFollower:
-    """The runtime folder's plan.json; its `refused` says what is wrong with the plan that lies there."""
+    """Pure: from the contents of plan.json, one after the other, to what rank 0 orders."""
 
-    runtime: Runtime | None
-    """None: there is no plan."""
-    check: Callable[[Course], None]
-    """Raises InputError where the script cannot train so."""
-
-    def __post_init__(self) -> None:
-        self._seen: tuple[int, int] | None = None
+    def __init__(self, check: Check) -> None:
+        self._check = check
         self._plan = WorkerPlan()
         self._membership: int | None = None
+        """Of this round: the first plan's."""
         self._unreadable = ""
-        self._said: str | None = None
 
-    def orders(self, in_force: Course, snapshot_every: int) -> Orders:
-        """What rank 0 orders. Costs little more than a stat where the file was not replaced.
+    def take(self, content: str) -> None:
+        """What lies in plan.json now."""
+        try:
+            self._plan = parse_plan(content)
+        except InputError as error:
+            self._unreadable = str(error)
+            return
+        self._unreadable = ""
+        if self._membership is None:
+            self._membership = self._plan.membership
+
+    def orders(self, in_force: Course, snapshot_every: int) -> tuple[Orders, str]:
+        """What rank 0 orders, and why the newest plan is refused; "": it is not.
 
         in_force: goes on where the plan has no course that can be followed.
         """
-        self._read()
         plan, course, refused = self._plan, Course.of(self._plan), self._unreadable
         if plan.version == 0 or plan.membership != self._membership:  # the next round's: this one goes on until its end
             course = in_force
         else:  # behind an unreadable plan lies the last readable one, which was perhaps refused itself
             try:
-                self.check(course)
+                self._check(course)
             except InputError as error:
                 course, refused = in_force, refused or f"plan {plan.version}: {error}"
-        self._say(refused)
-        return Orders(course, plan.version, plan.checkpoint_request, plan.stop is Stop.SUSPEND, snapshot_every)
+        orders = Orders(course, plan.version, plan.checkpoint_request, plan.stop is Stop.SUSPEND, snapshot_every)
+        return orders, refused
 
-    def _read(self) -> None:
-        if self.runtime is None:
-            return
-        path = self.runtime.plan
+
+class PlanReader:
+    """Follows the runtime folder's plan.json, and writes into its `refused` what is wrong with the plan there."""
+
+    def __init__(self, runtime: Runtime | None, check: Check) -> None:
+        """`runtime`: None: there is no plan."""
+        self._runtime = runtime
+        self._follower = PlanFollower(check)
+        self._seen: tuple[int, int] | None = None
+        self._said: str | None = None
+
+    def orders(self, in_force: Course, snapshot_every: int) -> Orders:
+        """As the follower's. Costs little more than a stat where the file was not replaced."""
+        if self._runtime is not None and (content := self._replaced(self._runtime.plan)) is not None:
+            self._follower.take(content)
+        orders, refused = self._follower.orders(in_force, snapshot_every)
+        if self._runtime is not None and refused != self._said:
+            self._said = refused
+            self._say(self._runtime.refused, refused)
+        return orders
+
+    def _replaced(self, path: Path) -> str | None:
+        """What lies there; None: what lay there when this was asked last, or nothing."""
         try:
             status = path.stat()
+            signature = (status.st_ino, status.st_mtime_ns)
+            if signature == self._seen:
+                return None
+            content = path.read_text(errors="replace")
         except FileNotFoundError:
-            return
-        signature = (status.st_ino, status.st_mtime_ns)
-        if signature == self._seen:
-            return
+            return None
         self._seen = signature
-        try:
-            self._plan = read_plan(path)
-            self._unreadable = ""
-        except InputError as error:
-            self._unreadable = str(error)
-        if self._membership is None and not self._unreadable:
-            self._membership = self._plan.membership
+        return content
 
-    def _say(self, refused: str) -> None:
+    def _say(self, place: Path, refused: str) -> None:
         """For people: in the runtime folder, from where the launcher passes it on, and in the log."""
-        if refused == self._said or self.runtime is None:
-            return
-        self._said = refused
-        write_text(self.runtime.refused, refused)
+        write_text(place, refused)
         if refused:
             _log.warning("plan not taken, the last good one goes on: %s", refused)
 
 
-def read_plan(path: Path) -> WorkerPlan:
+def parse_plan(content: str) -> WorkerPlan:
     """Raises InputError that names the field and the remedy."""
     try:
-        content = json.loads(path.read_text())
+        fields = json.loads(content)
     except ValueError as error:
-        raise InputError(f"{path.name}: not JSON ({error}); its writer replaces it as a whole") from error
-    mode = content.get("sync_mode", MODES[0]) if isinstance(content, dict) else MODES[0]
+        raise InputError(f"plan.json: not JSON ({error}); its writer replaces it as a whole") from error
+    mode = fields.get("sync_mode", MODES[0]) if isinstance(fields, dict) else MODES[0]
     if mode not in MODES:
         raise InputError(f"sync_mode: {mode!r} is unknown; take one of {', '.join(MODES)}")
-    return WorkerPlan.from_json(content)
+    return WorkerPlan.from_json(fields)

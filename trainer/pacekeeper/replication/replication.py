@@ -127,6 +127,11 @@ class Replication:
     # State
 
     @property
+    def models(self) -> list[nn.Module]:
+        """As the script has got them."""
+        return [model.wrapped for model in self._models]
+
+    @property
     def replicas(self) -> list[Replicas]:
         """One a model; made when they are first needed, since their momentum takes memory. Collective then."""
         if not self._replicas:

@@ -1,0 +1,104 @@
+"""Asking what is due is a rank's own affair: whoever asks, what the ranks must do together they do at the ordinal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pacekeeper as pk
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import SyncMode
+from tests.support.mode_jobs import BATCH, PLAN, Numbers, digest
+from tests.support.ranks import run_ranks
+
+EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
+
+
+@pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
+def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path: Path) -> None:
+    """More units than the two whose synchronisation is under way at a time. Were the rest completed on the asking rank
+    alone, it would wait for its sync group, which waits for shards that the asking rank has to gather."""
+
+    def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode})
+        job = pk.init(mesh={"sync": 2, "shard": 2})
+        net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 1)))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        due, parameters = [], {}
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=24):
+            for _, x in step.microbatches():
+                step.backward(net(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.rank == 0 and step.due("print", every=6):
+                due.append(job.step)
+            if mode is EDIT:  # a collective of the script's own, behind what only one rank asks
+                torch.distributed.barrier()
+            parameters[job.step] = digest(net.parameters())
+        return due, parameters
+
+    (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path, patience=30)
+    assert [asked for asked, _ in others] == [[]] * 3
+    assert due[-1] == 24
+    assert len(due) > 1
+    if mode is EDIT:
+        assert due == [8, 12, 20, 24]
+    sync_groups_other = others[1][1]
+    assert [parameters[step] for step in due] == [sync_groups_other[step] for step in due]
+
+
+def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) -> None:
+    """Rank 1 asks for the first time when the ranks have met: what was due then comes one ordinal later."""
+
+    def rank_main(rank: int) -> dict[str, list[int]]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+        job = pk.init()
+        net = job.replicate(nn.Linear(4, 1))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        due: dict[str, list[int]] = {"sparse": [], "late": [], "print": []}
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=28):
+            for _, x in step.microbatches():
+                step.backward(net(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1 and step.due("sparse", every=10):
+                due["sparse"].append(job.step)
+            if rank == 1 and job.step >= 12 and step.due("late", every=6):
+                due["late"].append(job.step)
+            if rank == 0 and step.due("print", every=4):
+                due["print"].append(job.step)
+        return due
+
+    zero, one = run_ranks(rank_main, 2, runtime=tmp_path, patience=30)
+    assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: told at 16; 18 and 24
+    assert zero == {"sparse": [], "late": [], "print": [4, 8, 12, 16, 20, 24, 28]}
+
+
+def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
+    """What the second one does is part of what they synchronise."""
+
+    def rank_main(rank: int) -> list[str]:
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+        job = pk.init()
+        net = job.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        optimizers = [job.optimizer(torch.optim.SGD(part.parameters(), lr=0.01), warmup_steps=0) for part in net.module]
+        found = []
+        for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=12):
+            for _, x in step.microbatches():
+                step.backward(net(x).sum())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step.due("look", every=4):
+                found.append(digest(net.parameters()))
+        return found
+
+    zero, one = run_ranks(rank_main, 2, runtime=tmp_path, patience=30)
+    assert zero == one
+    assert len(set(zero)) == 3

@@ -1,0 +1,108 @@
+"""Local-SGD (EDiT and AsyncEDiT): replicas train by themselves, and each synchronisation of theirs is an ordinal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from pacekeeper import torch_internals
+from pacekeeper.data.tickets import Tickets
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.records import Kind, Phase
+
+from .agreement import Agreed
+from .conclusion import Conclusion
+from .mode import Mode, Parts, Period
+from .pace import Pace
+from .telling import Telling
+
+
+class LocalSGD(Mode):
+    """The exchange is read at once: ranks wait for each other at synchronisations anyway."""
+
+    def __init__(self, parts: Parts, telling: Telling, pace: Pace, replica: dist.ProcessGroup | None) -> None:
+        """`replica`: for the small talk of the ranks that share this one's; None: it has one for itself."""
+        self._parts = parts
+        self._telling = telling
+        self._pace = pace
+        self._replica = replica
+        self._synchronising = False
+        self._exposed_seconds = 0.0
+        """What it took last to complete a synchronisation at once, with no forward pass to hide it."""
+
+    # From and to other ways to train
+
+    def start(self) -> None:
+        """The parameters are the common ones now."""
+        self._parts.replication.start()
+
+    def stop(self) -> None:
+        """One state for all replicas. Collective."""
+        with self._parts.recorder.during(Phase.CHECKPOINT):
+            self._parts.replication.stop()
+            self._parts.retention.equalise_others()
+
+    def start_leases(self, limit: int | None) -> None:
+        """`limit`: samples of the job, counted from its origin."""
+        loader, progress, agreement = self._parts.loader, self._parts.progress, self._parts.agreement
+        tickets = Tickets(torch_internals.default_store(), agreement.rank, self._parts.replication.shape["shard"])
+        ahead = 0 if limit is None else limit + progress.origin - progress.samples
+        loader.start_leases(tickets.take, None if limit is None else loader.used + ahead)
+
+    # Between two ordinals
+
+    @property
+    def batch_group(self) -> dist.ProcessGroup | None:
+        return self._replica
+
+    @property
+    def steps_in_period(self) -> int:
+        return self._parts.progress.course.sync_every
+
+    def end_step(self, period: Period) -> bool:
+        self._record_synchronisation()
+        if period.supply.leased:
+            return self._pace.is_up(self._parts.progress.course.sync_seconds)
+        return super().end_step(period)
+
+    # Ordinals
+
+    def meet(self, period: Period, conclude: Callable[[Agreed], Conclusion]) -> Conclusion:
+        parts, progress = self._parts, self._parts.progress
+        self._telling.begin(period, self._exposed_seconds)
+        parts.replication.begin(period.steps, period.supply.mode is SyncMode.ASYNC_EDIT, period.weight)
+        self._synchronising = True
+        agreed = parts.agreement.take()
+        progress.settle(agreed.tally.samples)
+        parts.settled()
+        parts.recorder.step = progress.step + 1
+        parts.recorder.ring.state.step = progress.step
+        conclusion = conclude(agreed)
+        unused = None
+        if conclusion.duties.any:
+            unused = [positions for its in parts.agreement.gather(parts.loader.unused()) for positions in its]
+        if conclusion.needs_common_parameters:
+            self._finish_synchronisation()
+        parts.loader.meet(agreed.tally.samples, unused)
+        return conclusion
+
+    def _finish_synchronisation(self) -> None:
+        began = time.monotonic()
+        self._parts.replication.finish()
+        self._exposed_seconds = time.monotonic() - began
+        self._record_synchronisation()
+
+    def _record_synchronisation(self) -> None:
+        """Once it is complete: by the forward pass of the step that was just made, or at once."""
+        newest = self._parts.replication.newest
+        if not self._synchronising or not all(one.ended_ns for one in newest):
+            return
+        self._synchronising = False
+        start, end = min(one.started_ns for one in newest), max(one.ended_ns for one in newest)
+        waited = sum(one.waited_ns for one in newest) * 1e-9
+        nbytes = sum(one.nbytes for one in newest)
+        self._parts.recorder.ring.write(
+            Kind.SYNCHRONISATION, start, end, self._parts.progress.ordinal_step, Phase.TRAIN, waited, nbytes=nbytes
+        )

@@ -1,0 +1,38 @@
+"""What a script registers: whether it is all that the job trains with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from pacekeeper_analysis.errors import InputError
+
+from .data.loader import Loader
+
+_PLAIN = (nn.Module, torch.optim.Optimizer, LRScheduler, Loader, torch.amp.GradScaler)
+
+
+def check_registered(
+    objects: Mapping[str, Any], models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer], loader: Loader
+) -> None:
+    """Raises InputError where something would begin anew while the job's steps go on.
+
+    objects: what is registered. An object of the script's own may have any of the others in its state.
+    """
+    if not all(isinstance(item, _PLAIN) for item in objects.values()):
+        return
+    kept = {id(item) for item in objects.values()}
+    modules = [item for item in objects.values() if isinstance(item, nn.Module)]
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    missing = {
+        "model": any(id(parameter) not in parameters for model in models for parameter in model.parameters()),
+        "optimizer": any(id(optimizer) not in kept for optimizer in optimizers),
+        "loader": id(loader) not in kept,
+    }
+    arguments = ", ".join(f"{name}={name}" for name, is_missing in missing.items() if is_missing)
+    if arguments:
+        raise InputError(f"steps(): what the job trains with would be in no checkpoint; say job.restore({arguments})")

@@ -1,0 +1,69 @@
+"""What `init` is asked for, checked before a rank joins anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import MODES, SyncMode
+
+from .keep.checkpoints import CheckpointFolder
+from .modes.course import Course
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where checkpoints go, and how often. A TrainingJob says it in spec.checkpoint; here for scripts without one."""
+
+    path: Path
+    every: int = 100
+    """Steps."""
+    keep: int = 3
+    """The newest ones; older ones are deleted."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `init` was asked for, checked."""
+
+    mesh: dict[str, int]
+    """Both dimensions' sizes."""
+    seed: int
+    folder: CheckpointFolder | None
+    """None: there are no checkpoints."""
+    checkpoint_every: int
+    """Steps; 0: never."""
+    snapshot_every: int | None
+    """Steps; 0: never; None: as often as 1 % of the training time allows."""
+    course: Course | None
+    """None: the script says nothing."""
+
+
+def checked_course(sync_mode: str | None, sync_every: int, sync_seconds: float) -> Course | None:
+    """None: the script says nothing. Raises InputError."""
+    if sync_mode is None:
+        return None
+    if sync_mode not in MODES:
+        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(MODES)}")
+    if sync_every < 1 or not sync_seconds > 0:
+        raise InputError(f"sync_every={sync_every} must be 1 step or more, sync_seconds={sync_seconds} above 0")
+    return Course(SyncMode(sync_mode), sync_every, sync_seconds)
+
+
+def mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Both dimensions' sizes. Raises InputError where they do not fit the ranks."""
+    unknown = mesh.keys() - {"sync", "shard"}
+    if unknown:
+        raise InputError(f'mesh: {sorted(unknown)} unknown; its dimensions are "sync" and "shard"')
+    shape = {"sync": 1, "shard": 1} | dict(mesh)
+    rest = [name for name, size in shape.items() if size == -1]
+    if len(rest) == 2:
+        raise InputError("mesh: only one dimension can be -1 (all that are left)")
+    fixed = shape["sync"] * shape["shard"] if not rest else shape["sync"] * shape["shard"] * -1
+    if fixed < 1 or (rest and world_size % fixed) or (not rest and fixed != world_size):
+        raise InputError(f"mesh: {dict(mesh)} does not fit {world_size} ranks; use -1 for all that are left")
+    if rest:
+        shape[rest[0]] = world_size // fixed
+    return shape
