@@ -18,9 +18,8 @@ from torch import nn
 
 import pacekeeper as pk
 from pacekeeper.data.sampler import Permutations
-from pacekeeper_analysis.plan import MODES
 from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from pacekeeper_analysis.plan import MODES, Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
 
 SYNC, EDIT, ASYNC = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
