@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 
 from pacekeeper.data.loader import Loader
 from pacekeeper.environment import Environment
@@ -32,6 +31,7 @@ from pacekeeper.plain import allow, pack, take_apart
 from pacekeeper.plain import unpack as unpack_plain
 from pacekeeper.replication.parallel import equalise_buffers, unwrap
 from pacekeeper.replication.replication import Replication
+from pacekeeper.torch_internals import tree_map_only
 from pacekeeper_analysis.errors import InputError
 
 from .checkpoints import CheckpointFolder, FileSum, Manifest, checksum
