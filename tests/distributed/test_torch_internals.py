@@ -338,6 +338,7 @@ def test_a_state_is_mapped_and_filled_in_by_its_paths() -> None:
     assert filled == {"a": {"b": [1, 2]}}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path) -> None:
     save({"weight": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     metadata = FileSystemReader(tmp_path).read_metadata()

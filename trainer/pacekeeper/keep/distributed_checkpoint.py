@@ -133,7 +133,9 @@ class _Saving:
         def written() -> None:
             assert self._metadata is not None
             self._writer.finish(self._metadata, list(results))
-            self._index.write_bytes(pack(replace(self._metadata, storage_meta=None)))  # the reader has its own
+            places = {its.index: its.storage_data for of_rank in results for its in of_rank}
+            whole = replace(self._metadata, storage_data=places, storage_meta=None)  # the reader has its own
+            self._index.write_bytes(pack(whole))
 
         failed: _Failure | None = _failure(results) or self.tried(written)
         return failed
