@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 export PYTHONUNBUFFERED := 1
 
 help: ## Show what there is
@@ -18,6 +19,13 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
+	@touch $@
+
+# The trainer with the oldest torch that pyproject.toml allows.
+$(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
+	@echo "Python environment with the oldest torch: installing ..." >&2
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0'
 	@touch $@
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
@@ -45,10 +53,14 @@ test-distributed: venv ## Real torch ranks over gloo
 test-cluster: venv ## The real cluster
 	$(BIN)/pytest tests/cluster
 
+test-torch: $(OLDEST)/.ready ## All of the trainer's with the oldest torch
+	$(OLDEST)/bin/pytest tests/unit/trainer tests/distributed
+
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
-test: venv ## Everything: lint, types, contracts, unit, distributed and cluster tests
+test: venv $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests
 	$(MAKE) --jobs=2 --output-sync=target lint test-unit
 	$(BIN)/pytest tests/distributed tests/cluster
+	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed
 
 demo: venv ## The main job: a training job that heals itself (build/demo/report.html)
 	$(BIN)/python -m demo
@@ -56,4 +68,4 @@ demo: venv ## The main job: a training job that heals itself (build/demo/report.
 bench: venv ## All benches, or one: make bench NAME=recovery
 	$(BIN)/python -m bench $(NAME)
 
-.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test demo bench
+.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test demo bench

@@ -15,6 +15,8 @@ from pacekeeper_analysis.plan import Plan, Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 from tests.support.launchers import Team, team
 
+pytestmark = pytest.mark.oldest_torch
+
 TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
 UNTIL = 14
 SHARES = (9, 6, 5, 4)

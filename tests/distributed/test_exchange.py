@@ -16,6 +16,8 @@ from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, 
 from pacekeeper_analysis.errors import InputError
 from tests.support.ranks import run_ranks, unpickle_nothing
 
+pytestmark = pytest.mark.oldest_torch
+
 RANKS = 3
 
 

@@ -79,6 +79,7 @@ def diary(folder: Path, rank: int) -> list[str]:
     return [line.split(maxsplit=2)[2] for line in (folder / f"diary-{rank}").read_text().splitlines()]
 
 
+@pytest.mark.oldest_torch
 def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None:
     with local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
@@ -86,6 +87,7 @@ def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None
     assert "rank 1 was killed by SIGKILL in round 1 after step 3" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.oldest_torch
 def test_a_hanging_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     faults = [{"rank": 1, "round": 1, "step": 8, "kind": "stop"}]
     with local_run(tmp_path, faults, step_seconds=0.05) as pid:

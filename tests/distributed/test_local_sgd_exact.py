@@ -18,6 +18,8 @@ from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, digest, loss_sum, make_mesh, make_net, meet, samples, sgd, whole
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.oldest_torch
+
 PLAIN = OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty(enabled=False))
 MESHES = [(4, 1), (2, 2)]
 

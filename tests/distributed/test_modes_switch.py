@@ -24,6 +24,8 @@ from tests.support.mode_jobs import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.oldest_torch
+
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 THROUGH_ALL = {3: {"sync_mode": EDIT}, 13: {"sync_mode": ASYNC_EDIT}, 40: {"sync_mode": SYNC}}
 

@@ -20,6 +20,8 @@ from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.oldest_torch
+
 RANKS = 4
 BATCH = 24
 IGNORED = -100

@@ -21,6 +21,8 @@ from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
 from tests.support.fake_clock import FakeClock, install
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.oldest_torch
+
 RANKS = 4
 SLOW_RANK = 2
 SECONDS_A_SAMPLE = tuple(0.012 if rank == SLOW_RANK else 0.004 for rank in range(RANKS))

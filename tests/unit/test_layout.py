@@ -65,3 +65,55 @@ def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None
         call for path in sorted(package.rglob("*.py")) if path not in exempt for call in _calls_past_the_seam(path)
     ]
     assert not found
+
+
+FOREIGN = {
+    ("launcher/rank.py", "_shutdown"): "threading's: what Python does before it ends",
+    ("launcher/rank.py", "_run_exitfuncs"): "atexit's: the same",
+    ("torch_internals.py", ""): "the one place for torch's",
+}
+"""(File of the trainer, name, or all): why it may use a private name of somebody else."""
+
+
+def _private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Names with one leading underscore that a module imports, or takes from something else than `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        for name in names:
+            if name.startswith("_") and not name.startswith("__"):
+                yield getattr(node, "lineno", 0), name
+
+
+def _own_names(path: Path) -> Iterator[str]:
+    """That a module defines or assigns to."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    """Each has a test there, in tests/distributed/test_torch_internals.py, before a newer torch is allowed."""
+    package = ROOT / "trainer/pacekeeper"
+    paths = sorted(package.rglob("*.py"))
+    own = {name for path in paths for name in _own_names(path)} | {"_exit"}  # os._exit is documented
+    found = []
+    for path in paths:
+        place = path.relative_to(package).as_posix()
+        for line, name in _private_names(path):
+            if name not in own and not {(place, name), (place, "")} & FOREIGN.keys():
+                found.append(f"{place}:{line} {name}")
+    assert not found

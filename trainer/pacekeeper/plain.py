@@ -269,7 +269,9 @@ def _object(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
 def _put_object(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
     name, *values = content
     fields = dataclasses.fields(_allowed[name])
-    pairs = zip(fields, values, strict=True)
+    if len(values) > len(fields):
+        raise ValueError(f"a {name} with {len(values)} fields instead of {len(fields)}")
+    pairs = zip(fields, values, strict=False)  # later fields have come with a newer version, and are at their defaults
     return _allowed[name](**{its.name: _put(value, tensors, mesh) for its, value in pairs})
 
 

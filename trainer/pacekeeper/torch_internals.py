@@ -6,7 +6,8 @@ pyproject.toml bounds torch from above: a newer one is allowed when these tests 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +15,64 @@ from torch import nn
 from torch._C._distributed_c10d import (
     GradBucket,
     HashStore,
-    HookOpName,
     ProcessGroup,
     Store,
     Work,
     _broadcast_coalesced,
 )
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
+from torch.utils.data._utils import worker
 
-__all__ = ["GradBucket", "HashStore", "HookOpName", "ProcessGroup", "Store", "Work", "engine"]
+try:
+    from torch._C._distributed_c10d import HookOpName
+except ImportError:  # before 2.15, when process groups got hooks
+    HookOpName = None  # type: ignore[assignment,misc]
+
+__all__ = [
+    "GradBucket",
+    "HashStore",
+    "HookOpName",
+    "ProcessGroup",
+    "StorageInfo",
+    "StoragePrefix",
+    "Store",
+    "Work",
+    "engine",
+    "set_element",
+    "tree_map_only",
+]
 
 engine = torch.autograd.Variable._execution_engine
+
+_kernels: list[torch.library.Library] = []
+"""What keeps kernels of ours registered."""
+
+
+def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
+    """Has every call of `torch.ops.c10d.<operator>` come to `kernel` first, and return what that returns.
+
+    `kernel` is given the arguments by name (those left out are at their defaults) and what calls torch's own kernel.
+    """
+    overload = getattr(torch.ops.c10d, operator).default
+    names = [argument.name for argument in overload._schema.arguments]
+    # Calls of all devices pass this key, right before the one of their device, and nothing of c10d stands there.
+    own = torch._C.DispatchKey.BackendSelect
+    below = torch._C._dispatch_keyset_full_after(own)
+
+    def dispatched(keys: Any, *values: Any, **options: Any) -> Any:
+        arguments = dict(zip(names, values, strict=False)) | options
+        return kernel(arguments, lambda: overload.redispatch(keys & below, *values, **options))
+
+    library = torch.library.Library("c10d", "IMPL", own.name)
+    library.impl(operator, dispatched, with_keyset=True)
+    _kernels.append(library)
 
 
 def graph_task() -> int:
@@ -106,8 +151,11 @@ def all_reduce_hooks(module: FSDPModule) -> Iterable[Any]:
 
 
 def gather_after(module: FSDPModule, event: Any) -> None:
-    """FSDP2's streams, on which parameters are gathered, wait for `event`."""
-    module._get_fsdp_state()._comm_ctx.wait_all_gather_streams_on_event(event)
+    """FSDP2's streams, on which parameters are gathered, wait for `event`; before a first forward pass it has none."""
+    streams = vars(module._get_fsdp_state()._comm_ctx)
+    for name in ("all_gather_copy_in_stream", "all_gather_stream"):
+        if name in streams:
+            streams[name].wait_event(event)
 
 
 def gathered_with(module: FSDPModule) -> set[nn.Module]:
@@ -121,10 +169,18 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def is_process_group(group: Any) -> bool:
-    return isinstance(group, ProcessGroup)
+@contextmanager
+def as_the_only_worker() -> Iterator[None]:
+    """Inside it, torch.utils.data.get_worker_info() says None, as outside of a DataLoader's workers."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return groups
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # the one that a torch before had

@@ -35,7 +35,13 @@ class Unknown:
     x: int = 1
 
 
-allow(Colour, Point)
+@dataclass(frozen=True)
+class Grown:
+    x: int
+    since: str = "the next version"
+
+
+allow(Colour, Point, Grown)
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -128,6 +134,7 @@ HOSTILE = {
     "a class of this module": _with({"object": ["Unknown", 1]}),
     "no member": _with({"member": ["Colour", "__class__"]}),
     "a member of no enumeration": _with({"member": ["Point", "x"]}),
+    "too few fields": _with({"object": ["Point", 1]}),
     "too many fields": _with({"object": ["Point", 1, 2, 3]}),
     "objects in an array": _with({"array": ["|O", [1], 0]}, [["uint8", 8]]),
     "a tensor that is not there": _with({"tensor": 7}),
@@ -144,6 +151,10 @@ HOSTILE = {
 def test_bytes_of_somebody_else_are_an_input_error(content: bytes) -> None:
     with pytest.raises(InputError, match="not what Pacekeeper writes"):
         unpack(content)
+
+
+def test_fields_that_an_older_version_did_not_write_are_at_their_defaults() -> None:
+    assert unpack(_with({"object": ["Grown", 1]})) == Grown(1)
 
 
 def test_a_pickle_is_not_unpickled(tmp_path: Path) -> None:

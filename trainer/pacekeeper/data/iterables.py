@@ -9,12 +9,11 @@ rest, which runs for this rank's samples alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
-from torch.utils.data._utils import worker
 
+from pacekeeper.torch_internals import as_the_only_worker
 from pacekeeper_analysis.errors import InputError
 
 _END = object()
@@ -61,7 +60,8 @@ class RunThrough(Dataset[Any]):
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
         """Raises InputError where the iterable does not keep to the rules."""
-        with _as_the_only_worker():
+        # Many leave out what other workers take, which we do already.
+        with as_the_only_worker():
             return [self._sample(position) for position in positions]
 
     def _sample(self, position: int) -> Any:
@@ -121,13 +121,3 @@ class Sized:
 def _set_epoch(iterable: Any, epoch: int) -> None:
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-
-
-@contextmanager
-def _as_the_only_worker() -> Iterator[None]:
-    """Hides from the iterable that there are other workers: many leave out those's samples, which we do already."""
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info

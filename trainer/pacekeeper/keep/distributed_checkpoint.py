@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as index
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
@@ -34,13 +33,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pacekeeper import exchange
 from pacekeeper.plain import allow, pack, unpack
+from pacekeeper.torch_internals import StorageInfo, StoragePrefix, set_element
 from pacekeeper_analysis.errors import InputError
 
 INDEX = "index.plain"
 TORCHS_INDEX = ".metadata"
 """For torch's own tools; nothing here reads it."""
 
-allow(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, WriteResult, _StorageInfo, _StoragePrefix)
+allow(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, WriteResult, StorageInfo, StoragePrefix)
 allow(index.Metadata, index.MetadataIndex, index.TensorStorageMetadata, index.BytesStorageMetadata)
 allow(index.ChunkStorageMetadata, index.TensorProperties)
 
@@ -120,7 +120,7 @@ class _Saving:
 
     def write(self, part: SavePlan) -> list[WriteResult]:
         plan = self._planner.finish_plan(part)
-        own = _StoragePrefix(f"__{self._rank}_")  # as torch makes it; it goes into paths, and comes from a peer
+        own = StoragePrefix(f"__{self._rank}_")  # as torch makes it; it goes into paths, and comes from a peer
         if own != plan.storage_data:
             raise InputError(f"a peer's plan names files {plan.storage_data!r:.100} instead of {own.prefix!r}")
         writing = self._writer.write_data(plan, self._planner)
@@ -133,7 +133,9 @@ class _Saving:
         def written() -> None:
             assert self._metadata is not None
             self._writer.finish(self._metadata, list(results))
-            self._index.write_bytes(pack(replace(self._metadata, storage_meta=None)))  # the reader has its own
+            places = {its.index: its.storage_data for of_rank in results for its in of_rank}
+            whole = replace(self._metadata, storage_data=places, storage_meta=None)  # the reader has its own
+            self._index.write_bytes(pack(whole))
 
         failed: _Failure | None = _failure(results) or self.tried(written)
         return failed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from pacekeeper.torch_internals import tree_map_only
 
 
 def stage(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tells of each collective of a process group when a rank enters it, and when its work is issued.
 
-PyTorch fires a process group's hooks in the dispatcher, below all of its callers (pytorch #186300), so DDP's C++
-reducer is seen too.
+Both are heard of in torch's dispatcher, below all callers, so DDP's C++ reducer is heard too: by the process group's
+own hooks (pytorch #186300) or, where torch does not have them yet, by `dispatcher`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,38 @@ from typing import Any
 from pacekeeper.torch_internals import HookOpName, ProcessGroup
 from pacekeeper_analysis.records import Collective
 
+from . import dispatcher
+
 _HOOK = 0x504B
 """Key of our hooks on a process group."""
 
+_FORMS = {
+    "SEND": Collective.SEND,
+    "RECV": Collective.RECV,
+    "BROADCAST": Collective.BROADCAST,
+    "ALLREDUCE": Collective.ALL_REDUCE,
+    "ALLREDUCE_COALESCED": Collective.ALL_REDUCE,
+    "REDUCE": Collective.REDUCE,
+    "ALLGATHER": Collective.ALL_GATHER,
+    "ALLGATHER_BASE": Collective.ALL_GATHER,
+    "ALLGATHER_COALESCED": Collective.ALL_GATHER,
+    "ALLGATHER_INTO_TENSOR_COALESCED": Collective.ALL_GATHER,
+    "REDUCE_SCATTER": Collective.REDUCE_SCATTER,
+    "REDUCE_SCATTER_BASE": Collective.REDUCE_SCATTER,
+    "REDUCE_SCATTER_TENSOR_COALESCED": Collective.REDUCE_SCATTER,
+    "ALLTOALL": Collective.ALL_TO_ALL,
+    "ALLTOALL_BASE": Collective.ALL_TO_ALL,
+    "BARRIER": Collective.BARRIER,
+    "SCATTER": Collective.SCATTER,
+    "GATHER": Collective.GATHER,
+}
+
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
 COLLECTIVES: dict[Any, int] = {
-    HookOpName.SEND: int(Collective.SEND),
-    HookOpName.RECV: int(Collective.RECV),
-    HookOpName.BROADCAST: int(Collective.BROADCAST),
-    HookOpName.ALLREDUCE: int(Collective.ALL_REDUCE),
-    HookOpName.ALLREDUCE_COALESCED: int(Collective.ALL_REDUCE),
-    HookOpName.REDUCE: int(Collective.REDUCE),
-    HookOpName.ALLGATHER: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_BASE: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_COALESCED: int(Collective.ALL_GATHER),
-    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: int(Collective.ALL_GATHER),
-    HookOpName.REDUCE_SCATTER: int(Collective.REDUCE_SCATTER),
-    HookOpName.REDUCE_SCATTER_BASE: int(Collective.REDUCE_SCATTER),
-    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: int(Collective.REDUCE_SCATTER),
-    HookOpName.ALLTOALL: int(Collective.ALL_TO_ALL),
-    HookOpName.ALLTOALL_BASE: int(Collective.ALL_TO_ALL),
-    HookOpName.BARRIER: int(Collective.BARRIER),
-    HookOpName.SCATTER: int(Collective.SCATTER),
-    HookOpName.GATHER: int(Collective.GATHER),
+    **{name: int(collective) for name, collective in _FORMS.items()},
+    **({} if HookOpName is None else {HookOpName.__members__[name]: int(its) for name, its in _FORMS.items()}),
 }
-"""By `Call.name`: the collective that it is a form of."""
+"""By `Call.name`, torch's or the dispatcher's: the collective that it is a form of."""
 
 Enter = Callable[[Any], None]
 """Takes a call that begins: `name`, `op_id` (the same number in `Issued`), `input_tensors`, `output_tensors`."""
@@ -46,11 +53,17 @@ Issued = Callable[[Any], None]
 
 def hook(group: ProcessGroup, enter: Enter, issued: Issued) -> None:
     """From now on tells of each collective of `group`, in the thread that calls it."""
-    group.register_pre_hook(_HOOK, enter)
-    group.register_post_hook(_HOOK, issued)
+    if HookOpName is None:
+        dispatcher.hook(group, enter, issued)
+    else:
+        group.register_pre_hook(_HOOK, enter)
+        group.register_post_hook(_HOOK, issued)
 
 
 def unhook(group: ProcessGroup) -> None:
     """Ends that; nothing where there was no hook."""
-    group.unregister_pre_hook(_HOOK)
-    group.unregister_post_hook(_HOOK)
+    if HookOpName is None:
+        dispatcher.unhook(group)
+    else:
+        group.unregister_pre_hook(_HOOK)
+        group.unregister_post_hook(_HOOK)

@@ -1,0 +1,350 @@
+"""What each name of torch that is not public does for us, with the torch at hand.
+
+Where a newer torch has changed one, a test here fails with its name; pyproject.toml allows that torch once they pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from pacekeeper import torch_internals
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.oldest_torch
+
+
+def test_every_function_has_its_test_here() -> None:
+    functions = {
+        name
+        for name, function in inspect.getmembers(torch_internals, inspect.isfunction)
+        if function.__module__ == torch_internals.__name__ and not name.startswith("_")
+    }
+    tests = {name.removeprefix("test_") for name in vars(sys.modules[__name__])}
+    assert functions <= tests
+
+
+# Process groups
+
+
+def _alone() -> Any:
+    """A process group of one rank."""
+    dist.init_process_group("gloo")
+    return dist.group.WORLD
+
+
+def test_default_store() -> None:
+    def rank_main(rank: int) -> bytes:
+        _alone()
+        store = torch_internals.default_store()
+        if rank == 0:
+            store.set("said", "by rank 0")
+        answer: bytes = store.get("said")
+        dist.barrier()
+        return answer
+
+    assert run_ranks(rank_main, 2) == [b"by rank 0"] * 2
+
+
+def test_process_groups() -> None:
+    def rank_main(_: int) -> bool:
+        groups = [_alone(), dist.new_group([0])]
+        return torch_internals.process_groups() == groups
+
+    assert run_ranks(rank_main, 1) == [True]
+
+
+def test_on_new_process_group() -> None:
+    def rank_main(rank: int) -> bool:
+        made: list[Any] = []
+        torch_internals.on_new_process_group(made.append)
+        groups = [_alone(), dist.new_group([rank], use_local_synchronization=True)]
+        groups += init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_all_groups()
+        return {id(group) for group in groups} <= {id(group) for group in made}
+
+    assert run_ranks(rank_main, 2) == [True, True]
+
+
+def test_stand_in_front() -> None:
+    """Of an operator, on all devices that there are here."""
+
+    def rank_main(_: int) -> list[Any]:
+        group = _alone()
+        seen: list[Any] = []
+
+        def kernel(arguments: Any, proceed: Any) -> Any:
+            assert torch_internals.ProcessGroup.unbox(arguments["process_group"]) is group
+            result = proceed()
+            work = torch_internals.Work.unbox(result[1])
+            seen.append((list(arguments), arguments["root_rank"], work.is_completed() in (True, False)))
+            return result
+
+        torch_internals.stand_in_front("broadcast_", kernel)
+        dist.broadcast(torch.ones(2), 0)
+        return seen
+
+    ((arguments, root, has_work),) = run_ranks(rank_main, 1)[0]
+    assert (arguments[:4], root) == (["tensors", "process_group", "root_rank", "root_tensor"], 0)
+    assert has_work
+
+
+# Backward passes
+
+
+def test_graph_task() -> None:
+    passes = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: passes.append(torch_internals.graph_task()))
+    assert torch_internals.graph_task() == -1
+    (x * x).sum().backward()
+    (x * 2).sum().backward()
+    assert len(set(passes)) == 2
+    assert -1 not in passes
+
+
+def test_what_is_queued_in_the_engine_runs_at_the_end_of_the_backward_pass() -> None:
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    y.register_hook(lambda _: torch_internals.engine.queue_callback(lambda: order.append("end")))
+    x.register_hook(lambda _: order.append("gradient"))
+    y.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+# Compilation
+
+
+def test_on_compilation() -> None:
+    """Once around each compilation, however often it is asked for."""
+
+    def rank_main(_: int) -> list[str]:
+        told: list[str] = []
+
+        def started(_: Any) -> None:
+            told.append("started")
+
+        def ended(_: Any) -> None:
+            told.append("ended")
+
+        torch_internals.on_compilation(started, ended)
+        torch_internals.on_compilation(started, ended)
+        doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+        for size in (2, 2, 3):
+            doubled(torch.ones(size))
+        return told
+
+    assert run_ranks(rank_main, 1) == [["started", "ended"] * 2]
+
+
+def test_forget_compiled_code() -> None:
+    """A hook that a compiled module gets is called."""
+
+    def rank_main(_: int) -> list[int]:
+        called = []
+        module = nn.Linear(2, 1)
+        compiled: Any = torch.compile(module, backend="eager")
+        compiled(torch.ones(2))
+        module.register_forward_pre_hook(lambda *_: called.append(1))
+        torch_internals.forget_compiled_code()
+        compiled(torch.ones(2))
+        return called
+
+    assert run_ranks(rank_main, 1) == [[1]]
+
+
+def test_uncompiled() -> None:
+    def rank_main(_: int) -> list[bool]:
+        compiling = []
+
+        def asked() -> None:
+            compiling.append(torch.compiler.is_compiling())
+
+        @torch.compile(backend="eager")
+        def doubled(x: Tensor) -> Tensor:
+            torch_internals.uncompiled(asked)()
+            return x * 2
+
+        doubled(torch.ones(2))
+        return compiling
+
+    assert run_ranks(rank_main, 1) == [[False]]
+
+
+# Data
+
+
+def test_time_loader() -> None:
+    def rank_main(_: int) -> tuple[list[Any], list[Any]]:
+        fetched: list[Any] = []
+
+        def timed(fetch: Any) -> Any:
+            fetched.append(fetch())
+            return fetched[-1]
+
+        torch_internals.time_loader(timed)
+        loader: Any = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
+        return [batch.tolist() for batch in loader], [batch.tolist() for batch in fetched]
+
+    assert run_ranks(rank_main, 1) == [([[0, 1], [2, 3]], [[0, 1], [2, 3]])]
+
+
+class _Workers(IterableDataset[int]):
+    """How many a worker believes there to be, outside and inside of the context."""
+
+    def __iter__(self) -> Any:
+        for hidden in (False, True, False):
+            if hidden:
+                with torch_internals.as_the_only_worker():
+                    info = get_worker_info()
+            else:
+                info = get_worker_info()
+            yield 0 if info is None else info.num_workers
+
+
+def test_as_the_only_worker() -> None:
+    assert [int(count) for count in DataLoader(_Workers(), batch_size=None, num_workers=1)] == [1, 0, 1]
+
+
+# DDP and FSDP2
+
+
+def test_broadcast_buffers() -> None:
+    def rank_main(rank: int) -> tuple[list[float], int]:
+        _alone()
+        model = DistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=False)
+        model.module.running_mean.fill_(rank + 1.0)
+        model.module.num_batches_tracked.fill_(rank + 7)
+        torch_internals.broadcast_buffers(model, 1 << 20)
+        return model.module.running_mean.tolist(), int(model.module.num_batches_tracked)
+
+    assert run_ranks(rank_main, 2) == [([1.0, 1.0], 7)] * 2
+
+
+def test_rebuild_buckets() -> None:
+    """Which DDP would do otherwise when the next forward pass begins."""
+
+    def rank_main(_: int) -> list[bool]:
+        _alone()
+        to_do = []
+        for settled in (False, True):
+            model = DistributedDataParallel(nn.Linear(2, 2))
+            model(torch.ones(1, 2)).sum().backward()
+            if settled:
+                torch_internals.rebuild_buckets(model)
+            to_do.append(model.reducer._rebuild_buckets())
+        return to_do
+
+    assert run_ranks(rank_main, 1) == [[True, False]]
+
+
+class _Sharded:
+    """Two layers, sharded one by one over a single rank."""
+
+    def __init__(self) -> None:
+        _alone()
+        mesh = init_device_mesh("cpu", (1,))
+        self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.first: Any
+        self.second: Any
+        self.first, self.second = self.model
+
+    def run(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+
+def test_all_reduce_hooks() -> None:
+    def rank_main(_: int) -> tuple[bool, list[Any]]:
+        sharded = _Sharded()
+
+        def hook(_: Tensor) -> None: ...
+
+        sharded.first.set_all_reduce_hook(hook)
+        given = list(torch_internals.all_reduce_hooks(sharded.first))
+        without_parameters = torch_internals.all_reduce_hooks(sharded.model)
+        return given == [hook], [*torch_internals.all_reduce_hooks(sharded.second), *without_parameters]
+
+    assert run_ranks(rank_main, 1) == [(True, [None])]
+
+
+def test_gather_after() -> None:
+    class Stream:
+        """Of a device that is not here; it writes down what it is to wait for."""
+
+        def __init__(self) -> None:
+            self.waits: list[Any] = []
+
+        def wait_event(self, event: Any) -> None:
+            self.waits.append(event)
+
+    def rank_main(_: int) -> list[list[str]]:
+        sharded = _Sharded()
+        torch_internals.gather_after(sharded.first, "too early, and no error")
+        sharded.run()
+        context = sharded.first._get_fsdp_state()._comm_ctx
+        streams = [name for name in vars(context) if name.startswith("all_gather") and name.endswith("stream")]
+        for name in streams:
+            setattr(context, name, Stream())
+        torch_internals.gather_after(sharded.first, "update")
+        return [getattr(context, name).waits for name in streams]
+
+    assert run_ranks(rank_main, 1) == [[["update"], ["update"]]]
+
+
+def test_gathered_with() -> None:
+    def rank_main(_: int) -> list[bool]:
+        sharded = _Sharded()
+        sharded.first.set_modules_to_forward_prefetch([sharded.second])
+        first, second = map(torch_internals.gathered_with, (sharded.first, sharded.second))
+        return [first == {sharded.second}, second == set()]
+
+    assert run_ranks(rank_main, 1) == [[True, True]]
+
+
+# Tensors and states
+
+
+def test_copy_all() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    torch_internals.copy_all(targets, sources)
+    assert [target.tolist() for target in targets] == [[1.0] * 2, [2.0] * 3]
+
+
+def test_a_state_is_mapped_and_filled_in_by_its_paths() -> None:
+    state: Any = {"list": [torch.ones(2), "kept"], "tuple": (torch.ones(1), 3)}
+    doubled = torch_internals.tree_map_only(Tensor, lambda tensor: (tensor * 2).tolist(), state)
+    assert doubled == {"list": [[2.0, 2.0], "kept"], "tuple": ([2.0], 3)}
+    filled: Any = {}
+    for path, value in itertools.zip_longest([("a", "b", 0), ("a", "b", 1)], [1, 2]):
+        torch_internals.set_element(filled, path, value)
+    assert filled == {"a": {"b": [1, 2]}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path) -> None:
+    save({"weight": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    assert metadata.storage_data is not None
+    (where,) = metadata.storage_data.values()
+    assert isinstance(where, torch_internals.StorageInfo)
+    assert (where.relative_path, where.offset) == ("__0_0.distcp", 0)
+    (plan,) = FileSystemWriter(tmp_path).prepare_global_plan([SavePlan([])])
+    assert plan.storage_data == torch_internals.StoragePrefix("__0_")

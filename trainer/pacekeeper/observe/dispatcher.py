@@ -1,0 +1,108 @@
+"""The work of a process group's hooks, done in torch's dispatcher: for a torch whose process groups have none.
+
+Every collective, whoever calls it (the script, FSDP2, DDP's C++ reducer, compiled code), comes to the operator of c10d
+for it on its way to the backend. A kernel of ours stands in front of the operator's own: it tells of the call and hands
+it on, so results, errors, time-outs and works are the backend's, and the process groups are the ones that torch made.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pacekeeper import torch_internals
+from pacekeeper.torch_internals import ProcessGroup, Work
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective of one rank, with the names that torch's own hooks use."""
+
+    name: str
+    """Of torch's HookOpName."""
+    op_id: int
+    async_op: bool
+    input_tensors: list[torch.Tensor]
+    output_tensors: list[torch.Tensor]
+    work: Work | None = None
+    """Once it is issued; None, too, where the backend gives none."""
+
+
+def hook(group: ProcessGroup, enter: Callable[[Call], None], issued: Callable[[Call], None]) -> None:
+    """From now on tells of each collective of `group`, in the thread that calls it."""
+    _stand_in_front()
+    _hooked[group] = enter, issued
+
+
+def unhook(group: ProcessGroup) -> None:
+    """Ends that; nothing where there was no hook."""
+    _hooked.pop(group, None)
+
+
+_hooked: WeakKeyDictionary[ProcessGroup, tuple[Callable[[Call], None], Callable[[Call], None]]] = WeakKeyDictionary()
+_numbers = itertools.count(1)
+
+_OPERATORS = {
+    "send": "SEND",
+    "recv_": "RECV",
+    "recv_any_source_": "RECV",
+    "broadcast_": "BROADCAST",
+    "allreduce_": "ALLREDUCE",
+    "allreduce_coalesced_": "ALLREDUCE_COALESCED",
+    "reduce_": "REDUCE",
+    "allgather_": "ALLGATHER",
+    "_allgather_base_": "ALLGATHER_BASE",
+    "allgather_coalesced_": "ALLGATHER_COALESCED",
+    "allgather_into_tensor_coalesced_": "ALLGATHER_INTO_TENSOR_COALESCED",
+    "reduce_scatter_": "REDUCE_SCATTER",
+    "_reduce_scatter_base_": "REDUCE_SCATTER_BASE",
+    "reduce_scatter_tensor_coalesced_": "REDUCE_SCATTER_TENSOR_COALESCED",
+    "alltoall_": "ALLTOALL",
+    "alltoall_base_": "ALLTOALL_BASE",
+    "barrier": "BARRIER",
+    "scatter_": "SCATTER",
+    "gather_": "GATHER",
+}
+
+
+@functools.cache
+def _stand_in_front() -> None:
+    for operator, name in _OPERATORS.items():
+        torch_internals.stand_in_front(operator, functools.partial(_tell, name))
+
+
+def _tell(name: str, arguments: Mapping[str, Any], proceed: Callable[[], Any]) -> Any:
+    found = _hooked.get(ProcessGroup.unbox(arguments["process_group"]))
+    if found is None:
+        return proceed()
+    enter, issued = found
+    call = Call(name, next(_numbers), arguments.get("async_op", True), *_tensors(name, arguments))
+    enter(call)
+    result = proceed()
+    call.work = Work.unbox(result[-1] if isinstance(result, tuple) else result)
+    issued(call)
+    return result
+
+
+def _tensors(name: str, arguments: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """That go in, and that come out where these are others."""
+    given: dict[str, list[torch.Tensor]] = {"input": [], "output": [], "tensors": []}
+    for argument, value in arguments.items():
+        for kind, tensors in given.items():
+            if argument.startswith(kind):
+                tensors += _flat(value)
+    in_place = given["tensors"]
+    return (given["input"], in_place) if name == "RECV" else (given["input"] + in_place, given["output"])
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    """A tensor, a list of them, or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _flat(part)] if isinstance(value, (list, tuple)) else []
