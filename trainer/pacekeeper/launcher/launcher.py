@@ -153,7 +153,7 @@ class Launcher:
             self._watch.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
-            for event in self._gpus.poll():
+            for event in self._gpus.poll(now):
                 self.notify(gpu_fault(event, self._state, self._settings))
 
     def _refused(self) -> str:
