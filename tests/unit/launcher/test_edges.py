@@ -161,6 +161,25 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
 
 
+def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(0,), world_size=1, store="127.0.0.1:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+
+    def given() -> list[str | None]:
+        (start,) = rank_starts(Start(1, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+        return [start.environment.get(name) for name in names]
+
+    assert given() == ["2000", None, "1"]
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
+    assert given() == [None, None, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
