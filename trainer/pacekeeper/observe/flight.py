@@ -105,7 +105,7 @@ class FlightWatch:
     state: Any
     nccl: bool = False
     uses_gpu: Callable[[], bool] = lambda: torch.cuda.is_initialized()
-    record: Callable[[], bytes | None] = torch_internals.flight_record
+    record: Callable[[], bytes | None] = lambda: torch_internals.flight_record()
     _progress: tuple[int, ...] = ()
     _since: float = 0.0
     _step_seconds: float = 0.0
