@@ -143,7 +143,8 @@ STATE = np.dtype(
 LOOKED_UP = ("device", "device_collective", "device_group", "device_sequence")
 """Fields of the state whose change is no progress of the rank."""
 
-MAGIC = 0x504B_5249_4E47_0002
+MAGIC = 0x504B_5249_4E47_0001
+"""Of this layout. What is added at the end of the state, with 0 for what is not known, leaves it as it is."""
 HEADER_BYTES = 4096
 assert RECORD.itemsize == 64
 assert STATE.itemsize <= HEADER_BYTES

@@ -87,6 +87,6 @@ class NvmlDouble:
 def build(folder: Path) -> Path:
     """Compiles the double as `folder`/libnvidia-ml.so.1."""
     library = folder / "libnvidia-ml.so.1"
-    command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(SOURCE)]
-    subprocess.run(command, check=True, timeout=60)
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
+    subprocess.run(["cc", *options, "-o", str(library), str(SOURCE)], check=True, timeout=60)
     return library

@@ -25,6 +25,7 @@ DOUBTS = 3
 """A GPU whose calls end with "unknown error" so many times in a row is lost, too."""
 MOST_THREADS = 4
 """One that never comes back from NVML cannot be ended: so many are given up, then GPUs are watched no more."""
+ASKED_AGAIN = "it is asked again, ever more seldom"
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +88,11 @@ class GpuWatch:
     def poll(self, now: float) -> Sequence[GpuEvent]:
         asked_at = self._asking.since
         if asked_at is not None and now - asked_at > self._pace.hung * 2 ** (self._threads - 1):
-            self._say(f"NVML has not answered for {self._pace.hung:g} s")
             if self._threads < MOST_THREADS:
+                self._say(f"NVML has not answered for {self._pace.hung:g} s: {ASKED_AGAIN}")
                 self._start_thread()
+            else:
+                self._say("NVML does not answer: GPU errors are left to the cluster's own exporter from now on")
         found: list[GpuEvent] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -120,9 +123,9 @@ class GpuWatch:
                 if not opened and error.value in absent:
                     log.info("no GPUs are watched: %s", error)
                     return
-                self._say(f"NVML: {error}")
+                self._say(f"NVML: {error}: {ASKED_AGAIN}")
             except Exception as error:  # whatever it is, the launcher's work is another
-                self._say(f"NVML: {error!r}")
+                self._say(f"NVML: {error!r}: {ASKED_AGAIN}")
             if self._asking is asking:
                 with asking, contextlib.suppress(self._nvml.NVMLError):
                     self._nvml.nvmlShutdown()
@@ -146,7 +149,7 @@ class GpuWatch:
         """Once: a driver in trouble is asked again and again."""
         if what not in self._said:
             self._said.add(what)
-            log.warning("%s: asked again, ever more seldom; until then GPU errors are left to the exporter", what)
+            log.warning("%s", what)
 
 
 class _Asking:

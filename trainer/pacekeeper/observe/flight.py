@@ -155,7 +155,8 @@ def _keep_looking(watch: FlightWatch) -> None:
         try:
             watch.look(time.monotonic())
         except Exception:
-            log.exception("hangs on the GPU cannot be told from waits any more")
+            log.exception("kernels that never end cannot be told from waits for peers any more")
+            watch.state.device = Device.RUNNING
             return
 
 
