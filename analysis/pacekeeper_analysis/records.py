@@ -61,6 +61,16 @@ class Collective(IntEnum):
     RECV = 11
 
 
+class Device(IntEnum):
+    """How far the GPU has come with the collectives that its rank has issued: most calls return before it has begun."""
+
+    NONE = 0  # the rank uses no GPU
+    RUNNING = 1  # nobody has looked: the rank makes progress, or its flight recorder is off
+    IDLE = 2  # all are complete, or none is NCCL's
+    SCHEDULED = 3  # the oldest one that is not complete has not begun: work of the rank's own is before it
+    STARTED = 4  # it has begun: it waits for its peers
+
+
 SYMMETRIC = frozenset(
     {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BARRIER}
 )
@@ -120,11 +130,21 @@ STATE = np.dtype(
         ("share", "<i8"),  # samples of this rank in a step now; 0: unknown
         ("sync_mode", "<i8"),  # position in plan.SyncMode of the mode in force; -1: the script is only watched
         ("bad_loss_step", "<i8"),  # first step of this round whose loss was not finite; -1: none
+        ("longest_load_ns", "<i8"),  # longest wait for the loader in this round; 0: none is over yet
+        # Of the collectives on the GPU, looked up while the rank makes no progress:
+        ("device", "<i4"),  # a Device
+        ("device_collective", "<i4"),  # the oldest one that is not complete; meaningful where it is told by `device`
+        ("device_group", "<u4"),  # identity of its communicator, another number than `group`; 0: a send or receive
+        ("device_sequence", "<u4"),  # in this group
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""
 
+LOOKED_UP = ("device", "device_collective", "device_group", "device_sequence")
+"""Fields of the state whose change is no progress of the rank."""
+
 MAGIC = 0x504B_5249_4E47_0001
+"""Of this layout. What is added at the end of the state, with 0 for what is not known, leaves it as it is."""
 HEADER_BYTES = 4096
 assert RECORD.itemsize == 64
 assert STATE.itemsize <= HEADER_BYTES

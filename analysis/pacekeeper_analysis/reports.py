@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from .errors import InputError
 from .plan import SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
-from .records import Collective, Phase
+from .records import Collective, Device, Phase
 
 LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
@@ -110,8 +110,14 @@ class RankState:
     collectives_entered: Count  # in this round, over all groups: the lowest of the job was left behind
     waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
     process_state: Annotated[str, Longest(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
-    moving: bool  # its stack or its processor time changed between two looks
+    moving: bool  # its stack changed between two looks, or its processor time, unless it may spin for its GPU
     stack: Annotated[str, Cut(16_000)] = ""  # innermost call last; "" where it could not be taken
+    overdue: bool = False  # it has shown no progress for longer than its phase may take
+    device: Annotated[str, OneOf(frozenset(device.name for device in Device))] = Device.NONE.name
+    # The oldest collective that its GPU has not completed; meaningful where `device` says SCHEDULED or STARTED.
+    device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
+    device_group: Count = 0
+    device_sequence: Count = 0
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,19 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) 
         assert "all_reduce" in waiting.stack
 
 
+@pytest.mark.parametrize(("backend", "kind"), [("nccl", HangKind.KERNEL), ("gloo", HangKind.NEVER_ENTERED)])
+def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
+    tmp_path: Path, backend: str, kind: HangKind
+) -> None:
+    """On a stand-in for a GPU. With NCCL its host has issued the collective that the others wait in, like theirs."""
+    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "kernel"}]
+    with team(tmp_path, steps=20, faults=faults) as one:
+        one.environment["GPU"] = backend
+        two(one)
+        found = one.wait_for(lambda: judge(one), "a verdict")
+        assert (found.kind, found.ranks) == (kind, (2,)), found
+
+
 def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
     """Each five times the deadline: the peers stall and say so, and no verdict follows from it."""
     phases = {8: "COMPILE", 11: "EVALUATE", 14: "CHECKPOINT", 17: "DATA"}
@@ -80,6 +93,16 @@ def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
         assert one.workers["b"].faults(FaultKind.STALLED) == []
         assert judge(one) is None
         assert one.diary(2)[-1] == "round 1 end"
+
+
+def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SHORTEST_LOAD", 2.5)
+    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": "DATA", "seconds": 3600}]
+    with team(tmp_path, steps=20, faults=faults) as one:
+        two(one)
+        found = one.wait_for(lambda: judge(one), "a verdict")
+        assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
+        assert "in phase DATA" in found.evidence[0]
 
 
 def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_hands_on(

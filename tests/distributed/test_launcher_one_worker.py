@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.keep.news import NewsFile
-from pacekeeper.launcher import command
+from pacekeeper.launcher import command, launcher
+from pacekeeper.launcher.gpu import GpuEvents, open_gpus
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime import Runtime, read_json
 from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
 from tests.support.launchers import Team, eventually, fork, team
+from tests.support.nvml import GPU_IS_LOST, XID, NvmlDouble, build
 
 
 def one_worker(team_: Team, ranks: int = 2, restarts: int = 5) -> None:
@@ -33,6 +36,30 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
         assert one.workers["a"].faults() == []
         beat = one.workers["a"].heartbeat()
         assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+
+
+def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, double = build(tmp_path), NvmlDouble(tmp_path, gpus=2)
+
+    def open_double() -> GpuEvents:
+        ctypes.CDLL(str(library))  # pynvml then finds it under NVML's name
+        return open_gpus()
+
+    monkeypatch.setattr(launcher, "open_gpus", open_double)
+    with team(tmp_path, steps=10_000) as one:
+        one.environment |= double.environment
+        one_worker(one)
+        one.wait_for_step(2)
+        one.wait_for(lambda: double.state.gpus[1].registered, "events are asked for")
+        double.state.gpus[1].error = GPU_IS_LOST
+        double.tell(1, XID, 79)
+        worker = one.workers["a"]
+        (fault,) = one.wait_for(lambda: worker.faults(FaultKind.GPU_ERROR), "the fault")
+        assert (fault.xid, fault.worker, fault.round, fault.error) == (79, "a", 1, "XID 79 on GPU-1")
+        step = worker.heartbeat().step
+        one.wait_for(lambda: worker.heartbeat().step > step, "the ranks train on")
 
 
 def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:

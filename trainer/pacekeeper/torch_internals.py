@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
     GradBucket,
     HashStore,
@@ -100,6 +101,15 @@ def on_new_process_group(made: Callable[[Any], None]) -> None:
         return group, store
 
     distributed_c10d._new_process_group_helper = create_and_tell
+
+
+def flight_record() -> bytes | None:
+    """What NCCL's flight recorder knows of the collectives that are not complete, as JSON; None in a build without it.
+
+    It asks CUDA whether they have begun, without waiting.
+    """
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    return None if dump is None else dump(includeCollectives=True, onlyActive=True)
 
 
 def on_compilation(started: Callable[[Any], None], ended: Callable[[Any], None]) -> None:

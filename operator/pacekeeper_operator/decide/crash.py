@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pacekeeper_analysis.diagnose.crash import lost_a_peer
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
@@ -24,7 +24,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     round_ = min(fault.round for fault in failed)
     of_round = tuple(fault for fault in failed if fault.round == round_)
-    first = min(of_round, key=lambda fault: (_lost_a_peer(fault), fault.noticed_at))
+    first = min(of_round, key=lambda fault: (lost_a_peer(fault.exit_code, fault.error), fault.noticed_at))
     waits = observation.is_younger(first, SETTLE_SECONDS)
     if waits and observation.round <= round_ and not first.out_of_memory:
         return None
@@ -128,14 +128,6 @@ def _hopeless(observation: Observation, policy: Policy, fault: Fault, repeats: b
             f"the last: rank {fault.rank} {_ending(fault)}:\n{fault.error}",
         )
     return None
-
-
-def _lost_a_peer(fault: Fault) -> bool:
-    """Its rank failed because another one was gone: a consequence, not the cause."""
-    return fault.exit_code > 0 and _LOST_PEER.search(fault.error) is not None
-
-
-_LOST_PEER = re.compile(r"Connection (closed|reset|refused)|Broken pipe|connection.*peer", re.IGNORECASE)
 
 
 def error_of(fault: Fault) -> str:

@@ -135,7 +135,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
         actions=actions,
         remedy=Remedy.REPLACE_WORKER if moved else None,
         remedies=written(choice.prices, choice.chosen) if found.fatal else (),
-        evidence=(found.words,),
+        evidence=(found.words, *([found.fault.error] if found.fault is not None and found.fault.error else ())),
         rank=None if member is None else member.ranks[0],
         worker=worker,
         node=found.node or None,

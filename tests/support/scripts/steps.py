@@ -1,11 +1,13 @@
 """A script of ranks that all-reduce once a step, record it, keep a counter on disk, and fail where they are told to.
 
 Environment: STEPS; FOLDER (counter and diary of each rank); STEP_SECONDS; FAULTS: a JSON list of
-{"rank": …, "round": …, "step": …, "kind": "sigkill" | "raise" | "exit" | "stop" | "oom-like" | "phase"}.
+{"rank": …, "round": …, "step": …, "kind": "sigkill" | "raise" | "exit" | "stop" | "skip" | "phase" | "kernel"};
+GPU: "nccl" or "gloo", with which a stand-in for a GPU exchanges; not set: there is none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pacekeeper import torch_internals
+from pacekeeper.observe.flight import watch_flight
 from pacekeeper.observe.ring import RingWriter
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
@@ -27,6 +31,8 @@ def main() -> None:
     diary("start")
     ring = RingWriter(Path(os.environ["PACEKEEPER_RING"]))
     signal.signal(signal.SIGTERM, leave)
+    if "GPU" in os.environ:
+        stand_in_for_a_gpu(ring)
     fail("before", ring)
     dist.init_process_group("gloo")
     counter = FOLDER / "counter"
@@ -37,6 +43,7 @@ def main() -> None:
     while step < int(os.environ["STEPS"]):
         begin = time.monotonic_ns()
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
+        ring.end_load(time.monotonic_ns() - begin)
         fail(step + 1, ring)
         total = torch.ones(1)
         ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns())
@@ -77,6 +84,33 @@ def fail(step: int | str, ring: RingWriter) -> None:
                 ring.enter_phase(Phase.TRAIN)
             case "skip":
                 time.sleep(3600)
+            case "kernel":
+                if os.environ["GPU"] == "nccl":  # the host has issued the collective behind it
+                    ring.enter_collective(Collective.ALL_REDUCE, 1, int(step) - 1, time.monotonic_ns())
+                STREAM["held"] = True
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # as a synchronisation of CUDA: it spins, in C
+
+
+STREAM = {"held": False}
+"""Whether a kernel that never ends is on the GPU of the stand-in."""
+
+
+def stand_in_for_a_gpu(ring: RingWriter) -> None:
+    """What torch would say of a GPU and of NCCL's collectives on it. The collectives themselves are gloo's."""
+
+    def flight_record() -> bytes:
+        state = "scheduled" if STREAM["held"] else "started"
+        entry = {
+            "record_id": ring.state.sequence, "collective_seq_id": ring.state.sequence, "state": state, "pg_id": 0,
+            "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce",
+        }  # fmt: skip
+        under_way = [entry] if ring.state.collective else []
+        return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": under_way}).encode()
+
+    torch.cuda.is_initialized = lambda: True
+    torch_internals.flight_record = flight_record
+    dist.get_backend_config = lambda group=None: f"cuda:{os.environ['GPU']}"  # noqa: ARG005  # it is called so
+    watch_flight(ring.state)
 
 
 def leave(*_: object) -> None:

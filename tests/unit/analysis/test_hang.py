@@ -109,3 +109,90 @@ def test_the_newest_report_of_a_rank_counts() -> None:
     found = verdict([*later, *first], world_size=3)
     assert found is not None
     assert found.ranks == (1,)
+
+
+ON_GPU = replace(
+    WAITING,
+    device="STARTED",
+    device_collective="ALL_REDUCE",
+    device_group=7,
+    device_sequence=50,
+    stack="in synchronize",
+)
+"""Its host has issued collectives ahead and waits for its GPU, whose all-reduce waits for a peer."""
+BEFORE = replace(ON_GPU, device="SCHEDULED")
+
+
+@pytest.mark.parametrize("ahead", [-2, 0, 2])
+def test_a_gpu_that_has_not_begun_what_its_peers_wait_in_is_blamed(ahead: int) -> None:
+    """However far its host has run ahead."""
+    culprit = replace(BEFORE, sequence=100 + ahead, collectives_entered=100 + ahead)
+    found = verdict(stalls(ON_GPU, ON_GPU, culprit, ON_GPU), world_size=4)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.KERNEL, (2,))
+    assert "its GPU still before ALL_REDUCE 50" in found.evidence[0]
+
+
+def test_hosts_that_have_run_ahead_differently_are_no_mismatch_while_their_gpus_are_in_the_same_collective() -> None:
+    ranks = [replace(ON_GPU, sequence=100 + rank, waiting_seconds=11.0) for rank in range(3)]
+    found = verdict(stalls(*ranks), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.COMMUNICATION, ())
+    assert "ALL_REDUCE 50" in found.evidence[0]
+
+
+@pytest.mark.parametrize("changes", [{"device_sequence": 49}, {"device_collective": "BROADCAST"}])
+def test_another_collective_than_the_peers_on_the_gpu_is_a_mismatch(changes: dict[str, object]) -> None:
+    odd = replace(ON_GPU, **changes)  # type: ignore[arg-type]  # fields of RankState
+    found = verdict(stalls(ON_GPU, odd, ON_GPU), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, (1,))
+
+
+def test_sends_and_receives_are_numbered_by_each_rank_for_itself() -> None:
+    """As in a pipeline, whose middle sends and receives more."""
+    ranks = [replace(ON_GPU, device_group=0, device_sequence=rank, device_collective="RECV") for rank in range(3)]
+    assert verdict(stalls(*ranks), world_size=3) is None
+
+
+@pytest.mark.parametrize("host", [{"collective": "NONE"}, {"collective": "ALL_REDUCE"}])
+def test_a_rank_whose_gpu_is_idle_never_entered_what_its_peers_wait_in(host: dict[str, str]) -> None:
+    """Its host may still speak of the last collective, of whose end nobody has told it."""
+    culprit = replace(OUTSIDE, device="IDLE", **host)  # type: ignore[arg-type]  # fields of RankState
+    found = verdict(stalls(ON_GPU, culprit, ON_GPU), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+    moving = replace(culprit, moving=True)
+    assert verdict(stalls(ON_GPU, moving, ON_GPU), world_size=3) is None
+
+
+def test_an_idle_gpu_is_no_sign_against_a_rank_that_waits_for_others_on_its_host() -> None:
+    waiting = replace(WAITING, collective="BARRIER", device="IDLE")
+    found = verdict(stalls(waiting, replace(OUTSIDE, device="IDLE"), waiting), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+    found = verdict(stalls(waiting, BEFORE, waiting), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.KERNEL, (1,))
+
+
+def test_a_rank_that_still_works_is_not_blamed_for_its_gpu() -> None:
+    assert verdict(stalls(ON_GPU, replace(BEFORE, moving=True), ON_GPU), world_size=3) is None
+
+
+def test_nobody_is_blamed_before_all_gpus_have_been_looked_at() -> None:
+    """Unless it lasts: a rank that keeps Python's lock tells nothing more, and need not be told of."""
+    unknown = replace(OUTSIDE, device="RUNNING")
+    assert verdict(stalls(ON_GPU, unknown, ON_GPU), world_size=3) is None
+    found = verdict(stalls(ON_GPU, replace(unknown, waiting_seconds=10.5), ON_GPU), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+
+
+def test_a_loader_that_takes_longer_than_it_may_is_blamed() -> None:
+    stuck = replace(OUTSIDE, phase="DATA", phase_seconds=61.0, overdue=True)
+    found = verdict(stalls(WAITING, stuck, WAITING), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+    assert "in phase DATA" in found.evidence[0]
+    assert verdict(stalls(WAITING, replace(stuck, moving=True), WAITING), world_size=3) is None

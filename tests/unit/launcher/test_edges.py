@@ -1,4 +1,4 @@
-"""The launcher's small edges: control groups, interfaces, output, NVML, words, settings, the command line."""
+"""The launcher's small edges: control groups, interfaces, output, words, settings, the command line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import io
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from pacekeeper import cli
 from pacekeeper.launcher import cgroup, network
-from pacekeeper.launcher.gpu import GpuEvent, Nvml
 from pacekeeper.launcher.launcher import Script, rank_starts
 from pacekeeper.launcher.output import TAIL_LINES, Stream
 from pacekeeper.launcher.plans import PlanFile
@@ -96,59 +93,6 @@ async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
     stream.close()
 
 
-class FakeNvml:
-    """The part of pynvml that is used, with a script of events."""
-
-    nvmlEventTypeXidCriticalError = 8
-    nvmlEventTypeDoubleBitEccError = 2
-    NVML_ERROR_TIMEOUT = 10
-
-    class NVMLError(Exception):
-        def __init__(self, value: int) -> None:
-            super().__init__(value)
-            self.value = value
-
-    def __init__(self, *events: tuple[int, int]) -> None:
-        self.events = list(events)
-        self.registered: list[tuple[int, int]] = []
-
-    def nvmlEventSetCreate(self) -> str:
-        return "set"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetSupportedEventTypes(self, handle: int) -> int:
-        return 8 if handle else 8 | 2 | 1
-
-    def nvmlDeviceRegisterEvents(self, handle: int, wanted: int, _events: str) -> None:
-        self.registered.append((handle, wanted))
-
-    def nvmlEventSetWait_v2(self, _events: str, timeout: int) -> Any:
-        assert timeout == 0
-        if not self.events:
-            raise self.NVMLError(self.NVML_ERROR_TIMEOUT)
-        kind, data = self.events.pop(0)
-        return SimpleNamespace(eventType=kind, eventData=data, device=1)
-
-    def nvmlDeviceGetUUID(self, device: int) -> str:
-        return f"GPU-{device}"
-
-
-def test_gpu_events_are_read_until_there_are_none() -> None:
-    nvml = FakeNvml((8, 79), (2, 0))
-    gpus = Nvml(nvml)
-    assert nvml.registered == [(0, 10), (1, 8)]
-    assert gpus.poll() == [
-        GpuEvent("GPU-1", 79, "XID 79 on GPU-1"),
-        GpuEvent("GPU-1", 48, "double-bit ECC error on GPU-1"),
-    ]
-    assert gpus.poll() == []
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -215,6 +159,25 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     assert first.threads == 0
     assert "OMP_NUM_THREADS" not in first.environment
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
+
+
+def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(0,), world_size=1, store="127.0.0.1:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+
+    def given() -> list[str | None]:
+        (start,) = rank_starts(Start(1, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+        return [start.environment.get(name) for name in names]
+
+    assert given() == ["2000", None, "1"]
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
+    assert given() == [None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_a_failure_is_told_when_the_peers_say_nothing(running: Machine) -> None:
     [
         (RankSeen(0, exit_code=1, lost_peer=True), RankSeen(1, exit_code=-11), Ending.SIGNAL, 1),
         (RankSeen(0, exit_code=1), RankSeen(1, exit_code=1, lost_peer=True), Ending.ERROR, 0),
+        (RankSeen(0, exit_code=-6, lost_peer=True), RankSeen(1, exit_code=1), Ending.ERROR, 1),
     ],
 )
 def test_of_several_failures_the_best_explanation_is_told(

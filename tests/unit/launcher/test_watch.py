@@ -20,7 +20,7 @@ from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.stacks import Look, StackFile, main_stack, process_state
 from pacekeeper.launcher.watch import Watch, deadline, is_reachable, rank_state
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.records import Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, LauncherState
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
@@ -47,6 +47,12 @@ def test_each_phase_has_its_deadline(
 def test_the_first_steps_of_a_later_round_have_a_deadline_too(earlier: float, expected: float) -> None:
     assert deadline(Phase.TRAIN, 1, 0.1, SETTINGS, earlier) == expected
     assert deadline(Phase.START, 0, 0.0, SETTINGS, earlier) == 1800.0
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(0.0, 1800.0), (0.01, 60.0), (4.0, 80.0), (100.0, 1800.0)])
+def test_a_loader_has_time_by_its_longest_wait(longest: float, expected: float) -> None:
+    assert deadline(Phase.DATA, 100, 0.1, SETTINGS, longest_load=longest) == expected
+    assert deadline(Phase.CHECKPOINT, 100, 0.1, SETTINGS, longest_load=longest) == 1800.0
 
 
 @dataclass
@@ -147,6 +153,30 @@ async def test_a_minute_in_another_phase_is_no_stall(bench: Bench, phase: Phase)
     assert await bench.look(1800.0) == 1
 
 
+async def test_a_loader_that_hangs_is_overdue_after_a_minute(bench: Bench) -> None:
+    bench.steps(10)
+    bench.writer.end_load(2_000_000_000)
+    bench.writer.end_load(1_000_000_000)
+    bench.writer.enter_phase(Phase.DATA)
+    await bench.look(0.0)
+    assert await bench.look(59.0) == 0
+    assert await bench.look(1.1) == 1
+    (rank,) = bench.faults[0].ranks
+    assert (rank.phase, rank.overdue) == ("DATA", True)
+
+
+async def test_what_is_looked_up_on_the_gpu_is_no_progress(bench: Bench) -> None:
+    bench.steps(10)
+    await bench.look(0.0)
+    state = bench.writer.state
+    state.device, state.device_sequence, state.device_group = Device.STARTED, 17, 4
+    state.device_collective = Collective.ALL_REDUCE
+    assert await bench.look(2.1) == 1
+    (rank,) = bench.faults[0].ranks
+    told = (rank.device, rank.device_collective, rank.device_group, rank.device_sequence)
+    assert told == ("STARTED", "ALL_REDUCE", 4, 17)
+
+
 async def test_entering_another_collective_is_progress(bench: Bench) -> None:
     bench.steps(10)
     for number in range(10):
@@ -160,16 +190,26 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     writer.enter_phase(Phase.TRAIN, 90_000_000_000)
     writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000)
     state = RingReader(tmp_path / "0").state()
-    reported = rank_state(state, Look("S", 3, "a"), Look("S", 3, "a"), since=91.0, now=100.0)
+    reported = rank_state(state, Look("S", 3, "a"), Look("S", 3, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.phase_seconds, reported.waiting_seconds) == (10.0, 5.0)
     assert (reported.collective, reported.group, reported.sequence) == ("ALL_REDUCE", 4, 17)
     assert not reported.moving
     writer.leave_collective()
     state = RingReader(tmp_path / "0").state()
-    reported = rank_state(state, Look("S", 3, "a"), Look("S", 5, "a"), since=91.0, now=100.0)
+    reported = rank_state(state, Look("S", 3, "a"), Look("S", 5, "a"), since=91.0, now=100.0, overdue=False)
     assert not reported.moving, "so much the look itself may cost"
-    reported = rank_state(state, Look("R", 3, "a"), Look("R", 6, "a"), since=91.0, now=100.0)
+    reported = rank_state(state, Look("R", 3, "a"), Look("R", 6, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
+
+
+@pytest.mark.parametrize("device", [device for device in Device if device is not Device.NONE])
+def test_a_rank_that_spins_for_its_gpu_does_not_move(tmp_path: Path, device: Device) -> None:
+    create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
+    RingWriter(tmp_path / "0").state.device = device
+    state = RingReader(tmp_path / "0").state()
+    spins = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=91.0, now=100.0, overdue=False)
+    moves = rank_state(state, Look("R", 3, "a"), Look("R", 50, "b"), since=91.0, now=100.0, overdue=False)
+    assert (spins.moving, moves.moving) == (False, True)
 
 
 DUMP = """Thread 0x00007f0000000002 (most recent call first):

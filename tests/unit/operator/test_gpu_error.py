@@ -90,10 +90,11 @@ class TestGpuError:
         assert not decisions(think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", 79.0, "node-9"), policy()))
 
     def test_the_launchers_own_word_is_enough(self) -> None:
-        fault = Fault("g", FaultKind.GPU_ERROR, "j-w1-0", 1, NOW, membership=1, xid=79)
+        fault = Fault("g", FaultKind.GPU_ERROR, "j-w1-0", 1, NOW, membership=1, xid=79, error="XID 79 on GPU-4711")
         thought = think(replace(training(), faults=(fault,)), policy())
         assert [wanted.node for wanted in thought.draft.state.incidents.quarantines] == ["node-1"]
         assert "g" in thought.draft.state.incidents.settled
+        assert "XID 79 on GPU-4711" in thought.draft.state.incidents.current[0].evidence
 
     def test_a_launchers_word_is_none_against_its_node(self) -> None:
         """It helps inside of the job at once; of the node it is a suspicion, as anybody could raise it."""

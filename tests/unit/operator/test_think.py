@@ -143,10 +143,15 @@ class TestCrash:
         assert len(thought.draft.state.budget.restarts) == 1
         assert "j-w2-0-rank-2-round-1" in thought.draft.state.incidents.settled
 
-    def test_who_lost_a_peer_is_not_to_blame(self) -> None:
-        consequence = crash(
-            "j-w0-0", 0, exit_code=1, error="RuntimeError: Connection closed by peer", noticed_at=NOW - 1
-        )
+    @pytest.mark.parametrize(
+        ("exit_code", "error"),
+        [
+            (1, "RuntimeError: Connection closed by peer"),
+            (-6, "[Rank 0] Process group watchdog thread terminated with exception: NCCL error: remote process exited"),
+        ],
+    )
+    def test_who_lost_a_peer_is_not_to_blame(self, exit_code: int, error: str) -> None:
+        consequence = crash("j-w0-0", 0, exit_code=exit_code, error=error, noticed_at=NOW - 1)
         world = replace(training(), faults=(consequence, crash("j-w1-0", 1)))
         (incident,) = think(change_members(world, round=2), policy()).draft.state.incidents.current
         assert incident.rank == 1

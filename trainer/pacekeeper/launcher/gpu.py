@@ -1,23 +1,40 @@
-"""NVML's critical events (XID, double-bit ECC) as faults. Where there is no GPU or no NVML, there is nothing to see."""
+"""GPU errors by NVML: XIDs, double-bit ECC errors, and GPUs that have fallen off the bus.
+
+NVML is asked in a thread of its own: a driver in trouble answers late, with errors, or never, and the launcher has to
+go on. Where there is no GPU or no NVML, there is nothing to see.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-log = logging.getLogger(__name__)
-
 DOUBLE_BIT_ECC_XID = 48
 """The XID that goes with a double-bit ECC error, for events that come without a number."""
+OFF_THE_BUS_XID = 79
+"""The XID of a GPU that has fallen off the bus, which NVML may say as an error of any call instead."""
+DOUBTS = 3
+"""A GPU whose calls end with "unknown error" so many times in a row is lost, too."""
+MOST_THREADS = 4
+"""One that never comes back from NVML cannot be ended: so many are given up, then GPUs are watched no more."""
+ASKED_AGAIN = "it is asked again, ever more seldom"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class GpuEvent:
     """One critical event of one GPU."""
 
-    gpu: str  # UUID
+    gpu: str  # UUID; "number 3" where it was lost before its UUID was known
     xid: int
     text: str
 
@@ -25,61 +42,225 @@ class GpuEvent:
 class GpuEvents(Protocol):
     """Where GPU events come from."""
 
-    def poll(self) -> Sequence[GpuEvent]:
-        """Events since the last call; never waits."""
+    def poll(self, now: float) -> Sequence[GpuEvent]:
+        """Events since the last call; never waits. `now`: seconds, monotonic."""
 
 
 class NoGpus:
     """Sees nothing."""
 
-    def poll(self) -> Sequence[GpuEvent]:
+    def poll(self, now: float) -> Sequence[GpuEvent]:  # noqa: ARG002  # it sees nothing at any time
         return ()
 
 
-class Nvml:
-    """Events of all GPUs that this container was given. `nvml`: the module pynvml, already initialised."""
-
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        self._events = nvml.nvmlEventSetCreate()
-        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            offered = nvml.nvmlDeviceGetSupportedEventTypes(handle)
-            nvml.nvmlDeviceRegisterEvents(handle, wanted & offered, self._events)
-
-    def poll(self) -> Sequence[GpuEvent]:
-        found: list[GpuEvent] = []
-        while True:
-            try:
-                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-            except self._nvml.NVMLError as error:
-                if error.value != self._nvml.NVML_ERROR_TIMEOUT:
-                    log.warning("NVML: %s", error)
-                return found
-            found.append(self._read(event))
-
-    def _read(self, event: Any) -> GpuEvent:
-        ecc = event.eventType == self._nvml.nvmlEventTypeDoubleBitEccError
-        xid = DOUBLE_BIT_ECC_XID if ecc else int(event.eventData)
-        gpu = self._nvml.nvmlDeviceGetUUID(event.device)
-        return GpuEvent(gpu, xid, f"double-bit ECC error on {gpu}" if ecc else f"XID {xid} on {gpu}")
-
-
 def open_gpus() -> GpuEvents:
-    """NVML where it is there; else a stand-in that sees nothing."""
+    """NVML where it is there; else a stand-in that sees nothing. Starts a thread: nothing is forked after that."""
     try:
         import pynvml  # type: ignore[import-untyped]  # it has no types
-
-        pynvml.nvmlInit()
     except ImportError:
         log.info("pynvml is not installed: GPU errors are left to the cluster's own exporter")
         return NoGpus()
-    except pynvml.NVMLError as error:
-        log.info("no GPUs are watched: %s", error)
-        return NoGpus()
-    try:
-        return Nvml(pynvml)
-    except pynvml.NVMLError as error:
-        log.warning("NVML gives no events (%s): GPU errors are left to the cluster's own exporter", error)
-        return NoGpus()
+    return GpuWatch(pynvml)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often NVML is asked, and how long it is waited for (seconds)."""
+
+    wait: float = 1.0  # for the next event
+    check: float = 5.0  # between two checks whether all GPUs still answer
+    hung: float = 30.0  # a call that takes longer does not come back
+    pause: float = 5.0  # before NVML is opened again; doubles up to `longest_pause`
+    longest_pause: float = 300.0
+
+
+class GpuWatch:
+    """The launcher's side of the thread that asks NVML. `nvml`: the module pynvml."""
+
+    def __init__(self, nvml: Any, pace: Pace = Pace()) -> None:
+        self._nvml, self._pace = nvml, pace
+        self._events: queue.SimpleQueue[GpuEvent] = queue.SimpleQueue()
+        self._census = Census()
+        self._threads = 0
+        self._said: set[str] = set()
+        self._start_thread()
+
+    def poll(self, now: float) -> Sequence[GpuEvent]:
+        asked_at = self._asking.since
+        if asked_at is not None and now - asked_at > self._pace.hung * 2 ** (self._threads - 1):
+            if self._threads < MOST_THREADS:
+                self._say(f"NVML has not answered for {self._pace.hung:g} s: {ASKED_AGAIN}")
+                self._start_thread()
+            else:
+                self._say("NVML does not answer: GPU errors are left to the cluster's own exporter from now on")
+        found: list[GpuEvent] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        return found
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        self._asking = _Asking()
+        threading.Thread(target=self._watch, args=(self._asking,), name="nvml", daemon=True).start()
+
+    def _watch(self, asking: _Asking) -> None:
+        """The thread: opens NVML and looks, again and again, until another thread has taken its place."""
+        pause, opened = self._pace.pause, False
+        while self._asking is asking:
+            opened_at = time.monotonic()
+            try:
+                with asking:
+                    self._nvml.nvmlInit()
+                    opening = Opening(self._nvml, self._census)
+                if not opening.count and not opened:
+                    log.info("there are no GPUs to be watched")
+                    return
+                opened = True
+                self._look(asking, opening)
+            except self._nvml.NVMLError as error:
+                absent = (self._nvml.NVML_ERROR_LIBRARY_NOT_FOUND, self._nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+                if not opened and error.value in absent:
+                    log.info("no GPUs are watched: %s", error)
+                    return
+                self._say(f"NVML: {error}: {ASKED_AGAIN}")
+            except Exception as error:  # whatever it is, the launcher's work is another
+                self._say(f"NVML: {error!r}: {ASKED_AGAIN}")
+            if self._asking is asking:
+                with asking, contextlib.suppress(self._nvml.NVMLError):
+                    self._nvml.nvmlShutdown()
+                if time.monotonic() - opened_at > self._pace.longest_pause:
+                    pause = self._pace.pause  # it went well for long
+                time.sleep(pause)
+                pause = min(2 * pause, self._pace.longest_pause)
+
+    def _look(self, asking: _Asking, opening: Opening) -> None:
+        """Hands on what is seen; raises NVMLError where events cannot be waited for any more."""
+        check_at, events = 0.0, iter(opening.found)
+        while self._asking is asking:
+            with asking:
+                for event in events:  # one by one: what was seen before an error counts
+                    self._events.put(event)
+            events = opening.wait(self._pace.wait)
+            if time.monotonic() >= check_at:
+                check_at, events = time.monotonic() + self._pace.check, opening.check()
+
+    def _say(self, what: str) -> None:
+        """Once: a driver in trouble is asked again and again."""
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s", what)
+
+
+class _Asking:
+    """Since when a thread has been inside of NVML (seconds, monotonic); None: it is outside."""
+
+    since: float | None = None
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.since = None
+
+
+class Census:
+    """Which GPUs there were, and which are lost: each loss is told once, in whichever call it shows."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        """UUIDs by index."""
+        self.addresses: dict[int | None, str] = {}
+        """UUIDs by NVML's handle, since a lost GPU does not tell its own any more."""
+        self._doubts: Counter[str] = Counter()
+        self._lost: set[str] = set()
+
+    def answered(self, gpu: str) -> None:
+        self._doubts.pop(gpu, None)
+
+    def failed(self, gpu: str, *, lost: bool) -> Iterator[GpuEvent]:
+        """A call about the GPU has failed: NVML says that it is lost, or does not know why."""
+        self._doubts[gpu] += 1
+        if lost or self._doubts[gpu] >= DOUBTS:
+            yield from self.told(
+                GpuEvent(gpu, OFF_THE_BUS_XID, f"GPU {gpu} has fallen off the bus: it does not answer")
+            )
+
+    def told(self, event: GpuEvent) -> Iterator[GpuEvent]:
+        """The event, where it is news."""
+        if event.xid == OFF_THE_BUS_XID:
+            if event.gpu in self._lost:
+                return
+            self._lost.add(event.gpu)
+        yield event
+
+
+class Opening:
+    """All GPUs of this container, as NVML has found them when it was opened. Any of its calls may never return."""
+
+    def __init__(self, nvml: Any, census: Census) -> None:
+        """Raises NVMLError where NVML has no events, or does not say how many GPUs there are."""
+        self._nvml, self._census = nvml, census
+        self._events = nvml.nvmlEventSetCreate()
+        self._has_events = False
+        self.handles: dict[str, Any] = {}
+        """By UUID."""
+        self.found: list[GpuEvent] = []
+        """Losses that showed on the way."""
+        self.count: int = nvml.nvmlDeviceGetCount()
+        for index in range(self.count):
+            self.found += self._add(index)
+        if self.count < len(census.names):
+            for gpu in set(census.names.values()) - self.handles.keys():
+                self.found += census.failed(gpu, lost=True)
+
+    def wait(self, seconds: float) -> Iterator[GpuEvent]:
+        """The next event, if one comes in this time."""
+        if not self._has_events:
+            time.sleep(seconds)
+            return
+        try:
+            event = self._nvml.nvmlEventSetWait_v2(self._events, int(1000 * seconds))
+        except self._nvml.NVMLError as error:
+            if error.value == self._nvml.NVML_ERROR_TIMEOUT:
+                return
+            yield from self.check()
+            raise
+        ecc = event.eventType == self._nvml.nvmlEventTypeDoubleBitEccError
+        xid = DOUBLE_BIT_ECC_XID if ecc else int(event.eventData)
+        gpu = self._census.addresses.get(_address(event.device), "unknown")
+        what = "double-bit ECC error" if ecc else f"XID {xid}"
+        yield from self._census.told(GpuEvent(gpu, xid, f"{what} on {gpu}"))
+
+    def check(self) -> Iterator[GpuEvent]:
+        """Whether all GPUs still answer: a loss need not come as an event."""
+        for gpu, handle in self.handles.items():
+            try:
+                self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU)
+            except self._nvml.NVMLError as error:
+                yield from self._failed(gpu, error)
+            else:
+                self._census.answered(gpu)
+
+    def _add(self, index: int) -> Iterator[GpuEvent]:
+        nvml = self._nvml
+        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpu = self._census.names[index] = nvml.nvmlDeviceGetUUID(handle)
+            self.handles[gpu] = handle
+            self._census.addresses[_address(handle)] = gpu
+            nvml.nvmlDeviceRegisterEvents(handle, wanted & nvml.nvmlDeviceGetSupportedEventTypes(handle), self._events)
+            self._has_events = True
+        except nvml.NVMLError as error:
+            yield from self._failed(self._census.names.get(index, f"number {index}"), error)
+
+    def _failed(self, gpu: str, error: Any) -> Iterator[GpuEvent]:
+        """What a GPU merely does not offer is no sign against it."""
+        lost = error.value == self._nvml.NVML_ERROR_GPU_IS_LOST
+        if lost or error.value == self._nvml.NVML_ERROR_UNKNOWN:
+            yield from self._census.failed(gpu, lost=lost)
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value

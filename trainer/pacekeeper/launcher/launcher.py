@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -153,7 +154,7 @@ class Launcher:
             self._watch.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
-            for event in self._gpus.poll():
+            for event in self._gpus.poll(now):
                 self.notify(gpu_fault(event, self._state, self._settings))
 
     def _refused(self) -> str:
@@ -306,6 +307,7 @@ def rank_starts(command: Start, script: Script, settings: LauncherSettings, runt
     interface = interface_of(settings.address)
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    environment |= _flight_recorder(os.environ)
     threads = _threads(len(plan.ranks))
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -329,6 +331,16 @@ def rank_starts(command: Start, script: Script, settings: LauncherSettings, runt
         )
         for local_rank, rank in enumerate(plan.ranks)
     ]
+
+
+def _flight_recorder(given: Mapping[str, str]) -> dict[str, str]:
+    """What has NCCL's flight recorder keep its last collectives, and when each of them began (`observe.flight`), unless
+    the variables are `given` otherwise."""
+    sizes = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    wanted = {"TORCH_NCCL_ENABLE_TIMING": "1"}
+    if not sizes & given.keys():
+        wanted["TORCH_FR_BUFFER_SIZE"] = "2000"  # torch's own default from 2.10 on
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 def _threads(ranks: int) -> int:

@@ -32,7 +32,7 @@ class Ending(IntEnum):
     LEFT = 0  # they left because they were told to
     SIGNAL = 1  # killed from outside the script
     ERROR = 2  # the script failed
-    CONNECTION = 3  # the script failed because a peer was gone: most often a consequence
+    CONNECTION = 3  # the script, or NCCL's watchdog, failed because a peer was gone: most often a consequence
     ENDED = 4  # ended by their own launcher
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.diagnose.crash import lost_a_peer
 
 from . import cgroup, processes
 from .output import Stream
@@ -21,12 +21,6 @@ from .rank import RankStart
 from .rounds import RankSeen
 from .stacks import StackFile
 from .warm import Exited, Forked, Warm
-
-_LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|no route to host|nccl(Remote|System)Error|remote process exited",
-    re.IGNORECASE,
-)
-"""What gloo, NCCL and the sockets below them say when a peer has gone."""
 
 _SIGKILL = -signal.SIGKILL
 
@@ -135,7 +129,7 @@ class RankProcesses:
                 watched=local in states,
                 step=int(states[local]["step"]) if local in states else -1,
                 error=(tail := rank.stderr.tail()) if rank.exit_code else "",
-                lost_peer=bool(rank.exit_code) and _LOST_PEER.search(tail) is not None,
+                lost_peer=rank.exit_code is not None and rank.exit_code != 0 and lost_a_peer(rank.exit_code, tail),
             )
             for local, rank in enumerate(self._ranks)
         ]

@@ -31,7 +31,7 @@ class RankSeen:
     watched: bool = False  # the script records what it does
     step: int = -1
     error: str = ""  # last lines of its standard error
-    lost_peer: bool = False  # the error says that a connection to a peer was lost
+    lost_peer: bool = False  # it failed because a peer was gone (diagnose.crash)
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,9 @@ def _ending_of(rank: RankSeen) -> Ending:
     assert rank.exit_code is not None
     if rank.exit_code == LEFT_EXIT_CODE:
         return Ending.LEFT
-    if rank.exit_code < 0:
-        return Ending.SIGNAL
-    return Ending.CONNECTION if rank.lost_peer else Ending.ERROR
+    if rank.lost_peer:
+        return Ending.CONNECTION
+    return Ending.SIGNAL if rank.exit_code < 0 else Ending.ERROR
 
 
 def _end_ranks(turn: _Turn, patience: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
 from .rounds import RoundState
@@ -30,6 +30,8 @@ SHORTEST, STEPS_LONG = 2.0, 10
 """The training phase's deadline: so many seconds, or so many of the rank's steps where they are longer."""
 SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
 """The same for the first steps of a round, whose step time is known from before it only."""
+SHORTEST_LOAD, LOADS_LONG = 60.0, 20
+"""A loader's deadline: so many seconds, or so many of the round's longest waits for it where they are longer."""
 RECENT_STEPS = 32
 STOPPED = "T"
 """State letter of a process that a signal has stopped."""
@@ -50,12 +52,16 @@ def deadline(
     step_seconds: float,
     settings: LauncherSettings,
     earlier_step_seconds: float = 0.0,
+    longest_load: float = 0.0,
 ) -> float:
     """How long a rank may show no progress (seconds).
 
     step_seconds: the median of its recent steps, or of its synchronisations where those take longer.
     earlier_step_seconds: the same of the round before, or of the plan where there was none here; 0: unknown.
+    longest_load: it has waited for its loader in this round; 0: it has not yet, and the first batch may take long.
     """
+    if phase is Phase.DATA and longest_load > 0:
+        return min(settings.phase_deadline, max(SHORTEST_LOAD, LOADS_LONG * longest_load))
     if phase is not Phase.TRAIN:
         return settings.phase_deadline
     if settings.hang is not None:
@@ -123,7 +129,7 @@ class Watch:
         return max((_longest_step(self.records(local)) for local in armed), default=self.earlier_step_seconds)
 
     def _is_stalled(self, local_rank: int, rank: np.void, pid: int | None, now: float) -> bool:
-        content = rank.tobytes()
+        content = _without_looks(rank)
         progress = self._progress.get(local_rank)
         if progress is None or progress.state != content:
             self._progress[local_rank] = _Progress(content, now)
@@ -133,11 +139,20 @@ class Watch:
             return False
         if pid is not None and process_state(pid)[0] == STOPPED:
             return True  # whatever it was busy with
+        return silent >= self._deadline(local_rank, rank)
+
+    def _deadline(self, local_rank: int, rank: np.void) -> float:
+        progress = self._progress[local_rank]
         if progress.step_seconds is None:
             progress.step_seconds = _longest_step(self.records(local_rank))
-        phase, steps = Phase(int(rank["phase"])), int(rank["steps_in_round"])
-        allowed = deadline(phase, steps, progress.step_seconds, self.settings, self.earlier_step_seconds)
-        return silent >= allowed
+        return deadline(
+            Phase(int(rank["phase"])),
+            int(rank["steps_in_round"]),
+            progress.step_seconds,
+            self.settings,
+            self.earlier_step_seconds,
+            int(rank["longest_load_ns"]) * 1e-9,
+        )
 
     async def _inspect(
         self,
@@ -155,7 +170,14 @@ class Watch:
         reachable = await probes
         now = time.monotonic()
         states = tuple(
-            rank_state(rank, first.get(local, Look()), second.get(local, Look()), self._progress[local].since, now)
+            rank_state(
+                rank,
+                first.get(local, Look()),
+                second.get(local, Look()),
+                self._progress[local].since,
+                now,
+                overdue=now - self._progress[local].since >= self._deadline(local, rank),
+            )
             for local, rank in ranks.items()
         )
         fault = Fault(
@@ -173,8 +195,10 @@ class Watch:
         self.notify(fault)
 
 
-def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float) -> RankState:
+def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float, *, overdue: bool) -> RankState:
     """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic."""
+    device = Device(int(rank["device"]))
+    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK and device is Device.NONE  # CUDA spins where it waits
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
     return RankState(
@@ -188,8 +212,13 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
         collectives_entered=int(rank["collectives_entered"]),
         waiting_seconds=now - waiting_since,
         process_state=second.process_state,
-        moving=first.stack != second.stack or second.ticks - first.ticks > TICKS_OF_A_LOOK,
+        moving=first.stack != second.stack or worked,
         stack=second.stack,
+        overdue=overdue,
+        device=device.name,
+        device_collective=Collective(int(rank["device_collective"])).name,
+        device_group=int(rank["device_group"]),
+        device_sequence=int(rank["device_sequence"]),
     )
 
 
@@ -210,6 +239,15 @@ async def is_reachable(address: str, port: int) -> bool:
     with contextlib.suppress(ConnectionError):
         writer.close()
     return True
+
+
+def _without_looks(rank: np.void) -> bytes:
+    """The state as far as a change in it is progress."""
+    state = rank.copy()
+    for name in LOOKED_UP:
+        state[name] = 0
+    content: bytes = state.tobytes()
+    return content
 
 
 def _longest_step(records: NDArray[np.void]) -> float:

@@ -113,6 +113,7 @@ class Recorder:
             end = time.monotonic_ns()
             self.enter(before, end)
             self.ring.write(_DATA, start, end, self.step, before)
+            self.ring.end_load(end - start)
 
     def waited(self, start: int, end: int) -> None:
         """The calling thread was blocked on its peers; other threads than the training one cost the step nothing."""
@@ -149,6 +150,8 @@ class NoRing:
     def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None: ...
 
     def leave_collective(self) -> None: ...
+
+    def end_load(self, duration_ns: int) -> None: ...
 
     def end_step(self, step: int, now_ns: int) -> None: ...
 

@@ -98,6 +98,12 @@ class RingWriter:
         """The rank is outside of collectives again."""
         self.state._unsigned[_COLLECTIVE] = 0
 
+    def end_load(self, duration_ns: int) -> None:
+        """The rank has waited so long for its loader."""
+        words = self.state._words
+        if duration_ns > words[_LONGEST_LOAD]:
+            words[_LONGEST_LOAD] = duration_ns
+
     def end_step(self, step: int, now_ns: int) -> None:
         """Optimizer step `step` of the job is complete."""
         words = self.state._words
@@ -220,4 +226,5 @@ _SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
     _PLACES[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")
 )
 _PHASE, _PHASE_SINCE = _PLACES["phase"][1], _PLACES["phase_since_ns"][1]
+_LONGEST_LOAD = _PLACES["longest_load_ns"][1]
 _STEP, _STEPS_IN_ROUND, _STEP_END = (_PLACES[name][1] for name in ("step", "steps_in_round", "step_end_ns"))

@@ -16,6 +16,7 @@ from pacekeeper.environment import Environment
 from pacekeeper_analysis.records import Kind, Phase
 
 from .collectives import watch_collectives
+from .flight import watch_flight
 from .garbage import time_collections
 from .recorder import NoRing, Recorder, open_recorder
 
@@ -32,6 +33,7 @@ def recorder() -> Recorder:
         _recorder = open_recorder(Environment.read())
         if not isinstance(_recorder.ring, NoRing):
             watch_collectives(_recorder)
+            watch_flight(_recorder.ring.state)
             _watch_loaders(_recorder)
             _watch_garbage(_recorder)
             _watch_compilation(_recorder)

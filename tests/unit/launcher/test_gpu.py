@@ -1,0 +1,194 @@
+"""GPU errors as the launcher sees them: the real pynvml in a process of its own, on a double of NVML's library."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+
+import pytest
+
+from pacekeeper.launcher.gpu import DOUBTS, Census, GpuEvent
+from tests.support.launchers import eventually
+from tests.support.nvml import DRIVER_NOT_LOADED, ECC, GPU_IS_LOST, UNKNOWN, XID, NvmlDouble, build
+
+PROGRAM = """
+import dataclasses, json, logging, sys, threading, time
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='"%(message)s"')
+import pynvml
+from pacekeeper.launcher.gpu import GpuWatch, Pace
+over = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+watch = GpuWatch(pynvml, Pace(wait=0.02, check=0.05, hung=0.2, pause=0.02, longest_pause=0.1))
+while not over.wait(0.01):
+    for event in watch.poll(time.monotonic()):
+        print(json.dumps(dataclasses.asdict(event)), flush=True)
+    if not any(thread.name == "nvml" for thread in threading.enumerate()):
+        print(json.dumps("over"), flush=True)
+        break
+"""
+
+
+@dataclass
+class Watching:
+    """The process that watches the double."""
+
+    double: NvmlDouble
+    lines: Queue[str] = field(default_factory=Queue)
+    said: list[str] = field(default_factory=list)
+    events: list[GpuEvent] = field(default_factory=list)
+
+    def has(self, holds: Callable[[], bool]) -> bool:
+        try:
+            while True:
+                line = json.loads(self.lines.get_nowait())
+                self.said.append(line) if isinstance(line, str) else self.events.append(GpuEvent(**line))
+        except Empty:
+            return holds()
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        try:
+            eventually(lambda: self.has(holds), what, seconds=20)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.events}, {self.said}") from None
+
+    def goes_on(self) -> None:
+        """NVML is asked again and again."""
+        before = self.double.state.calls
+        self.until(lambda: self.double.state.calls > before + 20, "further calls")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+@contextmanager
+def watching(double: NvmlDouble) -> Iterator[Watching]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=double.environment,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    one = Watching(double)
+    output = process.stdout
+    reader = Thread(target=_hand_on, args=(output, one.lines))
+    reader.start()
+    try:
+        yield one
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(timeout=20)
+        finally:
+            process.kill()
+            reader.join()
+            output.close()
+
+
+def _hand_on(lines: Iterable[str], to: Queue[str]) -> None:
+    for line in lines:
+        to.put(line)
+
+
+@pytest.fixture
+def double(tmp_path: Path, library: Path) -> NvmlDouble:
+    shutil.copy(library, tmp_path)
+    return NvmlDouble(tmp_path, gpus=2)
+
+
+def test_errors_of_gpus_are_told_as_they_come(double: NvmlDouble) -> None:
+    double.state.gpus[1].event_types = XID
+    with watching(double) as one:
+        one.until(lambda: bool(double.state.gpus[1].registered), "events are asked for")
+        assert (double.state.gpus[0].registered, double.state.gpus[1].registered) == (ECC | XID, XID)
+        double.tell(1, XID, 31)
+        double.tell(0, ECC, 0)
+        double.tell(1, XID, 31)
+        one.until(lambda: len(one.events) == 3, "three events")
+    assert one.events == [
+        GpuEvent("GPU-1", 31, "XID 31 on GPU-1"),
+        GpuEvent("GPU-0", 48, "double-bit ECC error on GPU-0"),
+        GpuEvent("GPU-1", 31, "XID 31 on GPU-1"),
+    ]
+    assert one.said == []
+
+
+OFF_THE_BUS = GpuEvent("GPU-1", 79, "GPU GPU-1 has fallen off the bus: it does not answer")
+
+
+@pytest.mark.parametrize("error", [GPU_IS_LOST, UNKNOWN])
+def test_a_gpu_that_falls_off_the_bus_is_told_once_and_the_others_are_watched_on(
+    double: NvmlDouble, error: int
+) -> None:
+    with watching(double) as one:
+        one.goes_on()
+        double.state.gpus[1].error = error
+        one.until(lambda: bool(one.events), "the loss is told")
+        double.state.wait_error = error  # and now NVML is opened again and again
+        one.until(lambda: double.state.openings > 3, "it is opened again")
+        double.state.wait_error = 0
+        double.tell(1, XID, 79)
+        double.tell(0, XID, 48)
+        one.until(lambda: len(one.events) == 2, "another GPU's error")
+    assert one.events == [OFF_THE_BUS, GpuEvent("GPU-0", 48, "XID 48 on GPU-0")]
+    assert len(one.said) == 1, "an NVML in trouble is spoken of once"
+
+
+def test_a_gpu_that_is_gone_when_nvml_is_opened_again_is_told_by_its_name_of_before(double: NvmlDouble) -> None:
+    with watching(double) as one:
+        one.goes_on()
+        double.state.count, double.state.wait_error = 1, UNKNOWN
+        one.until(lambda: bool(one.events), "the loss is told")
+    assert one.events == [OFF_THE_BUS]
+
+
+def test_an_nvml_that_never_answers_stops_nothing_and_is_asked_again(double: NvmlDouble) -> None:
+    with watching(double) as one:
+        one.goes_on()
+        double.state.blocked = 1
+        one.until(lambda: bool(one.said), "it is said")
+        calls = double.state.calls
+        one.until(lambda: double.state.calls > calls, "another thread tries")
+        double.state.blocked = 0
+        double.tell(0, XID, 62)
+        one.until(lambda: bool(one.events), "it is watched again")
+        one.goes_on()
+    assert one.events == [GpuEvent("GPU-0", 62, "XID 62 on GPU-0")]
+    assert len(one.said) == 1
+
+
+def test_an_nvml_that_is_out_of_order_at_first_is_asked_again(double: NvmlDouble) -> None:
+    double.state.init_error = UNKNOWN
+    with watching(double) as one:
+        one.until(lambda: bool(one.said), "it is said")
+        double.state.init_error = 0
+        one.goes_on()
+    assert one.said[0].startswith("NVML: Unknown Error")
+
+
+@pytest.mark.parametrize("why", ["no driver", "no GPU", "no library"])
+def test_where_there_is_no_gpu_nothing_is_watched(double: NvmlDouble, tmp_path: Path, why: str) -> None:
+    double.state.init_error = DRIVER_NOT_LOADED if why == "no driver" else 0
+    double.state.count = 0
+    if why == "no library":
+        (tmp_path / "libnvidia-ml.so.1").unlink()
+    with watching(double) as one:
+        one.until(lambda: "over" in one.said, "the thread ends")
+    assert one.events == []
+
+
+def test_unknown_errors_are_a_loss_only_in_a_row() -> None:
+    census = Census()
+    for _ in range(2 * DOUBTS):
+        assert list(census.failed("GPU-1", lost=False)) == []
+        census.answered("GPU-1")
+    assert [len(list(census.failed("GPU-1", lost=False))) for _ in range(DOUBTS + 2)] == [0, 0, 1, 0, 0]

@@ -1,0 +1,197 @@
+"""How far the GPU has come with the rank's collectives, by NCCL's flight recorder: what tells a kernel that never ends
+from a wait for peers.
+
+Both look alike from the host, which has issued the collective in either case and waits for its GPU now. The recorder
+knows of each collective whether it has begun. The *oldest* one that is not complete says it: what that one waits for on
+its stream cannot be another collective. If it has begun, it waits for a peer; if not, the rank's own work is before it.
+
+A thread looks while the rank makes no progress, since the main one may be blocked in CUDA. It writes to the ring's
+state; whether somebody hangs, and who, is judged by others (`launcher.watch`, `pacekeeper_analysis.diagnose.hang`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pacekeeper import torch_internals
+from pacekeeper_analysis.records import Collective, Device, Phase
+
+PERIOD = 0.5
+"""Seconds between two looks at the rank's progress."""
+PATIENCE, STEPS_LONG = 1.0, 5
+"""The recorder is asked after so many seconds without progress, or after so many steps where they are longer."""
+PATIENCE_UNARMED, ARMED_AFTER = 15.0, 5
+"""The same in the first steps of a round: then CUDA graphs are captured, which nobody must disturb."""
+# All of it is shorter than what the launcher takes for a stall (launcher.watch).
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """The oldest collective that the GPU has not completed. All but `device` is meaningful where there is one."""
+
+    device: Device
+    collective: Collective = Collective.NONE
+    group: int = 0  # the same number on all its ranks; 0: a send or receive, whose numbers are each rank's own
+    sequence: int = 0
+
+
+def watch_flight(state: Any) -> None:
+    """Looks from the first process group on, where torch knows of GPUs. `state`: the ring's (`ring.StateFields`)."""
+    watch = FlightWatch(state)
+    started = False
+
+    def made(group: Any) -> None:
+        nonlocal started
+        if not torch_internals.is_process_group(group):
+            return  # this rank is no member
+        watch.nccl |= "nccl" in dist.get_backend_config(group)
+        if not started:
+            started = True
+            threading.Thread(target=_keep_looking, args=(watch,), name="pacekeeper-flight", daemon=True).start()
+
+    if torch.backends.cuda.is_built():
+        torch_internals.on_new_process_group(made)
+        for group in torch_internals.process_groups():
+            made(group)
+
+
+def oldest(record: bytes) -> Flight:
+    """The oldest collective in what the flight recorder has written of those that are not complete (its JSON, 2.x)."""
+    try:
+        content = json.loads(record)
+        entries = [entry for entry in content.get("entries", ()) if _is_active(entry)]
+        if not entries:
+            return Flight(Device.IDLE if content.get("pg_config") else Device.RUNNING)  # without groups, it is off
+        told = [entry for entry in entries if _is_told(entry, content)]
+        if not told:
+            return Flight(Device.RUNNING)
+        entry = min(told, key=lambda each: int(each["record_id"]))
+        device = Device.STARTED if entry["state"] == "started" else Device.SCHEDULED
+        collective = _collective(entry["profiling_name"])
+        if entry.get("is_p2p"):
+            return Flight(device, collective)
+        name, description = entry["process_group"]
+        ranks = content.get("pg_config", {}).get(name, {}).get("ranks", "")
+        group = zlib.crc32(f"{name}:{description}:{ranks}".encode())
+        return Flight(device, collective, group, int(entry["collective_seq_id"]) & 0xFFFF_FFFF)
+    except (AttributeError, KeyError, TypeError, ValueError):  # another version of the recorder
+        return Flight(Device.RUNNING)
+
+
+def patience(steps_in_round: int, step_seconds: float) -> float:
+    """After so many seconds without progress the recorder is asked."""
+    return max(PATIENCE if steps_in_round >= ARMED_AFTER else PATIENCE_UNARMED, STEPS_LONG * step_seconds)
+
+
+@dataclass
+class FlightWatch:
+    """Writes to the ring's state how far the GPU is.
+
+    nccl: whether there is a process group of NCCL's, whose flight recorder then says it.
+    """
+
+    state: Any
+    nccl: bool = False
+    uses_gpu: Callable[[], bool] = lambda: torch.cuda.is_initialized()
+    record: Callable[[], bytes | None] = lambda: torch_internals.flight_record()
+    _progress: tuple[int, ...] = ()
+    _since: float = 0.0
+    _step_seconds: float = 0.0
+    _steps: int = 0
+    _step_end_ns: int = 0
+
+    def look(self, now: float) -> None:
+        """Call it every `PERIOD`. `now`: seconds, monotonic."""
+        state = self.state
+        if not self.uses_gpu():
+            return
+        progress = (state.step_end_ns, state.collectives_entered, state.phase_since_ns)
+        if progress != self._progress:
+            self._progress, self._since = progress, now
+            self._time_steps()
+            self._write(Flight(Device.RUNNING))
+        elif state.phase == Phase.TRAIN and now - self._since >= patience(state.steps_in_round, self._step_seconds):
+            self._write(self._flight())
+
+    def _flight(self) -> Flight:
+        if not self.nccl:
+            return Flight(Device.IDLE)
+        record = self.record()
+        return Flight(Device.RUNNING) if record is None else oldest(record)
+
+    def _time_steps(self) -> None:
+        """How long a step takes, by those that have ended since the last look that saw one end."""
+        steps, end = self.state.steps_in_round, self.state.step_end_ns
+        if steps > self._steps:
+            if self._steps:
+                self._step_seconds = (end - self._step_end_ns) * 1e-9 / (steps - self._steps)
+            self._steps, self._step_end_ns = steps, end
+
+    def _write(self, flight: Flight) -> None:
+        """`device` last: it says that the others are there."""
+        state = self.state
+        if flight.device in (Device.SCHEDULED, Device.STARTED):
+            state.device_collective = flight.collective
+            state.device_group = flight.group
+            state.device_sequence = flight.sequence
+        state.device = flight.device
+
+
+def _keep_looking(watch: FlightWatch) -> None:
+    while True:
+        time.sleep(PERIOD)
+        try:
+            watch.look(time.monotonic())
+        except Exception:
+            log.exception("kernels that never end cannot be told from waits for peers any more")
+            watch.state.device = Device.RUNNING
+            return
+
+
+def _is_active(entry: Mapping[str, Any]) -> bool:
+    """One that is retired without being complete was given up by NCCL's watchdog."""
+    return entry["state"] != "completed" and not entry.get("retired", False)
+
+
+def _is_told(entry: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+    """Whether the recorder would know of it that it has begun: not of the single sends and receives of a batch, and of
+    none where it records no start (TORCH_NCCL_ENABLE_TIMING is off: others have completed that never began)."""
+    if entry["state"] == "started":
+        return True
+    status = content.get("pg_status", {}).get(str(entry["pg_id"]), {})
+    started, completed = (int(status.get(f"last_{word}_collective", -1)) for word in ("started", "completed"))
+    return not entry.get("is_p2p") and started >= completed
+
+
+_NAMES = (
+    ("barrier", Collective.BARRIER),
+    ("all_reduce", Collective.ALL_REDUCE),
+    ("allreduce", Collective.ALL_REDUCE),
+    ("reduce_scatter", Collective.REDUCE_SCATTER),
+    ("all_gather", Collective.ALL_GATHER),
+    ("allgather", Collective.ALL_GATHER),
+    ("all_to_all", Collective.ALL_TO_ALL),
+    ("broadcast", Collective.BROADCAST),
+    ("reduce", Collective.REDUCE),
+    ("gather", Collective.GATHER),
+    ("scatter", Collective.SCATTER),
+    ("send", Collective.SEND),
+    ("recv", Collective.RECV),
+)
+"""Parts of the recorder's names (`nccl:_all_gather_base`), the longer ones first where one holds another."""
+
+
+def _collective(name: str) -> Collective:
+    return next((collective for part, collective in _NAMES if part in name), Collective.NONE)
