@@ -139,7 +139,7 @@ class Ordinals:
         if drawn is None:
             self._interval.ends = self._interval.done = True
             return None
-        self._step = Step(self, self._progress.step + 1, *drawn, self._loader.weight)
+        self._step = Step(self, self._progress.step + 1, *drawn)
         self.stepping, self._last_microbatch = True, False
         self._state.share = self._step.samples
         if self._supply.leased:
