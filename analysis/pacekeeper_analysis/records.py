@@ -120,6 +120,7 @@ STATE = np.dtype(
         ("share", "<i8"),  # samples of this rank in a step now; 0: unknown
         ("sync_mode", "<i8"),  # position in plan.SyncMode of the mode in force; -1: the script is only watched
         ("bad_loss_step", "<i8"),  # first step of this round whose loss was not finite; -1: none
+        ("share_grain", "<i8"),  # samples that each rank's share is a multiple of; 0: unknown
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

@@ -301,6 +301,7 @@ class Job:
         progress = self._progress
         progress.begin(loader.global_batch_size)
         self.recorder.ring.state.global_batch = loader.global_batch_size
+        self.recorder.ring.state.share_grain = loader.share_grain
         self.recorder.restart_clock(progress.step + 1)
 
         def check(course: Course) -> None:
