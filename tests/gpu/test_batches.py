@@ -58,9 +58,10 @@ def test_a_copy_waits_for_nothing_and_what_uses_it_waits_for_the_copy(device: to
 def test_memory_is_used_again_only_behind_its_last_use(device: torch.device) -> None:
     """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
     move, sums = mover(device), []
+    on_host = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
     done = compute(device, 0.5)
-    for number in range(50):
-        batch = move({"x": torch.full((1 << 18,), float(number)).pin_memory()})
+    for tensor in on_host:
+        batch = move({"x": tensor})
         sums.append(batch["x"].sum())
         del batch
     assert not done.query(), "the device has caught up: this shows nothing"

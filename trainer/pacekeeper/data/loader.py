@@ -23,7 +23,7 @@ from .device import mover
 from .iterables import Positions, RunThrough, Sized, is_iterable
 from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
 from .lengths import Lengths, Sequences
-from .sampler import Draw, MicrobatchSampler, Permutations, Stream, Stretch, Terms
+from .sampler import Allotment, Draw, MicrobatchSampler, Permutations, Stream, Terms
 from .shares import BatchSizes, Place
 
 __all__ = ["BatchSizes", "Draw", "Loader", "Place", "Weight"]
@@ -101,9 +101,9 @@ class Loader:
 
         None: no ticket is left below the limit.
         """
-        phase = self._phase
-        if phase.source is None:
-            phase.source = Dealing(self._left, self._place)
+        allotment = self._allotment
+        if allotment.source is None:
+            allotment.source = Dealing(self._left, self._place)
         if self._batches is None:
             self._received = 0
             self._batches = iter(self._loader)
@@ -116,8 +116,8 @@ class Loader:
             if not self._sampler.ended:
                 raise RuntimeError("the data set raised StopIteration for a sample that it should have") from None
             return None
-        draw, phase.underway = phase.drawn.popleft()
-        phase.begun += 1
+        draw, allotment.underway = allotment.drawn.popleft()
+        allotment.begun += 1
         batches = self._rest(first, draw.microbatches)
         if self._weight is not None:
             known = list(batches)
@@ -128,8 +128,8 @@ class Loader:
 
     def complete_step(self) -> None:
         """The optimizer has stepped with the samples of the last `next_step`."""
-        if isinstance(self._phase.source, Leasing):
-            self._phase.underway, self._phase.exact = (), False
+        if isinstance(self._allotment.source, Leasing):
+            self._allotment.underway, self._allotment.exact = (), False
         else:
             self._left = self._left.after(self._sizes.global_batch)
 
@@ -166,7 +166,7 @@ class Loader:
             return
         self.check(wanted)
         self._shares = wanted
-        self._phase.change(self._terms, self.lookahead)
+        self._allotment.change(self._terms, self.lookahead)
 
     def check(self, shares: tuple[int, ...]) -> None:
         """Raises InputError where `shares` cannot be followed."""
@@ -181,7 +181,7 @@ class Loader:
             return
         self.check_cost()
         self._cost = wanted
-        self._phase.change(self._terms, self.lookahead)
+        self._allotment.change(self._terms, self.lookahead)
 
     def check_cost(self) -> None:
         """Raises InputError where samples cannot be balanced by their cost."""
@@ -202,10 +202,11 @@ class Loader:
 
     def unused(self) -> list[Interval]:
         """Positions [first, end) that this rank has leased and not used in a completed step: prefetched ones, say."""
-        phase = self._phase
-        if not isinstance(phase.source, Leasing):
+        allotment = self._allotment
+        if not isinstance(allotment.source, Leasing):
             return []
-        return list(merge([*phase.underway, *(interval for _, positions in phase.drawn for interval in positions)]))
+        ahead = (interval for _, positions in allotment.drawn for interval in positions)
+        return list(merge([*allotment.underway, *ahead]))
 
     def meet(self, used: int, unused: Sequence[Interval] | None) -> None:
         """All ranks meet, none of them within a step. While samples are dealt by shares, this changes nothing.
@@ -214,14 +215,14 @@ class Loader:
         began. unused: of all ranks, what `unused` gives: after it the state is exact, and may be kept; the leases
         go on. None: where it is not to be kept. Raises ValueError where the two do not fit each other.
         """
-        phase = self._phase
-        if not isinstance(phase.source, Leasing):
+        allotment = self._allotment
+        if not isinstance(allotment.source, Leasing):
             return
-        phase.used += used
+        allotment.used += used
         if unused is not None:
             out = sum(end - first for first, end in unused)
-            self._left = phase.source.start.after(phase.used + out, unused)
-            phase.exact = True
+            self._left = allotment.source.start.after(allotment.used + out, unused)
+            allotment.exact = True
 
     def stop_leases(self) -> None:
         """Back to dealing by shares, from the next step on, what is unused first. After an exact meeting."""
@@ -265,8 +266,8 @@ class Loader:
         return self._samples if self._run_through is None else self._run_through.size
 
     @property
-    def _phase(self) -> Stretch:
-        return self._sampler.phase
+    def _allotment(self) -> Allotment:
+        return self._sampler.allotment
 
     @property
     def _terms(self) -> Terms:
@@ -284,13 +285,13 @@ class Loader:
 
     def _begin(self, source: Leasing | None) -> None:
         """Another source of samples: what the old one has dealt ahead is of no use any more."""
-        self._sampler.phase = Stretch(source, self._terms)
+        self._sampler.allotment = Allotment(source, self._terms)
         if self._sampler.ended:
             self._batches = None
         self._stale = 0 if self._batches is None else self._sampler.asked - self._received
 
     def _check_exact(self) -> None:
-        if not self._phase.exact:
+        if not self._allotment.exact:
             raise RuntimeError("leases are out since the last meet(used, unused); meet before the state is taken")
 
     def _fetch(self) -> Any:

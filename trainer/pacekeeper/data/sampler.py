@@ -94,8 +94,8 @@ class Terms:
     """By which they are balanced, where their lengths are known."""
 
 
-class Stretch:
-    """The steps between two changes of where samples come from."""
+class Allotment:
+    """What one source of samples gives the ranks, step by step, and how far this rank has come with it."""
 
     def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
         """`source`: None: to be set before the first step."""
@@ -138,7 +138,7 @@ class MicrobatchSampler:
 
     def __init__(self, stream: Stream, sizes: BatchSizes, sequences: Sequences | None) -> None:
         """`sequences`: by which samples are balanced over ranks and microbatches; None: they are taken as they come."""
-        self.phase: Stretch
+        self.allotment: Allotment
         self.asked = 0
         """Batches that the present iterator was asked for."""
         self.ended = False
@@ -149,12 +149,12 @@ class MicrobatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         self.asked, self.ended = 0, False
-        while (deal := (phase := self.phase).deal()) is not None:
-            draw, positions, indices = self._of_this_rank(deal, phase.terms.cost)
-            phase.drawn.append((draw, positions))
+        while (deal := (allotment := self.allotment).deal()) is not None:
+            draw, positions, indices = self._of_this_rank(deal, allotment.terms.cost)
+            allotment.drawn.append((draw, positions))
             rest = iter(indices)
             for size in draw.sizes:
-                if phase is not self.phase:
+                if allotment is not self.allotment:
                     break
                 self.asked += 1
                 yield list(islice(rest, size)) or self._indices(deal.positions)[: self._sizes.grain]
