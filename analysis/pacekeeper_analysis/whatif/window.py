@@ -56,6 +56,17 @@ class Window:
         """Recorded seconds of one operation [replica, step]."""
         return np.asarray(self.seconds[operation].reshape(-1, len(self.steps)))
 
+    def seconds_in(self, scenario: Scenario, operation: int) -> Array:
+        """Seconds of one operation in the scenario, broadcastable to [replica, step]."""
+        what, recorded, ideal = self.operations[operation], self.recorded(operation), float(self.ideal[operation])
+        seconds = scenario.base(Asked(recorded, ideal, np.ones(len(recorded), dtype=bool), recorded))
+        for where, pace in ((change.where, change.takes) for change in scenario.changes):
+            if where.includes(what):
+                replicas = where.replicas_at(what.stage, len(recorded))
+                new = pace(Asked(recorded, ideal, replicas, np.broadcast_to(seconds, recorded.shape)))
+                seconds = np.where(replicas[:, None] & where.steps_of(self.steps), new, seconds)
+        return seconds
+
     def step_seconds(self, scenarios: Sequence[Scenario]) -> Array:
         """Seconds of each step in each scenario [scenario, step]; a step ends when its last replica has finished."""
         return np.asarray(self.finish(scenarios).max(axis=1))
@@ -157,21 +168,9 @@ class _Columns:
         row.fill(self._window.ideal[operation])
         row[self._recorded[operation]] = self._window.seconds[operation]
         for index in self._special[operation]:
-            seconds = _seconds_in(self._scenarios[index], self._window, operation)
+            seconds = self._window.seconds_in(self._scenarios[index], operation)
             row[index] = np.broadcast_to(seconds, (self._window.replicas, self.shape[-1])).reshape(self.shape[1:])
         return row
-
-
-def _seconds_in(scenario: Scenario, window: Window, operation: int) -> Array:
-    """Seconds of one operation in the scenario, broadcastable to [replica, step]."""
-    what, recorded, ideal = window.operations[operation], window.recorded(operation), float(window.ideal[operation])
-    seconds = scenario.base(Asked(recorded, ideal, np.ones(len(recorded), dtype=bool), recorded))
-    for where, pace in ((change.where, change.takes) for change in scenario.changes):
-        if where.includes(what):
-            replicas = where.replicas_at(what.stage, len(recorded))
-            new = pace(Asked(recorded, ideal, replicas, np.broadcast_to(seconds, recorded.shape)))
-            seconds = np.where(replicas[:, None] & where.steps_of(window.steps), new, seconds)
-    return seconds
 
 
 def _kinds(window: Window, scenarios: Sequence[Scenario]) -> tuple[list[list[int]], list[list[int]]]:

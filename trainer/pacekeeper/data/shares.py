@@ -76,8 +76,8 @@ class BatchSizes:
         _check_least(shares, 1, "a rank without samples would hold the others; take it out of the job instead")
         if any(share % self.grain for share in shares):
             raise InputError(
-                f"shares: {list(shares)} must all be multiples of max_microbatch={self.max_microbatch}: the script's "
-                "loader has static_shapes"
+                f"shares: {list(shares)} must all be multiples of max_microbatch={self.max_microbatch}, as the "
+                "loader's static_shapes needs; give such ones"
             )
         for first in range(0, len(shares) if replica_size > 1 else 0, replica_size):
             self._check_replica(shares[first : first + replica_size], first)

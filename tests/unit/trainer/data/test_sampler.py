@@ -153,7 +153,8 @@ def test_static_shapes_need_shares_of_whole_microbatches_and_equal_ones_in_a_rep
     sizes.check((12, 4, 4, 4), 4, replica_size=1)
     sizes.check((8, 8, 4, 4), 4, replica_size=2)
     with pytest.raises(
-        InputError, match=r"\[10, 6, 4, 4\] must all be multiples of max_microbatch=4: the script's loader"
+        InputError,
+        match=r"\[10, 6, 4, 4\] must all be multiples of max_microbatch=4, as the loader's static_shapes needs",
     ):
         sizes.check((10, 6, 4, 4), 4, replica_size=1)
     with pytest.raises(InputError, match=r"\[12, 4\] must all be at least 12: .* ranks 0 to 1; raise the smallest"):
