@@ -141,7 +141,7 @@ def simulate_one_by_one(window: Window) -> Array:
     """
     first, nodes = [], range(window.graph.size)
     for number, scenario in enumerate(scenarios(window)):
-        rows = (np.broadcast_to(scenario.seconds(window, node), window.seconds[node].shape) for node in nodes)
+        rows = (np.broadcast_to(window.seconds_in(scenario, node), window.seconds[node].shape) for node in nodes)
         durations = np.stack(list(rows))
         seconds = simulate(window.graph, durations[:, None])
         if number < 2:

@@ -399,6 +399,7 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
             costs=work.window.costs,
             minimum=smallest,
             maximum=largest,
+            grain=work.window.share_grain,
         )
     except InputError as error:
         return replace(unknown, refused=str(error))
@@ -418,7 +419,9 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
     """By the clock (A-EDiT), and, where `counted` and the ranks are alike, by the number of steps (EDiT)."""
     own = work.even + work.garbage
     pace = own.mean(axis=0)
-    level = shares.equal(sum(work.shares), len(pace)) if work.is_uneven and work.knows_samples else None
+    level = None
+    if work.is_uneven and work.knows_samples:
+        level = shares.equal(sum(work.shares), len(pace), work.window.share_grain)
     free, cost = _by_clock(own, transfer)
     least, most = SYNC_SECONDS
     seconds = round(min(most, max(least, cost / SYNCHRONISING, STEPS_BETWEEN * float(pace.max()))), 2)

@@ -136,6 +136,7 @@ STATE = np.dtype(
         ("device_collective", "<i4"),  # the oldest one that is not complete; meaningful where it is told by `device`
         ("device_group", "<u4"),  # identity of its communicator, another number than `group`; 0: a send or receive
         ("device_sequence", "<u4"),  # in this group
+        ("share_grain", "<i8"),  # samples that each rank's share is a multiple of; 0: unknown
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

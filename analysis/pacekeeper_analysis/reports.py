@@ -167,6 +167,7 @@ class RankWindow:
     transfers: ByStep = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps as seen here; 0: not known
     baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
+    share_grain: Annotated[int, Within(1)] = 1  # samples that a rank's share is a multiple of (static shapes)
 
     def __post_init__(self) -> None:
         """Raises InputError where the lists by step differ in length."""

@@ -12,7 +12,7 @@ shares is the probe.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,12 +73,14 @@ def rebalance(
     costs: Costs | None = None,
     minimum: int = 1,
     maximum: int | None = None,
+    grain: int = 1,
 ) -> Balance:
     """The best shares, from windows of own work; the present shares are those of the last step.
 
     compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
     `fit` finds in these steps. Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
-    against them. minimum, maximum: of each rank's share (memory). Raises InputError where the input does not fit.
+    against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. Raises InputError
+    where the input does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
     costs = fit(seconds, amounts) if costs is None else costs
@@ -90,7 +92,9 @@ def rebalance(
     current = tuple(int(n) for n in amounts[-1])
 
     def best(of: Seconds, draws: int) -> Balance:
-        return balance(_shrunk(of), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, draws=draws)
+        return balance(
+            _shrunk(of), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, grain=grain, draws=draws
+        )
 
     found = best(per_sample, 256 if len(current) <= 256 else 128)
     halves = per_sample[0::2], per_sample[1::2]
@@ -155,15 +159,27 @@ def balance(
     fixed: Seconds | None = None,
     minimum: int = 1,
     maximum: int | None = None,
+    grain: int = 1,
     draws: int = 256,
     seed: int = 0,
 ) -> Balance:
     """Integer shares, summing to sum(current), that minimise the expected maximum over ranks of `fixed + share · cost`.
 
     cost_per_sample: seconds a sample, shape (steps observed, ranks). fixed: seconds a step whatever the share, shape
-    (ranks,). The expectation is over `draws` bootstrapped steps, each rank drawn by itself, the same ones for every
-    candidate.
+    (ranks,). minimum, maximum: of each share; grain: what each is a multiple of. The expectation is over `draws`
+    bootstrapped steps, each rank drawn by itself, the same ones for every candidate.
     """
+    if grain > 1:  # a unit of so many samples takes the place of a sample
+        units = balance(
+            cost_per_sample * grain,
+            _units(current, grain),
+            fixed=fixed,
+            minimum=-(-minimum // grain),
+            maximum=None if maximum is None else maximum // grain,
+            draws=draws,
+            seed=seed,
+        )
+        return replace(units, shares=tuple(grain * count for count in units.shares))
     steps, ranks = cost_per_sample.shape
     total = sum(current)
     ceiling = total if maximum is None else maximum
@@ -184,13 +200,22 @@ def balance(
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
 
 
-def equal(total: int, ranks: int) -> tuple[int, ...]:
-    """Shares as equal as integers allow; the first ranks get the remainder. InputError where a rank would get none."""
-    if total < ranks:
+def equal(total: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
+    """Shares as equal as multiples of `grain` allow; the first ranks get the remainder. InputError where a rank would
+    get none, or `total` is no multiple."""
+    (units,) = _units((total,), grain)
+    if units < ranks:
         raise InputError(
-            f"global batch {total} is smaller than the {ranks} ranks; raise the batch or lower spec.replicas"
+            f"global batch {total} is too small for {ranks} ranks with {grain} samples or more each; raise the batch "
+            "or lower spec.replicas"
         )
-    return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
+    return tuple(grain * (units // ranks + (rank < units % ranks)) for rank in range(ranks))
+
+
+def _units(samples: Sequence[int], grain: int) -> tuple[int, ...]:
+    if any(count % grain for count in samples):
+        raise InputError(f"{list(samples)} samples must all be multiples of the shares' grain, {grain}")
+    return tuple(count // grain for count in samples)
 
 
 def _slope(seconds: Seconds, amounts: Seconds) -> float:

@@ -93,6 +93,7 @@ def train(
             for indices, x in step.microbatches():
                 (model(x).sum() / step.total_weight).backward()
                 used += indices.tolist() if step.total_weight < math.inf else []
+                assert len(indices) == 2 or not options.get("static_shapes")
             opt.step()
             opt.zero_grad()
             time.sleep(
@@ -119,9 +120,10 @@ def train(
         (Indexed(), {"sync": 3}, {"num_workers": 1}),
         (Streamed(), {"sync": 3}, {}),
         (Indexed(), {"sync": 2, "shard": 2}, {}),
+        (Indexed(), {"sync": 2, "shard": 2}, {"static_shapes": True}),
         (Indexed(), {"sync": 3}, {"lengths": lambda index: index + 1.0}),
     ],
-    ids=["indexed", "workers", "iterable", "sharded", "lengths"],
+    ids=["indexed", "workers", "iterable", "sharded", "static shapes", "lengths"],
 )
 def test_across_switches_of_the_mode(dataset: Any, mesh: dict[str, int], options: Any, tmp_path: Path) -> None:
     modes = [ASYNC, SYNC, EDIT, ASYNC, EDIT, SYNC]

@@ -25,7 +25,7 @@ from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Phase
 
 from .data.lengths import Lengths
-from .data.loader import Loader, Weight
+from .data.loader import BatchSizes, Loader, Place, Weight
 from .environment import Environment
 from .keep.checkpoints import CheckpointFolder
 from .keep.state import TrainingState
@@ -206,6 +206,7 @@ class Job:
         shuffle: bool = True,
         lengths: Lengths | None = None,
         cost: SequenceCost | None = None,
+        static_shapes: bool = False,
         **options: Any,
     ) -> Loader:
         """Deals each step's `global_batch_size` samples out to the ranks, by the shares that are in force.
@@ -213,20 +214,21 @@ class Job:
         dataset: with an index and a length; or an iterable, the same on all ranks, which each of them runs through
         and takes its part of: keep what it yields cheap, and do the rest in collate_fn.
         max_microbatch: samples of one forward pass that fit into a rank's memory.
-        weight: from a batch to what its loss sum is divided by, such as its valid tokens; None: its samples.
+        weight: from a batch to what its loss sum is divided by, such as its valid tokens; None: its samples. It is
+        given batches on the host.
         shuffle: whether each epoch has an order of its own; an iterable has its own always.
         lengths: of the samples, by their index (one number each, or a function): who takes which of a global batch's
         samples is then chosen so that ranks, and microbatches, take equally long. None: they are dealt as they come.
         cost: of a sequence, by its length, until the plan knows better; None: as its length.
+        static_shapes: every microbatch has max_microbatch samples, which the global batch is a multiple of; shares come
+        in whole microbatches. So what is compiled for one shape serves all.
         options: for torch's DataLoader, such as num_workers and collate_fn.
         """
         return Loader(
             dataset,
-            global_batch_size=global_batch_size,
-            max_microbatch=max_microbatch,
+            BatchSizes(global_batch_size, max_microbatch, static_shapes),
+            Place(self.rank, self.world_size, self._replication.shape["shard"]),
             weight=weight,
-            rank=self.rank,
-            world_size=self.world_size,
             seed=self._settings.seed,
             shuffle=shuffle,
             lengths=lengths,
@@ -304,10 +306,10 @@ class Job:
         return self.recorder.during(_PHASES[name])
 
     def _begin(self, loader: Loader, until: int | None, retention: Retention) -> Ordinals:
-        loader.replica_size = self._replication.shape["shard"]
         progress = self._progress
         progress.begin(loader.global_batch_size)
         self.recorder.ring.state.global_batch = loader.global_batch_size
+        self.recorder.ring.state.share_grain = loader.share_grain
         self.recorder.restart_clock(progress.step + 1)
 
         def check(course: Course) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pacekeeper_analysis.errors import InputError
 
-from .data.loader import Draw, Weight
+from .data.loader import Draw
 
 
 class Peers(Protocol):
@@ -39,30 +39,22 @@ class Peers(Protocol):
 class Step:
     """What `Job.steps` yields."""
 
-    def __init__(
-        self, peers: Peers, number: int, draw: Draw, microbatches: Iterator[Any], weigh: Weight | None
-    ) -> None:
+    def __init__(self, peers: Peers, number: int, draw: Draw, microbatches: Iterator[Any]) -> None:
         self.number = number
         """Of this step, from 1: the job has completed so many when this one is complete. In Local-SGD modes, where
         ranks make different numbers of steps, this rank's count from the last synchronisation on."""
         self.samples = draw.samples
         """Of this rank."""
-        self.weight = float(draw.samples)
+        self.weight = float(draw.samples) if draw.weight is None else draw.weight
         """Of this rank's samples; their number where the loader has no `weight`."""
-        self.lengths = draw.lengths
+        self.lengths = draw.lengths or (None if draw.weight is None else (draw.weight, 0.0))
         """Of this rank's samples, and their squares, in sum (0: only the `weight` is known); None: nothing is known."""
         self._peers = peers
         self._draw = draw
         self._used = self._passed = 0
         self._batches = microbatches
         self._loss: torch.Tensor | None = None
-        if weigh is not None:
-            batches = list(microbatches)
-            self._batches = iter(batches)
-            counted = (batch for batch, size in zip(batches, draw.sizes, strict=True) if size)
-            self.weight = float(sum(float(weigh(batch)) for batch in counted))
-            self.lengths = self.lengths or (self.weight, 0.0)
-        self._total = peers.total_weight(None if weigh is None else self.weight, draw.samples)
+        self._total = peers.total_weight(draw.weight, draw.samples)
 
     def microbatches(self) -> Iterator[Any]:
         """This rank's share of the batch. Gradients are added up, and reduced over the ranks with the last one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,7 @@ class Window:
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
     baseline_exposed: float | None = None  # of it, communication that no computation hid; None: not known
     costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
+    share_grain: int = 1  # samples that new shares are multiples of, as the present ones are
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         baseline_exposed=baseline_exposed(by_rank),
         costs=_costs(by_rank),
     )
-    return weighed(window)
+    return weighed(replace(window, share_grain=share_grain(by_rank, *window.shares)))
 
 
 def weighed(window: Window) -> Window:
@@ -116,6 +118,11 @@ def _costs(windows: Sequence[RankWindow]) -> Costs | None:
         return shares.fit_each(working, [window.samples for window in windows])
     except InputError:  # no samples, or no seconds: nothing to fit
         return None
+
+
+def share_grain(windows: Sequence[RankWindow], *samples: int) -> int:
+    """What new shares must be multiples of, by what the ranks say, and as far as these numbers of samples are."""
+    return math.gcd(max(window.share_grain for window in windows), *samples)
 
 
 def peers_median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -10,7 +10,16 @@ import numpy.typing as npt
 
 from .. import shares
 from ..reports import RankWindow
-from .windows import MINIMAL_STEPS, Window, baseline, baseline_exposed, peers_median, weighed, without_garbage
+from .windows import (
+    MINIMAL_STEPS,
+    Window,
+    baseline,
+    baseline_exposed,
+    peers_median,
+    share_grain,
+    weighed,
+    without_garbage,
+)
 
 HIDDEN = 0.33
 """Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
@@ -97,7 +106,7 @@ class Work:
     @property
     def is_uneven(self) -> bool:
         """The shares, by more than what an equal division leaves over."""
-        return max(self.shares) - min(self.shares) > 1
+        return max(self.shares) - min(self.shares) > self.window.share_grain
 
     @property
     def step_seconds(self) -> float:
@@ -145,8 +154,9 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
         return None
     local_batch = np.array([window.samples[-1] for window in by_rank], dtype=np.int64)
     factor = np.ones(len(by_rank))
-    if local_batch.min() > 0 and global_batch >= len(by_rank) and global_batch != local_batch.sum():
-        share = np.array(shares.equal(global_batch, len(by_rank)), dtype=np.int64)
+    grain = share_grain(by_rank, global_batch, *local_batch.tolist())
+    if local_batch.min() > 0 and global_batch >= len(by_rank) * grain and global_batch != local_batch.sum():
+        share = np.array(shares.equal(global_batch, len(by_rank), grain), dtype=np.int64)
         factor, local_batch = share / local_batch, share
     compute = compute * factor
     own, first, before = float(np.median(compute)), baseline(by_rank), baseline_exposed(by_rank)
@@ -164,6 +174,7 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
             squares=drawn([w.squares for w in by_rank]) * factor if all(w.squares for w in by_rank) else None,
             baseline_seconds=first,
             baseline_exposed=before,
+            share_grain=grain,
         )
     )
     if window.squares is not None:

@@ -1,6 +1,7 @@
 """What-if analysis: how fast would a job be without its stragglers, and who is to blame (arXiv 2505.05713)?"""
 
 from pacekeeper_analysis.whatif.figures import Blame, Decomposition, WhatIf, analyse
+from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.published import window_from_trace
 from pacekeeper_analysis.whatif.scenario import (
     ALL_IDEAL,
@@ -17,7 +18,7 @@ from pacekeeper_analysis.whatif.scenario import (
     Where,
 )
 from pacekeeper_analysis.whatif.trace import Metadata, Trace, TraceError, trace_from_columns
-from pacekeeper_analysis.whatif.window import Operation, Skipped, Window
+from pacekeeper_analysis.whatif.window import Skipped, Window
 
 __all__ = [
     "ALL_IDEAL",

@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike
 
 from pacekeeper_analysis.whatif.figures import WhatIf
 from pacekeeper_analysis.whatif.figures import analyse as analyse_window
-from pacekeeper_analysis.whatif.graph import GraphBuilder
+from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
 from pacekeeper_analysis.whatif.scenario import AS_RECORDED, PEERS, Scaled, Scenario, Seconds, Where
 from pacekeeper_analysis.whatif.simulate import Array
-from pacekeeper_analysis.whatif.window import Operation, Window, ideal_seconds
+from pacekeeper_analysis.whatif.window import Window, ideal_seconds
 
 DATA, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = "data", "compute", "forward-compute", "backward-compute", "optimizer"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pacekeeper_analysis.whatif.causes import Cause
+from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of, usual_seconds
 from pacekeeper_analysis.whatif.trace import (
@@ -21,7 +22,6 @@ from pacekeeper_analysis.whatif.trace import (
     REDUCE_SCATTER,
     Trace,
 )
-from pacekeeper_analysis.whatif.window import Operation
 
 Fault = Callable[[Sequence[Operation], Array, float, np.random.Generator], Array]
 """(operations, seconds [operation, dp_rank, step], strength 0 to 1, random numbers) -> seconds with the fault."""

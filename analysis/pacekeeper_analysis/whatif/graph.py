@@ -13,6 +13,24 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
+class Operation:
+    """What an operation of the graph is."""
+
+    type: str
+    stage: int = 0
+    """Pipeline stage; 0 where there is no pipeline."""
+    index: int = 0
+    """Its place among the operations of its type and stage in a step."""
+    chunk: int = 0
+    """Model chunk within the stage (interleaved schedules)."""
+    microbatch: int = -1
+    """Microbatch it works on; -1 for none."""
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.index} of stage {self.stage}"
+
+
+@dataclass(frozen=True)
 class Unit:
     """Operations that start at the same instant: a collective, a matched send and receive, or one operation alone."""
 

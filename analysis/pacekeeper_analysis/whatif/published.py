@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder
+from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder, Operation
 from pacekeeper_analysis.whatif.rows import DenseRows
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import (
@@ -34,7 +34,7 @@ from pacekeeper_analysis.whatif.trace import (
     Trace,
     TraceError,
 )
-from pacekeeper_analysis.whatif.window import Operation, Window, ideal_seconds
+from pacekeeper_analysis.whatif.window import Window, ideal_seconds
 
 MEAN_TYPES = frozenset({FORWARD, BACKWARD, GC, OPTIMIZER})
 """Types whose ideal duration is the mean; the median for all others."""

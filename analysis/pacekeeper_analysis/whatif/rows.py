@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, LONGEST_S, TYPES, Trace, TraceError
-from pacekeeper_analysis.whatif.window import Operation, Skipped
+from pacekeeper_analysis.whatif.window import Skipped
 
 Mask = NDArray[np.bool_]
 

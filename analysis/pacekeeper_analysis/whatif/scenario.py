@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
-
-if TYPE_CHECKING:
-    from pacekeeper_analysis.whatif.window import Operation, Window
 
 
 class Where:
@@ -194,17 +191,6 @@ class Scenario:
             if change.where.includes(operation):
                 pace = change.takes if change.where.whole() and change.takes in (RECORDED, IDEAL) else None
         return pace
-
-    def seconds(self, window: Window, operation: int) -> Array:
-        """Seconds of one operation, broadcastable to [replica, step]."""
-        recorded, ideal = window.recorded(operation), float(window.ideal[operation])
-        seconds = self.base(Asked(recorded, ideal, np.ones(len(recorded), dtype=bool), recorded))
-        for where, pace in ((change.where, change.takes) for change in self.changes):
-            if where.includes(window.operations[operation]):
-                replicas = where.replicas_at(window.operations[operation].stage, len(recorded))
-                new = pace(Asked(recorded, ideal, replicas, np.broadcast_to(seconds, recorded.shape)))
-                seconds = np.where(replicas[:, None] & where.steps_of(window.steps), new, seconds)
-        return seconds
 
 
 AS_RECORDED = Scenario(RECORDED)

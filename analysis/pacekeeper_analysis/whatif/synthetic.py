@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.published import in_graph, pipeline_graph
 from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
 from pacekeeper_analysis.whatif.trace import (
@@ -29,7 +30,6 @@ from pacekeeper_analysis.whatif.trace import (
     Metadata,
     Trace,
 )
-from pacekeeper_analysis.whatif.window import Operation
 
 USUAL_S = {
     FORWARD: 0.050,

@@ -7,30 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.graph import Graph
-from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, IDEAL, RECORDED, Scenario, Where
+from pacekeeper_analysis.whatif.graph import Graph, Operation
+from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, IDEAL, RECORDED, Asked, Scenario, Where
 from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
 
 COLUMNS_AT_ONCE = 32_768
 """Columns (scenarios x replicas x steps) simulated together: enough to hide Python, few enough for the cache."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What an operation of the graph is."""
-
-    type: str
-    stage: int = 0
-    """Pipeline stage; 0 where there is no pipeline."""
-    index: int = 0
-    """Its place among the operations of its type and stage in a step."""
-    chunk: int = 0
-    """Model chunk within the stage (interleaved schedules)."""
-    microbatch: int = -1
-    """Microbatch it works on; -1 for none."""
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.index} of stage {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +55,17 @@ class Window:
     def recorded(self, operation: int) -> Array:
         """Recorded seconds of one operation [replica, step]."""
         return np.asarray(self.seconds[operation].reshape(-1, len(self.steps)))
+
+    def seconds_in(self, scenario: Scenario, operation: int) -> Array:
+        """Seconds of one operation in the scenario, broadcastable to [replica, step]."""
+        what, recorded, ideal = self.operations[operation], self.recorded(operation), float(self.ideal[operation])
+        seconds = scenario.base(Asked(recorded, ideal, np.ones(len(recorded), dtype=bool), recorded))
+        for where, pace in ((change.where, change.takes) for change in scenario.changes):
+            if where.includes(what):
+                replicas = where.replicas_at(what.stage, len(recorded))
+                new = pace(Asked(recorded, ideal, replicas, np.broadcast_to(seconds, recorded.shape)))
+                seconds = np.where(replicas[:, None] & where.steps_of(self.steps), new, seconds)
+        return seconds
 
     def step_seconds(self, scenarios: Sequence[Scenario]) -> Array:
         """Seconds of each step in each scenario [scenario, step]; a step ends when its last replica has finished."""
@@ -175,7 +168,7 @@ class _Columns:
         row.fill(self._window.ideal[operation])
         row[self._recorded[operation]] = self._window.seconds[operation]
         for index in self._special[operation]:
-            seconds = self._scenarios[index].seconds(self._window, operation)
+            seconds = self._window.seconds_in(self._scenarios[index], operation)
             row[index] = np.broadcast_to(seconds, (self._window.replicas, self.shape[-1])).reshape(self.shape[1:])
         return row
 

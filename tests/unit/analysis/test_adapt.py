@@ -97,6 +97,29 @@ def test_a_persistently_slow_rank_gets_a_smaller_share(slow: float, noise: float
     assert way.shares[2] == min(way.shares) < BATCH
 
 
+def test_shares_come_in_whole_microbatches_where_shapes_are_static() -> None:
+    own = work(1)
+    own[:, 2] *= 2
+    way = taken([replace(window, share_grain=2) for window in windows(own)])
+    assert way is not None
+    assert way.shares is not None
+    assert sorted(way.shares) == [4, 8, 10, 10]
+    assert way.shares[2] == 4
+    whole = found([replace(window, share_grain=BATCH) for window in windows(own)])
+    ways = {way.remedy: way for way in adapt.ways(whole, threshold=THRESHOLD)}
+    assert ways["Rebalance"].refused, "each rank has one microbatch, and keeps it"
+    assert not ways["LocalSGD"].refused
+
+
+def test_what_equal_division_leaves_over_of_microbatches_is_not_uneven() -> None:
+    shares = (2 * BATCH, BATCH, BATCH, BATCH)
+    own = work(1) * np.array(shares) / BATCH
+    given = [replace(window, share_grain=BATCH) for window in windows(own, shares=shares)]
+    assert found(given).trouble is Trouble.NONE
+    assert adapt.ways(found(given), threshold=THRESHOLD) == ()
+    assert adapt.ways(found(windows(own, shares=shares)), threshold=THRESHOLD)[0].remedy == "Rebalance"
+
+
 def test_the_evidence_says_whom_the_slowdown_comes_from_and_what_a_spare_would_win() -> None:
     own = work(noise=0.0)
     own[:, 3] *= 2
@@ -512,6 +535,17 @@ def test_what_a_job_has_always_had_does_not_keep_it() -> None:
     assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMPUTE) is None
     usual = {Trouble.VOLATILE: 1.3}
     assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMPUTE, usual=usual) is not None
+
+
+def test_back_to_shares_of_whole_microbatches() -> None:
+    """Of a global batch that is not what the ranks take in their steps, and a rank that has got slow."""
+    fine = [replace(window, samples=(32,) * STEPS, share_grain=8) for window in local(4, rank_3=1.5)]
+    way = adapt.way_back(fine, threshold=THRESHOLD, trouble=Trouble.VOLATILE, global_batch=256)
+    assert way is not None
+    assert way.shares is not None
+    assert sum(way.shares) == 256
+    assert way.shares[3] == min(way.shares) < 64
+    assert {share % 8 for share in way.shares} == {0}
 
 
 def test_back_with_shares_that_fit_a_rank_that_stays_slow() -> None:

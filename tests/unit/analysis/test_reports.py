@@ -30,6 +30,7 @@ STEPS = tuple(range(32))
 WINDOW = RankWindow(
     rank=0, steps=STEPS, step_seconds=(0.2,) * 32, compute_seconds=(0.1,) * 32, samples=(8,) * 32,
     garbage_seconds=(0.01,) * 32, lengths=(100.0,) * 32, squares=(2000.0,) * 32, sync_mode="Sync", transfers=(0.1,),
+    share_grain=4,
 )  # fmt: skip
 STATE = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "stack")
 REPORTS: dict[str, tuple[Any, Any]] = {

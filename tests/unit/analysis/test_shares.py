@@ -55,6 +55,14 @@ def test_equal_shares_need_a_sample_a_rank() -> None:
         equal(3, 4)
 
 
+def test_equal_shares_in_whole_microbatches() -> None:
+    assert equal(20, 3, grain=4) == (8, 8, 4)
+    with pytest.raises(InputError, match=r"global batch 12 is too small for 4 ranks with 4 samples or more"):
+        equal(12, 4, grain=4)
+    with pytest.raises(InputError, match=r"\[10\] samples must all be multiples of the shares' grain, 4"):
+        equal(10, 2, grain=4)
+
+
 @pytest.mark.parametrize("bad", [np.nan, 0.0, -1.0])
 def test_bad_costs_are_refused(bad: float) -> None:
     cost = np.ones((4, 2))
@@ -88,6 +96,32 @@ def test_no_integer_shares_are_better_under_noise_either(seed: int) -> None:
         if sum(shares) == total
     )
     assert found.seconds_after == pytest.approx(best, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_shares_of_whole_microbatches_are_better(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ranks, grain = int(random.integers(2, 5)), int(random.integers(2, 6))
+    units = int(random.integers(ranks + 2, 12))
+    noise = random.choice([1.0, 2.0], size=(16, ranks), p=[0.8, 0.2]) if seed % 2 else np.ones((16, ranks))
+    cost, fixed = random.uniform(0.5, 3.0, ranks) * noise, random.uniform(0.0, 2.0, ranks)
+    least, most = 1 + grain * (seed % 3 == 0 and units >= 2 * ranks), grain * units - 1
+    current = equal(units * grain, ranks, grain)
+    found = balance(cost, current, fixed=fixed, minimum=least, maximum=most, grain=grain, draws=64, seed=5)
+    drawn = cost[np.random.default_rng(5).integers(0, 16, size=(64, ranks)), np.arange(ranks)]
+    best = min(
+        float((fixed + drawn * np.array(shares)).max(axis=1).mean())
+        for shares in itertools.product(range(grain, grain * units, grain), repeat=ranks)
+        if sum(shares) == grain * units and least <= min(shares) and max(shares) <= most
+    )
+    assert all(share % grain == 0 for share in found.shares)
+    assert sum(found.shares) == grain * units
+    assert found.seconds_after == pytest.approx(best, rel=1e-4)
+
+
+def test_present_shares_that_are_no_whole_microbatches_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\[10, 6\] samples must all be multiples of the shares' grain, 4"):
+        rebalance(np.ones((8, 2)), np.tile([10, 6], (8, 1)), grain=4)
 
 
 def test_many_ranks_with_large_batches_keep_sum_and_bounds() -> None:

@@ -16,7 +16,9 @@ from tests.support.worlds import NOW, change_members, decisions, evidence_of, po
 STEPS = tuple(range(468, 500))
 
 
-def windows(request: str, slow: float, shares: tuple[int, ...], steered: bool = True) -> tuple[Evidence, ...]:
+def windows(
+    request: str, slow: float, shares: tuple[int, ...], steered: bool = True, grain: int = 1
+) -> tuple[Evidence, ...]:
     """Of four ranks of 10 ms a sample; rank 2 takes `slow` times as long."""
     costs = [0.010 * (slow if rank == 2 else 1.0) for rank in range(4)]
     seconds = [cost * share for cost, share in zip(costs, shares, strict=True)]
@@ -29,6 +31,7 @@ def windows(request: str, slow: float, shares: tuple[int, ...], steered: bool = 
                 (max(seconds),) * 32,
                 (seconds[rank],) * 32,
                 (shares[rank] if steered else 0,) * 32,
+                share_grain=grain,
             )
             for rank in range(4)
         ),
@@ -44,8 +47,8 @@ def next_pass(thought: Thought, world: Observation, seconds: float = 1.0, **chan
     return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)  # type: ignore[arg-type]
 
 
-def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True) -> Thought:
-    return answered(change_members(suspicious(pace=slow), steered=steered), slow, shares, steered)
+def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True, grain: int = 1) -> Thought:
+    return answered(change_members(suspicious(pace=slow), steered=steered), slow, shares, steered, grain=grain)
 
 
 def answered(
@@ -54,11 +57,12 @@ def answered(
     shares: tuple[int, ...] = (8, 8, 8, 8),
     steered: bool = True,
     watching: bool = False,
+    grain: int = 1,
 ) -> Thought:
     """After the pass that asks for evidence, and the one that has it. watching: in mode Recommend."""
     rules = policy(mode=Mode.RECOMMEND) if watching else policy()
     asked = think(world, rules)
-    evidence = windows(asked.draft.plan.evidence_request, slow, shares, steered)
+    evidence = windows(asked.draft.plan.evidence_request, slow, shares, steered, grain)
     return think(next_pass(asked, world, evidence=evidence), rules)
 
 
@@ -80,6 +84,13 @@ def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
     assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
     assert any("S_w: rank 2 1.60" in sentence for sentence in incident.evidence), incident.evidence
     assert thought.draft.plan.evidence_request == ""
+
+
+def test_a_script_with_static_shapes_gets_shares_in_whole_microbatches() -> None:
+    shares = judged(2.0, grain=2).draft.plan.shares
+    assert shares is not None
+    assert sorted(shares) == [4, 8, 10, 10]
+    assert shares[2] == 4
 
 
 def test_what_shares_have_mended_raises_no_new_suspicion() -> None:

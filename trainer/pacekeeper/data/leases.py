@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .shares import equal_shares
+from .shares import Place, equal_shares
 
 Interval = tuple[int, int]
 """Positions from the first to before the second."""
@@ -70,19 +70,13 @@ class Dealing:
     """Deals the global batches behind `start` one after the other, by shares."""
 
     start: Remainder
-    rank: int
-    replica_size: int
+    place: Place
     _dealt: int = field(default=0, init=False)
 
     def deal(self, shares: Sequence[int]) -> Deal:
         first, self._dealt = self._dealt, self._dealt + sum(shares)
-        replica = self.rank // self.replica_size * self.replica_size
-        return Deal(
-            self.start.places(first, self._dealt),
-            tuple(shares),
-            self.rank,
-            tuple(shares[replica : replica + self.replica_size]),
-        )
+        positions = self.start.places(first, self._dealt)
+        return Deal(positions, tuple(shares), self.place.rank, self.place.of_replica(shares))
 
 
 @dataclass
@@ -90,23 +84,23 @@ class Leasing:
     """Takes the tickets behind `start` for a replica: its ranks share them, and each of them must take the same."""
 
     start: Remainder
-    rank: int
-    replica_size: int
+    place: Place
     take: Take
     tickets: int | None
     """How many there are; None: without end."""
+    grain: int = 1
+    """Samples that the ranks' parts of the last lease are multiples of, as far as there are so many."""
 
     def deal(self, shares: Sequence[int]) -> Deal | None:
         """The replica's next tickets: as many as its ranks' shares, at last perhaps fewer. None: all are taken."""
-        replica = self.rank // self.replica_size * self.replica_size
-        parts = tuple(shares[replica : replica + self.replica_size])
+        parts = self.place.of_replica(shares)
         first = self.take(sum(parts))
         count = sum(parts) if self.tickets is None else min(sum(parts), self.tickets - first)
         if count <= 0:
             return None
         if count < sum(parts):
-            parts = equal_shares(count, self.replica_size)
-        return Deal(self.start.places(first, first + count), parts, self.rank - replica, parts)
+            parts = equal_shares(count, self.place.replica_size, self.grain)
+        return Deal(self.start.places(first, first + count), parts, self.place.in_replica, parts)
 
 
 def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:

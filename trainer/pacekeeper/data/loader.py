@@ -2,11 +2,15 @@
 
 The samples of a step come by shares from the global batch, or as a lease (leases.py). Between the two the DataLoader
 and its workers go on: what they have prefetched is fetched and thrown away, and its positions are dealt again.
+
+What is fetched is on the host, where it is also weighed. It goes to the job's device when the script asks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +19,14 @@ from torch.utils.data import DataLoader
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.lengths import SequenceCost
 
+from .device import mover
 from .iterables import Positions, RunThrough, Sized, is_iterable
 from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
 from .lengths import Lengths, Sequences
-from .sampler import Draw, MicrobatchSampler, Permutations, Stream, Stretch, Terms
-from .shares import check_replicas, check_shares, equal_shares
+from .sampler import Allotment, Draw, MicrobatchSampler, Permutations, Stream, Terms
+from .shares import BatchSizes, Place
 
-__all__ = ["Draw", "Loader", "Weight"]
+__all__ = ["BatchSizes", "Draw", "Loader", "Place", "Weight"]
 
 Weight = Callable[[Any], Any]
 """From a batch to what its loss sum is to be divided by: its valid tokens, say."""
@@ -33,12 +38,11 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
+        sizes: BatchSizes,
+        place: Place,
         *,
-        global_batch_size: int,
-        max_microbatch: int,
-        rank: int,
-        world_size: int,
         weight: Weight | None = None,
+        device: torch.device | None = None,
         seed: int = 0,
         shuffle: bool = True,
         lengths: Lengths | None = None,
@@ -49,20 +53,21 @@ class Loader:
 
         dataset: with a length and an index, or an iterable (see iterable.py). shuffle: not of an iterable, which comes
         in its own order.
+        weight: of a batch on the host. device: where batches go then (see device.py); None: they stay.
         lengths: of the samples, by their index: each global batch is then dealt so that each rank's part costs as much
         as its share says, and its microbatches cost alike. None: samples are dealt as they come. cost: of a sequence,
         by its length, until a plan says otherwise; None: as its length.
         """
-        _check_batches(global_batch_size, max_microbatch, world_size, options)
-        self.global_batch_size = global_batch_size
-        self.max_microbatch = max_microbatch
-        self.weight = weight
-        self.replica_size = 1
-        """Ranks that share a replica (a shard group): ranks 0 … n-1 the first, and so on. They run equally many
-        microbatches, and lease together. To be set before the first step."""
-        self._rank = rank
-        self._world_size = world_size
-        self._shares = equal_shares(global_batch_size, world_size)
+        taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
+        if taken:
+            raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")
+        self._sizes = sizes
+        self._place = place
+        self._weight = weight
+        self._move = mover(device)
+        if device is not None and device.type == "cuda":
+            options.setdefault("pin_memory", True)  # or the copy to the device would keep the host waiting
+        self._shares = sizes.equal_shares(place.world_size)
         size = len(dataset) if hasattr(dataset, "__len__") else None
         self._run_through = RunThrough(dataset, size) if is_iterable(dataset) else None
         stream: Stream = Positions()
@@ -76,7 +81,7 @@ class Loader:
         self._samples = size
         self._sequences = self._make_sequences(lengths, cost)
         self._cost = self._own_cost = cost or SequenceCost()
-        self._sampler = MicrobatchSampler(stream, max_microbatch, self._sequences)
+        self._sampler = MicrobatchSampler(stream, sizes, self._sequences)
         # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
@@ -92,10 +97,13 @@ class Loader:
     # Steps
 
     def next_step(self) -> tuple[Draw, Iterator[Any]] | None:
-        """What this rank takes in the next step, and its microbatches. None: no ticket is left below the limit."""
-        phase = self._phase
-        if phase.source is None:
-            phase.source = Dealing(self._left, self._rank, self.replica_size)
+        """What this rank takes in the next step, and its microbatches, which go to the device as they are asked for.
+
+        None: no ticket is left below the limit.
+        """
+        allotment = self._allotment
+        if allotment.source is None:
+            allotment.source = Dealing(self._left, self._place)
         if self._batches is None:
             self._received = 0
             self._batches = iter(self._loader)
@@ -108,16 +116,22 @@ class Loader:
             if not self._sampler.ended:
                 raise RuntimeError("the data set raised StopIteration for a sample that it should have") from None
             return None
-        draw, phase.underway = phase.drawn.popleft()
-        phase.begun += 1
-        return draw, self._rest(first, draw.microbatches)
+        draw, allotment.underway = allotment.drawn.popleft()
+        allotment.begun += 1
+        batches = self._rest(first, draw.microbatches)
+        if self._weight is not None:
+            known = list(batches)
+            counted = (batch for batch, size in zip(known, draw.sizes, strict=True) if size)
+            draw = replace(draw, weight=sum(float(self._weight(batch)) for batch in counted))
+            batches = iter(known)
+        return draw, map(self._move, batches)
 
     def complete_step(self) -> None:
         """The optimizer has stepped with the samples of the last `next_step`."""
-        if isinstance(self._phase.source, Leasing):
-            self._phase.underway, self._phase.exact = (), False
+        if isinstance(self._allotment.source, Leasing):
+            self._allotment.underway, self._allotment.exact = (), False
         else:
-            self._left = self._left.after(self.global_batch_size)
+            self._left = self._left.after(self._sizes.global_batch)
 
     @property
     def cursor(self) -> int:
@@ -132,23 +146,31 @@ class Loader:
     # Shares
 
     @property
+    def global_batch_size(self) -> int:
+        return self._sizes.global_batch
+
+    @property
+    def share_grain(self) -> int:
+        """Samples that each share is a multiple of."""
+        return self._sizes.grain
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """The newest shares, in force now or, with DataLoader workers, `lookahead` steps after they came."""
         return self._shares
 
     def set_shares(self, shares: tuple[int, ...] | None) -> None:
         """From the next step on, or from the first one that is not yet prefetched; None: equal shares."""
-        wanted = shares or equal_shares(self.global_batch_size, self._world_size)
+        wanted = shares or self._sizes.equal_shares(self._place.world_size)
         if wanted == self._shares:
             return
         self.check(wanted)
         self._shares = wanted
-        self._phase.change(self._terms, self.lookahead)
+        self._allotment.change(self._terms, self.lookahead)
 
     def check(self, shares: tuple[int, ...]) -> None:
         """Raises InputError where `shares` cannot be followed."""
-        check_shares(shares, self.global_batch_size, self._world_size)
-        check_replicas(shares, self.replica_size, self.max_microbatch)
+        self._sizes.check(shares, self._place.world_size, self._place.replica_size)
 
     # Sequences
 
@@ -159,7 +181,7 @@ class Loader:
             return
         self.check_cost()
         self._cost = wanted
-        self._phase.change(self._terms, self.lookahead)
+        self._allotment.change(self._terms, self.lookahead)
 
     def check_cost(self) -> None:
         """Raises InputError where samples cannot be balanced by their cost."""
@@ -171,19 +193,20 @@ class Loader:
     def start_leases(self, take: Take, limit: int | None) -> None:
         """From the next step on this rank leases its samples, as many a step as its share. On all ranks alike.
 
-        take: the counter that all ranks share; it counts from 0 anew for each call of this. With `replica_size` > 1
-        the ranks of a replica take for all of it, each as often as its peers: the first one's answer is for them all.
+        take: the counter that all ranks share; it counts from 0 anew for each call of this. Ranks that share a replica
+        take for all of it, each as often as its peers: the first one's answer is for them all.
         limit: how many samples the job may use in all, counted like `used`; tickets beyond it stay; None: no limit.
         """
         tickets = None if limit is None else limit - self.used
-        self._begin(Leasing(self._left, self._rank, self.replica_size, take, tickets))
+        self._begin(Leasing(self._left, self._place, take, tickets, self._sizes.grain))
 
     def unused(self) -> list[Interval]:
         """Positions [first, end) that this rank has leased and not used in a completed step: prefetched ones, say."""
-        phase = self._phase
-        if not isinstance(phase.source, Leasing):
+        allotment = self._allotment
+        if not isinstance(allotment.source, Leasing):
             return []
-        return list(merge([*phase.underway, *(interval for _, positions in phase.drawn for interval in positions)]))
+        ahead = (interval for _, positions in allotment.drawn for interval in positions)
+        return list(merge([*allotment.underway, *ahead]))
 
     def meet(self, used: int, unused: Sequence[Interval] | None) -> None:
         """All ranks meet, none of them within a step. While samples are dealt by shares, this changes nothing.
@@ -192,14 +215,14 @@ class Loader:
         began. unused: of all ranks, what `unused` gives: after it the state is exact, and may be kept; the leases
         go on. None: where it is not to be kept. Raises ValueError where the two do not fit each other.
         """
-        phase = self._phase
-        if not isinstance(phase.source, Leasing):
+        allotment = self._allotment
+        if not isinstance(allotment.source, Leasing):
             return
-        phase.used += used
+        allotment.used += used
         if unused is not None:
             out = sum(end - first for first, end in unused)
-            self._left = phase.source.start.after(phase.used + out, unused)
-            phase.exact = True
+            self._left = allotment.source.start.after(allotment.used + out, unused)
+            allotment.exact = True
 
     def stop_leases(self) -> None:
         """Back to dealing by shares, from the next step on, what is unused first. After an exact meeting."""
@@ -230,7 +253,8 @@ class Loader:
             self._run_through.size = size or self._size
         self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state.get("pending", ())))
         shares = tuple(state["shares"])
-        if len(shares) == self._world_size and sum(shares) == self.global_batch_size:
+        with suppress(InputError):  # of another number of ranks, or of another script
+            self.check(shares)
             self._shares = shares
         self._begin(None)
 
@@ -242,8 +266,8 @@ class Loader:
         return self._samples if self._run_through is None else self._run_through.size
 
     @property
-    def _phase(self) -> Stretch:
-        return self._sampler.phase
+    def _allotment(self) -> Allotment:
+        return self._sampler.allotment
 
     @property
     def _terms(self) -> Terms:
@@ -261,13 +285,13 @@ class Loader:
 
     def _begin(self, source: Leasing | None) -> None:
         """Another source of samples: what the old one has dealt ahead is of no use any more."""
-        self._sampler.phase = Stretch(source, self._terms)
+        self._sampler.allotment = Allotment(source, self._terms)
         if self._sampler.ended:
             self._batches = None
         self._stale = 0 if self._batches is None else self._sampler.asked - self._received
 
     def _check_exact(self) -> None:
-        if not self._phase.exact:
+        if not self._allotment.exact:
             raise RuntimeError("leases are out since the last meet(used, unused); meet before the state is taken")
 
     def _fetch(self) -> Any:
@@ -283,15 +307,3 @@ class Loader:
         yield first
         for _ in range(count - 1):
             yield self._fetch()
-
-
-def _check_batches(global_batch_size: int, max_microbatch: int, world_size: int, options: dict[str, Any]) -> None:
-    if global_batch_size < world_size:
-        raise InputError(
-            f"global_batch_size={global_batch_size} is less than the {world_size} ranks; raise it, or take fewer"
-        )
-    if max_microbatch < 1:
-        raise InputError(f"max_microbatch={max_microbatch} must be at least 1: the samples of one forward pass")
-    taken = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
-    if taken:
-        raise InputError(f"{sorted(taken)}: the loader decides this, by the shares; leave it out")

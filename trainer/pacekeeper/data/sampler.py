@@ -19,7 +19,7 @@ from pacekeeper_analysis.lengths import SequenceCost
 
 from .leases import Deal, Dealing, Interval, Leasing, cut, merge
 from .lengths import Sequences
-from .shares import microbatch_count, microbatch_sizes, rank_interval
+from .shares import BatchSizes, rank_interval
 
 
 class Stream(Protocol):
@@ -68,10 +68,13 @@ class Draw:
     """What a rank takes in one step."""
 
     sizes: tuple[int, ...]
-    """Samples of each microbatch. 0 (in the last lease of a sharded replica only): there was none left for this rank.
-    Its batch is one sample that others train on, so that collectives match; it must count nothing."""
+    """Samples of each microbatch. 0 (of a sharded replica only, such as in its last lease): none was left for this
+    rank. It gets samples that others train on, so that collectives match: one, or for static shapes as many as always.
+    They must count nothing."""
     lengths: tuple[float, float] | None = None
     """Of these samples in sum, and their squares in sum; None: the loader does not know them."""
+    weight: float | None = None
+    """Of these samples, by the script's function; None: it has none, and their number counts."""
 
     @property
     def microbatches(self) -> int:
@@ -91,8 +94,8 @@ class Terms:
     """By which they are balanced, where their lengths are known."""
 
 
-class Stretch:
-    """The steps between two changes of where samples come from."""
+class Allotment:
+    """What one source of samples gives the ranks, step by step, and how far this rank has come with it."""
 
     def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
         """`source`: None: to be set before the first step."""
@@ -133,33 +136,33 @@ class MicrobatchSampler:
     It knows nothing of the DataLoader, or workers that it starts would end only when Python collects garbage.
     """
 
-    def __init__(self, stream: Stream, max_microbatch: int, sequences: Sequences | None) -> None:
+    def __init__(self, stream: Stream, sizes: BatchSizes, sequences: Sequences | None) -> None:
         """`sequences`: by which samples are balanced over ranks and microbatches; None: they are taken as they come."""
-        self.phase: Stretch
+        self.allotment: Allotment
         self.asked = 0
         """Batches that the present iterator was asked for."""
         self.ended = False
         """Whether it has nothing left."""
         self._stream = stream
-        self._max_microbatch = max_microbatch
+        self._sizes = sizes
         self._sequences = sequences
 
     def __iter__(self) -> Iterator[list[int]]:
         self.asked, self.ended = 0, False
-        while (deal := (phase := self.phase).deal()) is not None:
-            draw, positions, indices = self._of_this_rank(deal, phase.terms.cost)
-            phase.drawn.append((draw, positions))
+        while (deal := (allotment := self.allotment).deal()) is not None:
+            draw, positions, indices = self._of_this_rank(deal, allotment.terms.cost)
+            allotment.drawn.append((draw, positions))
             rest = iter(indices)
             for size in draw.sizes:
-                if phase is not self.phase:
+                if allotment is not self.allotment:
                     break
                 self.asked += 1
-                yield list(islice(rest, size)) or self._indices(deal.positions)[:1]
+                yield list(islice(rest, size)) or self._indices(deal.positions)[: self._sizes.grain]
         self.ended = True
 
     def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
         """What it takes, at which positions, and their indices in the order of the microbatches."""
-        sizes = microbatch_sizes(deal.shares[deal.place], microbatch_count(deal.matching, self._max_microbatch))
+        sizes = self._sizes.microbatches(deal.shares[deal.place], self._sizes.microbatch_count(deal.matching))
         if self._sequences is None:
             positions = cut(deal.positions, *rank_interval(deal.shares, deal.place))
             return Draw(sizes), positions, self._indices(positions)

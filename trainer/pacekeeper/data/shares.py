@@ -1,64 +1,124 @@
-"""Batch shares: how many samples of a step's global batch each rank takes. Pure integers."""
+"""How a step's global batch is cut: into a share for each rank, and this into microbatches. Pure integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from pacekeeper_analysis.errors import InputError
 
 
-def equal_shares(global_batch: int, ranks: int) -> tuple[int, ...]:
-    """As equal as integers allow; the first ranks take what is left over."""
-    whole, rest = divmod(global_batch, ranks)
-    return tuple(whole + (rank < rest) for rank in range(ranks))
+@dataclass(frozen=True)
+class Place:
+    """Which of the ranks that share a batch this one is."""
+
+    rank: int = 0
+    world_size: int = 1
+    replica_size: int = 1
+    """Ranks that share a replica (a shard group): ranks 0 … n-1 the first, and so on. They run equally many
+    microbatches, and lease together."""
+
+    @property
+    def in_replica(self) -> int:
+        """Which of its replica's ranks it is."""
+        return self.rank % self.replica_size
+
+    def of_replica(self, shares: Sequence[int]) -> tuple[int, ...]:
+        """The shares of its replica's ranks, of those of all ranks."""
+        first = self.rank - self.in_replica
+        return tuple(shares[first : first + self.replica_size])
 
 
-def check_shares(shares: Sequence[int], global_batch: int, ranks: int) -> None:
-    """Raises InputError unless each of `ranks` ranks has a sample or more, and all together have `global_batch`."""
-    if len(shares) != ranks:
-        raise InputError(f"shares: {len(shares)} shares for {ranks} ranks; give one a rank")
-    if sum(shares) != global_batch:
-        raise InputError(
-            f"shares: {list(shares)} sum to {sum(shares)}; they must sum to the global batch, {global_batch}"
-        )
-    _check_least(shares, 1, "a rank without samples would hold the others; take it out of the job instead")
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples of a global batch, and of a microbatch. Raises InputError that names the argument and the remedy."""
 
+    global_batch: int
+    max_microbatch: int
+    static_shapes: bool = False
+    """Whether each microbatch has `max_microbatch` samples, neither more nor fewer: compiled code for one shape serves
+    all of them, whatever the shares."""
 
-def check_replicas(shares: Sequence[int], replica_size: int, max_microbatch: int) -> None:
-    """Raises InputError unless the ranks of each replica can run equally many microbatches, none of them empty.
+    def __post_init__(self) -> None:
+        if self.max_microbatch < 1:
+            raise InputError(
+                f"max_microbatch={self.max_microbatch} must be at least 1: the samples of one forward pass"
+            )
+        if self.global_batch % self.grain:
+            raise InputError(
+                f"global_batch_size={self.global_batch} is no multiple of max_microbatch={self.max_microbatch}, as "
+                "static_shapes needs; change one of them, or leave static_shapes out"
+            )
 
-    Their collectives must match in each microbatch, so the largest share of the replica sets the number for all of it.
-    """
-    for first in range(0, len(shares) if replica_size > 1 else 0, replica_size):
-        replica = shares[first : first + replica_size]
-        count = microbatch_count(replica, max_microbatch)
+    @property
+    def grain(self) -> int:
+        """Samples that each share is a multiple of."""
+        return self.max_microbatch if self.static_shapes else 1
+
+    def equal_shares(self, ranks: int) -> tuple[int, ...]:
+        """Raises InputError where a rank would have none."""
+        if self.global_batch < ranks * self.grain:
+            each = f", each with a microbatch of {self.grain}" if self.static_shapes else ""
+            raise InputError(
+                f"global_batch_size={self.global_batch} is less than the {ranks} ranks{each}; raise it, or take fewer"
+            )
+        return equal_shares(self.global_batch, ranks, self.grain)
+
+    def check(self, shares: Sequence[int], ranks: int, replica_size: int) -> None:
+        """Raises InputError where the ranks cannot follow `shares`."""
+        if len(shares) != ranks:
+            raise InputError(f"shares: {len(shares)} shares for {ranks} ranks; give one a rank")
+        if sum(shares) != self.global_batch:
+            raise InputError(
+                f"shares: {list(shares)} sum to {sum(shares)}; they must sum to the global batch, {self.global_batch}"
+            )
+        _check_least(shares, 1, "a rank without samples would hold the others; take it out of the job instead")
+        if any(share % self.grain for share in shares):
+            raise InputError(
+                f"shares: {list(shares)} must all be multiples of max_microbatch={self.max_microbatch}, as the "
+                "loader's static_shapes needs; give such ones"
+            )
+        for first in range(0, len(shares) if replica_size > 1 else 0, replica_size):
+            self._check_replica(shares[first : first + replica_size], first)
+
+    def microbatch_count(self, shares: Sequence[int]) -> int:
+        """How many microbatches the ranks with `shares` run in a step.
+
+        `shares`: of all ranks that must run equally many of them: those that share one replica, because their
+        collectives must match in each microbatch. Replicas meet once a step, and each runs only as many as it needs.
+        """
+        return -(-max(shares) // self.max_microbatch)
+
+    def microbatches(self, share: int, count: int) -> tuple[int, ...]:
+        """The sizes of `count` microbatches: as even as integers allow, or, for static shapes, whole ones first."""
+        if not self.static_shapes:
+            return equal_shares(share, count)
+        return tuple(min(max(share - before * self.grain, 0), self.grain) for before in range(count))
+
+    def _check_replica(self, shares: Sequence[int], first: int) -> None:
+        """Its ranks' collectives match in each microbatch, so that its largest share sets the number for all of it."""
+        count = self.microbatch_count(shares)
         _check_least(
-            replica,
-            count,
-            f"the largest of them makes {count} microbatches of max_microbatch={max_microbatch} on each of ranks "
-            f"{first} to {first + replica_size - 1}; raise the smallest, or max_microbatch",
+            shares,
+            count * self.grain,
+            f"the largest of them makes {count} microbatches of max_microbatch={self.max_microbatch} on each of ranks "
+            f"{first} to {first + len(shares) - 1}; raise the smallest, or max_microbatch",
         )
+
+
+def equal_shares(samples: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
+    """As equal as whole multiples of `grain` allow; the first ranks take what is left over, at last its remainder."""
+    whole, rest = divmod(samples, grain)
+    shares = [grain * (whole // ranks + (rank < whole % ranks)) for rank in range(ranks)]
+    shares[whole % ranks] += rest
+    return tuple(shares)
 
 
 def rank_interval(shares: Sequence[int], rank: int) -> tuple[int, int]:
     """Which part of the step's samples is `rank`'s, when they are dealt out in rank order: [first, end)."""
     ends = [0, *accumulate(shares)]
     return ends[rank], ends[rank + 1]
-
-
-def microbatch_sizes(share: int, count: int) -> tuple[int, ...]:
-    """`share` samples in `count` microbatches, as even as integers allow."""
-    return equal_shares(share, count)
-
-
-def microbatch_count(shares: Sequence[int], max_microbatch: int) -> int:
-    """How many microbatches of at most `max_microbatch` samples the ranks with `shares` run in a step.
-
-    `shares`: of all ranks that must run equally many of them: those that share one replica, because their collectives
-    must match in each microbatch. Replicas meet once a step, and each runs only as many as it needs.
-    """
-    return -(-max(shares) // max_microbatch)
 
 
 def _check_least(shares: Sequence[int], least: int, reason: str) -> None:

@@ -87,7 +87,7 @@ class Ordinals:
         if drawn is None:
             self._period.ends = self._period.done = True
             return None
-        self._step = Step(self, self._parts.progress.step + 1, *drawn, loader.weight)
+        self._step = Step(self, self._parts.progress.step + 1, *drawn)
         self.stepping, self._last_microbatch = True, False
         self._state.share = self._step.samples
         if self._period.supply.leased:

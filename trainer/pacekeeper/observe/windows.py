@@ -89,7 +89,7 @@ class RankHistory:
         self._earlier.clear()
         self._transfers.clear()
 
-    def window(self, rank: int, steered: bool = True) -> RankWindow:
+    def window(self, rank: int, steered: bool = True, share_grain: int = 1) -> RankWindow:
         """Of steps in one mode only. `steered`: whether the script has modes."""
         steps = [*self._earlier, *self._steps]
         known = [step.lengths for step in steps if step.lengths is not None]
@@ -108,6 +108,7 @@ class RankHistory:
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,
             baseline_own_seconds=self.first_steps_own_seconds or 0.0,
+            share_grain=share_grain,
         )
 
     @property

@@ -49,7 +49,12 @@ class RankRings:
         """The windows of the ranks here."""
         ranks = self.look()
         windows = tuple(
-            rank.history.window(int(rank.state["rank"]), steered=rank.state["sync_mode"] >= 0) for rank in ranks
+            rank.history.window(
+                int(rank.state["rank"]),
+                steered=bool(rank.state["sync_mode"] >= 0),
+                share_grain=max(1, int(rank.state["share_grain"])),
+            )
+            for rank in ranks
         )
         return Evidence(request=request, worker=worker, round=round_, windows=windows)
 

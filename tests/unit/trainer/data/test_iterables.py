@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pacekeeper.data.iterables import RunThrough, is_iterable
-from pacekeeper.data.loader import Loader
+from pacekeeper.data.loader import BatchSizes, Loader, Place
 from pacekeeper_analysis.errors import InputError
 
 
@@ -102,10 +102,8 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
     def load() -> Loader:
         return Loader(
             Letters("abcdefg"),
-            global_batch_size=5,
-            max_microbatch=5,
-            rank=0,
-            world_size=1,
+            BatchSizes(5, 5),
+            Place(),
             num_workers=workers,
             collate_fn="".join,
         )
@@ -133,4 +131,4 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
 
 def test_lengths_need_an_index() -> None:
     with pytest.raises(InputError, match="lengths: an iterable data set is read in its order"):
-        Loader(Letters("ab"), global_batch_size=1, max_microbatch=1, rank=0, world_size=1, lengths=[1.0, 2.0])
+        Loader(Letters("ab"), BatchSizes(1, 1), Place(), lengths=[1.0, 2.0])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pacekeeper.data.leases import Interval, Remainder, cut, merge
-from pacekeeper.data.loader import Loader
+from pacekeeper.data.loader import BatchSizes, Loader, Place
 from pacekeeper.data.sampler import Permutations
 
 NUMBERS: Any = torch.arange(200)
@@ -33,7 +33,10 @@ class Job:
         workers: int = 0,
         kind: Callable[[int], Any] = lambda size: torch.utils.data.Subset(NUMBERS, range(size)),
         lengths: Callable[[int], float] | None = None,
+        static: int = 0,
     ) -> None:
+        """static: samples of each microbatch, in shares of whole ones; 0: with each start another number at most."""
+        self.static = static
         self.rng, self.kind, self.lengths = rng, kind, lengths
         self.size, self.batch, self.replica_size, self.workers = size, batch, replica_size, workers
         self.seen: list[int] = []
@@ -46,24 +49,20 @@ class Job:
 
     def start_ranks(self) -> None:
         """Another number of them each time."""
-        most = self.batch // 2 // self.replica_size
+        most = self.batch // (self.static or 2) // self.replica_size
         ranks = self.replica_size * self.rng.randint(1, min(3, most))
-        max_microbatch = self.rng.randint(2, 6)
+        max_microbatch = self.static or self.rng.randint(2, 6)
         self.loaders = [
             Loader(
                 self.kind(self.size),
-                global_batch_size=self.batch,
-                max_microbatch=max_microbatch,
-                rank=rank,
-                world_size=ranks,
+                BatchSizes(self.batch, max_microbatch, static_shapes=self.static > 0),
+                Place(rank, ranks, self.replica_size),
                 seed=5,
                 num_workers=self.workers,
                 lengths=self.lengths,
             )
             for rank in range(ranks)
         ]
-        for loader in self.loaders:
-            loader.replica_size = self.replica_size
 
     @property
     def replicas(self) -> list[list[Loader]]:
@@ -82,7 +81,8 @@ class Job:
                 return False
             draw, batches = step
             for size, batch in zip(draw.sizes, batches, strict=True):
-                assert len(batch) == max(size, 1)  # of an empty one, one sample that counts nothing
+                assert not self.static or size in {0, self.static}
+                assert len(batch) == (self.static or max(size, 1))  # of an empty one, samples that count nothing
                 self.seen += batch.tolist()[:size]
                 self.since_meeting += size
         for loader in loaders:
@@ -121,14 +121,20 @@ class Job:
     def set_shares(self) -> None:
         """Any that a replica's ranks can follow in equally many microbatches."""
         while True:
-            cuts = sorted(self.rng.sample(range(1, self.batch), len(self.loaders) - 1))
-            shares = tuple(end - first for first, end in itertools.pairwise([0, *cuts, self.batch]))
+            shares = self.parts(self.batch, len(self.loaders))
+            if self.static:
+                units = self.parts(self.batch // self.static // self.replica_size, len(self.replicas))
+                shares = tuple(self.static * count for count in units for _ in range(self.replica_size))
             try:
                 for loader in self.loaders:
                     loader.set_shares(shares)
                 return
             except ValueError:
                 continue
+
+    def parts(self, total: int, count: int) -> tuple[int, ...]:
+        cuts = sorted(self.rng.sample(range(1, total), count - 1))
+        return tuple(end - first for first, end in itertools.pairwise([0, *cuts, total]))
 
     def some_steps(self) -> None:
         """In lockstep where all meet in each step, else each replica at a pace of its own."""
@@ -202,6 +208,12 @@ def test_each_sample_once_an_epoch_whatever_happens(seed: int, replica_size: int
     run_at_random(seed, replica_size, workers=0, events=60)
 
 
+@pytest.mark.parametrize("replica_size", [1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_each_sample_once_an_epoch_in_microbatches_of_one_size(seed: int, replica_size: int) -> None:
+    run_at_random(seed, replica_size, workers=2 * (seed == 0), events=12 if seed == 0 else 50, static=1 + seed % 4)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_each_sample_once_an_epoch_with_samples_prefetched_by_workers(seed: int) -> None:
     run_at_random(seed, replica_size=1, workers=2, events=12)
@@ -220,6 +232,8 @@ def test_each_sample_once_an_epoch_of_an_iterable_with_workers() -> None:
 def run_at_random(seed: int, replica_size: int, workers: int, events: int, **options: Any) -> None:
     rng = random.Random(seed)
     size, batch = rng.randint(15, 60), rng.randint(8, 20)
+    if static := options.get("static"):
+        batch -= batch % (static * replica_size)
     job = Job(rng, size, batch, replica_size=replica_size, workers=workers, **options)
     for _ in range(events):
         job.some_steps()
@@ -276,14 +290,36 @@ def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(
     job.check()
 
 
+@pytest.mark.parametrize("left", range(2, 17, 2))
+def test_the_last_lease_keeps_the_shape_of_microbatches(left: int) -> None:
+    """Of 8 ranks in replicas of 4, in leases of whole microbatches: who has none left stands in with a whole one."""
+    job = Job(random.Random(3), size=50, batch=32, replica_size=4, static=2)
+    job.lease(limit=32 + left)
+    for _ in range(5):
+        for replica in job.replicas:
+            job.step(replica)
+    job.meet()
+    assert job.used == 32 + left
+    job.check()
+
+
+def test_what_a_checkpoint_leaves_of_a_microbatch_is_one_smaller_one() -> None:
+    """The job went on in microbatches of one size in the middle of a global batch."""
+    sizes = BatchSizes(16, 4, static_shapes=True)
+    loader = Loader(NUMBERS, sizes, Place(), shuffle=False)
+    loader.load_state_dict({"cursor": 5, "pending": [], "shares": [16], "size": len(NUMBERS)})
+    loader.start_leases(Follower([0], {}), 16)
+    drawn = loader.next_step()
+    assert drawn is not None
+    assert drawn[0].sizes == (4, 4, 3)
+    assert [batch.tolist() for batch in drawn[1]] == [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15]]
+
+
 def test_a_fast_rank_takes_more() -> None:
     job = Job(random.Random(2), size=50, batch=8)
     assert len(job.loaders) == 1
     counter = [0]
-    fast, slow = (
-        Loader(NUMBERS, global_batch_size=8, max_microbatch=4, rank=rank, world_size=2, shuffle=False)
-        for rank in range(2)
-    )
+    fast, slow = (Loader(NUMBERS, BatchSizes(8, 4), Place(rank, 2), shuffle=False) for rank in range(2))
     for loader in (fast, slow):
         loader.start_leases(Follower(counter, {}), None)
     positions = []
@@ -316,7 +352,7 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
 
 
 def test_a_step_that_was_begun_and_not_completed_comes_again() -> None:
-    loader = Loader(NUMBERS, global_batch_size=4, max_microbatch=2, rank=0, world_size=1, shuffle=False)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), Place(), shuffle=False)
     loader.start_leases(Follower([0], {}), None)
     assert step_alone(loader) == {0, 1, 2, 3}
     assert loader.next_step() is not None
@@ -339,7 +375,7 @@ class Workers(torch.utils.data.Dataset[int]):
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=str)
 def test_workers_outlive_switches(options: dict[str, Any]) -> None:
-    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2, **options)
+    loader = Loader(Workers(), BatchSizes(4, 2), Place(), num_workers=2, **options)
     pids: set[int] = set()
     for _ in range(3):
         loader.start_leases(Follower([0], {}), None)
@@ -353,7 +389,7 @@ def test_workers_outlive_switches(options: dict[str, Any]) -> None:
 
 def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
     """Not when Python collects garbage, in the middle of a step, and then not in order: it takes seconds."""
-    loader = Loader(Workers(), global_batch_size=4, max_microbatch=2, rank=0, world_size=1, num_workers=2)
+    loader = Loader(Workers(), BatchSizes(4, 2), Place(), num_workers=2)
     pids = step_alone(loader)
     gc.disable()
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pacekeeper.data.lengths import split
-from pacekeeper.data.loader import Loader
+from pacekeeper.data.loader import BatchSizes, Loader, Place
 from pacekeeper.data.shares import equal_shares
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.lengths import SequenceCost
@@ -27,9 +27,11 @@ def lognormal_lengths(seed: int) -> Array:
     return np.minimum(np.rint(np.random.default_rng(seed).lognormal(6.5, 1.0, size=len(NUMBERS))), 8192)
 
 
-def loaders_of(shares: tuple[int, ...] | None, ranks: int, batch: int, **options: Any) -> list[Loader]:
+def loaders_of(
+    shares: tuple[int, ...] | None, ranks: int, batch: int, replica_size: int = 1, **options: Any
+) -> list[Loader]:
     loaders = [
-        Loader(NUMBERS, global_batch_size=batch, max_microbatch=4, rank=rank, world_size=ranks, seed=2, **options)
+        Loader(NUMBERS, BatchSizes(batch, 4), Place(rank, ranks, replica_size), seed=2, **options)
         for rank in range(ranks)
     ]
     for loader in loaders:
@@ -81,9 +83,7 @@ def test_matching_microbatches_of_ranks_cost_alike() -> None:
     lengths = lognormal_lengths(3)
     late = []
     for options in ({}, {"lengths": lengths, "cost": COST}):
-        loaders = loaders_of(None, ranks=4, batch=64, **options)
-        for loader in loaders:
-            loader.replica_size = 4
+        loaders = loaders_of(None, ranks=4, batch=64, replica_size=4, **options)
         costs = np.array([[COST.of(lengths[batch]).sum() for batch in microbatches(loader)] for loader in loaders])
         late.append(costs.max(axis=0).sum() / costs.sum() * 4 - 1)
     print(f"predicted imbalance of a sharded step: {late[0]:.1%} → {late[1]:.1%}")
@@ -114,10 +114,8 @@ def test_a_sequence_that_outweighs_all_others_is_not_always_the_same_ranks() -> 
     loaders = [
         Loader(
             NUMBERS,
-            global_batch_size=8,
-            max_microbatch=4,
-            rank=rank,
-            world_size=4,
+            BatchSizes(8, 4),
+            Place(rank, 4),
             shuffle=False,
             lengths=lengths,
             cost=COST,
@@ -187,10 +185,8 @@ def test_each_sample_once_an_epoch_across_changes_of_cost_and_shares(workers: in
     loaders = [
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
-            global_batch_size=batch,
-            max_microbatch=3,
-            rank=rank,
-            world_size=2,
+            BatchSizes(batch, 3),
+            Place(rank, 2),
             lengths=lognormal_lengths(8)[:size],
             num_workers=workers,
         )
@@ -211,7 +207,7 @@ def test_each_sample_once_an_epoch_across_changes_of_cost_and_shares(workers: in
 def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
     """Two replicas of two ranks, at paces of their own; each tells its ranks another cost at a meeting."""
     tickets: list[int] = []
-    loaders = loaders_of((4, 4, 4, 4), 4, 16, lengths=lognormal_lengths(9))
+    loaders = loaders_of((4, 4, 4, 4), 4, 16, replica_size=2, lengths=lognormal_lengths(9))
     taken = {rank: itertools.count() for rank in range(4)}
 
     def take_of(rank: int) -> Any:
@@ -228,7 +224,6 @@ def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
 
     leases: list[list[int]] = [[], []]
     for rank, loader in enumerate(loaders):
-        loader.replica_size = 2
         loader.start_leases(take_of(rank), None)
     seen: list[int] = []
     for interval in range(6):

@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.loader import Draw, Loader
+from pacekeeper.data.loader import BatchSizes, Draw, Loader, Place
 from pacekeeper.data.sampler import Permutations
-from pacekeeper.data.shares import (
-    check_replicas,
-    check_shares,
-    equal_shares,
-    microbatch_count,
-    microbatch_sizes,
-    rank_interval,
-)
+from pacekeeper.data.shares import equal_shares, rank_interval
 from pacekeeper_analysis.errors import InputError
 
 NUMBERS: Any = torch.arange(100)
@@ -106,21 +99,25 @@ def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"global_batch_size": 2}, "global_batch_size=2 is less than the 3 ranks"),
+        ({"global_batch": 2}, "global_batch_size=2 is less than the 3 ranks; raise it"),
         ({"max_microbatch": 0}, "max_microbatch=0 must be at least 1"),
+        ({"static_shapes": True, "max_microbatch": 3}, "=8 is no multiple of max_microbatch=3, as static_shapes needs"),
+        ({"static_shapes": True, "max_microbatch": 4}, "=8 is less than the 3 ranks, each with a microbatch of 4"),
         ({"batch_size": 4}, r"batch_size.*the loader decides this, by the shares; leave it out"),
         ({"in_order": False}, r"in_order.*the loader decides this"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"global_batch_size": 8, "max_microbatch": 2, "rank": 0, "world_size": 3}
+    names = {"global_batch", "max_microbatch", "static_shapes"}
+    sizes = {"global_batch": 8, "max_microbatch": 2, **{name: arguments[name] for name in names & arguments.keys()}}
+    options = {name: arguments[name] for name in arguments.keys() - names}
     with pytest.raises(InputError, match=message):
-        Loader(NUMBERS, **{**good, **arguments})
+        Loader(NUMBERS, BatchSizes(**sizes), Place(0, 3), **options)
 
 
 def test_an_iterator_is_refused() -> None:
     with pytest.raises(InputError, match="dataset: it is an iterator, which ends for good; give an iterable"):
-        Loader(iter(range(3)), global_batch_size=8, max_microbatch=2, rank=0, world_size=1)
+        Loader(iter(range(3)), BatchSizes(8, 2), Place())
 
 
 def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence() -> None:
@@ -132,7 +129,7 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence()
             raise StopIteration
 
     with pytest.raises(RuntimeError, match="the data set raised StopIteration"):
-        Loader(Broken(), global_batch_size=8, max_microbatch=2, rank=0, world_size=1).next_step()
+        Loader(Broken(), BatchSizes(8, 2), Place()).next_step()
 
 
 @pytest.mark.parametrize(
@@ -141,22 +138,55 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence()
 )
 def test_bad_shares_are_named(shares: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_shares(shares, 8, 3)
+        BatchSizes(8, 2).check(shares, 3, 1)
 
 
 def test_ranks_of_one_replica_have_a_sample_for_each_microbatch() -> None:
-    check_replicas((9, 1, 1, 1), replica_size=1, max_microbatch=4)
-    check_replicas((9, 3, 1, 1), replica_size=2, max_microbatch=4)
+    BatchSizes(12, 4).check((9, 1, 1, 1), 4, replica_size=1)
+    BatchSizes(14, 4).check((9, 3, 1, 1), 4, replica_size=2)
     with pytest.raises(InputError, match=r"\[9, 1\] must all be at least 3: .* ranks 2 to 3; raise the smallest"):
-        check_replicas((1, 1, 9, 1), replica_size=2, max_microbatch=4)
+        BatchSizes(12, 4).check((1, 1, 9, 1), 4, replica_size=2)
+
+
+def test_static_shapes_need_shares_of_whole_microbatches_and_equal_ones_in_a_replica() -> None:
+    sizes = BatchSizes(24, 4, static_shapes=True)
+    sizes.check((12, 4, 4, 4), 4, replica_size=1)
+    sizes.check((8, 8, 4, 4), 4, replica_size=2)
+    with pytest.raises(
+        InputError,
+        match=r"\[10, 6, 4, 4\] must all be multiples of max_microbatch=4, as the loader's static_shapes needs",
+    ):
+        sizes.check((10, 6, 4, 4), 4, replica_size=1)
+    with pytest.raises(InputError, match=r"\[12, 4\] must all be at least 12: .* ranks 0 to 1; raise the smallest"):
+        sizes.check((12, 4, 4, 4), 4, replica_size=2)
+    assert sizes.equal_shares(4) == (8, 8, 4, 4)
+    assert sizes.microbatches(8, 3) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_microbatch_has_one_size_whatever_the_shares(workers: int) -> None:
+    loaders = make_loaders(50, 20, 3, max_microbatch=4, static_shapes=True, num_workers=workers)
+    assert loaders[0].share_grain == 4
+    assert loaders[0].shares == (8, 8, 4)
+    for shares in ((4, 4, 12), (12, 4, 4), None):
+        for loader in loaders:
+            loader.set_shares(shares)
+        for _ in range(1 + loaders[0].lookahead):
+            for loader in loaders:
+                draw, batches = step_of(loader)
+                assert {len(batch) for batch in batches} == {4} == set(draw.sizes)
+                loader.complete_step()
+    with pytest.raises(InputError, match="multiples of max_microbatch=4"):
+        loaders[0].set_shares((10, 6, 4))
 
 
 def test_shares_cover_the_batch_in_rank_order() -> None:
     assert equal_shares(10, 4) == (3, 3, 2, 2)
     assert [rank_interval((3, 1, 4), rank) for rank in range(3)] == [(0, 3), (3, 4), (4, 8)]
-    assert microbatch_sizes(7, 3) == (3, 2, 2)
-    assert [microbatch_count([share], 4) for share in (9, 3, 1)] == [3, 1, 1]
-    assert microbatch_count((9, 3, 1), 4) == 3
+    sizes = BatchSizes(13, 4)
+    assert sizes.microbatches(7, 3) == (3, 2, 2)
+    assert [sizes.microbatch_count([share]) for share in (9, 3, 1)] == [3, 1, 1]
+    assert sizes.microbatch_count((9, 3, 1)) == 3
 
 
 def step_of(loader: Loader) -> tuple[Draw, Iterator[Any]]:
@@ -165,14 +195,14 @@ def step_of(loader: Loader) -> tuple[Draw, Iterator[Any]]:
     return drawn
 
 
-def make_loaders(size: int, batch: int, ranks: int, max_microbatch: int, **options: Any) -> list[Loader]:
+def make_loaders(
+    size: int, batch: int, ranks: int, max_microbatch: int, static_shapes: bool = False, **options: Any
+) -> list[Loader]:
     return [
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
-            global_batch_size=batch,
-            max_microbatch=max_microbatch,
-            rank=rank,
-            world_size=ranks,
+            BatchSizes(batch, max_microbatch, static_shapes),
+            Place(rank, ranks),
             seed=5,
             **options,
         )

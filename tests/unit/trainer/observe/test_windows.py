@@ -94,6 +94,9 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
     assert rank.history.window(5).steps == (12, 13)
     assert rank.history.first_steps_seconds == pytest.approx(0.01)
     assert ranks.evidence("e1", "w", 2).windows[0].rank == 5
+    assert ranks.evidence("e1", "w", 2).windows[0].share_grain == 1
+    ring.state.share_grain = 8
+    assert ranks.evidence("e1", "w", 2).windows[0].share_grain == 8
 
 
 def event(kind: Kind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:
