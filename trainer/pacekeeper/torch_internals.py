@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     Store,
     Work,
-    _broadcast_coalesced,
 )
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
@@ -92,7 +94,7 @@ def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None
     """Gives all ranks rank 0's buffers, as DDP does before a forward pass. Collective."""
     buffers = [buffer.detach() for buffer in model.buffers()]
     if buffers:
-        _broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
+        torch.distributed._broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
 
 
 def rebuild_buckets(replicated: DistributedDataParallel) -> None:
@@ -119,6 +121,56 @@ def gathered_with(module: FSDPModule) -> set[nn.Module]:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Each of `sources` into its target, in as few operations as the device allows."""
     torch._foreach_copy_(targets, sources)
+
+
+def bracket_coalesced_broadcasts(bracket: Callable[[], AbstractContextManager[None]]) -> None:
+    """`bracket` stands around each broadcast of many tensors, which DDP begins and waits for in C++."""
+    broadcast = torch.distributed._broadcast_coalesced
+
+    def bracketed(*args: Any, **options: Any) -> Any:
+        with bracket():
+            return broadcast(*args, **options)
+
+    torch.distributed._broadcast_coalesced = bracketed
+
+
+def bracket_fsdp_waits(bracket: Callable[[], AbstractContextManager[None]], streams: Any) -> None:
+    """`bracket` stands around each wait of the current stream for one on which FSDP2 communicates.
+
+    streams: torch.cuda, or another module with its `Stream` and `current_stream`.
+    """
+    within = False
+    wait_event = streams.Stream.wait_event
+
+    def bracketed(stream: Any, event: Any) -> Any:
+        if within and stream == streams.current_stream():
+            with bracket():
+                return wait_event(stream, event)
+        return wait_event(stream, event)
+
+    def marked(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal within
+            before, within = within, True
+            try:
+                return method(*args, **options)
+            finally:
+                within = before
+
+        return call
+
+    streams.Stream.wait_event = bracketed
+    for owner, name in _FSDP_WAITS:
+        setattr(owner, name, marked(getattr(owner, name)))
+
+
+_FSDP_WAITS: tuple[tuple[type, str], ...] = (
+    (FSDPParamGroup, "wait_for_unshard"),
+    (FSDPParamGroup, "post_backward"),
+    (FSDPParamGroup, "finalize_backward"),
+    (FSDPState, "_root_post_backward_final_callback"),
+)
+"""In which the stream that computes waits for those that communicate."""
 
 
 def is_process_group(group: Any) -> bool:
