@@ -94,7 +94,7 @@ class Step:
     def add_loss(self, loss: torch.Tensor) -> None:
         """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator.
 
-        On a GPU the end of the step waits for it, so leave it out on most steps there.
+        From a GPU it comes to the host a step or two later, and nothing waits for it.
         """
         if not self._stands_in:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
@@ -114,9 +114,9 @@ class Step:
         self._peers.checkpoint_if_due()
 
     @property
-    def loss_sum(self) -> float | None:
-        """Sum of this rank's reported losses; None: none was reported."""
-        return None if self._loss is None else float(self._loss.item())
+    def loss_sum(self) -> torch.Tensor | None:
+        """Sum of this rank's reported losses, of one element, where it was computed; None: none was reported."""
+        return self._loss
 
     def finish(self) -> None:
         """Raises RuntimeError where the script left microbatches out: its peers would wait for their gradients."""

@@ -30,6 +30,7 @@ from torch.utils.data import dataloader
 __all__ = ["GradBucket", "HashStore", "HookOpName", "ProcessGroup", "Store", "Work", "engine"]
 
 engine = torch.autograd.Variable._execution_engine
+_distributed: Any = torch.distributed
 
 
 def graph_task() -> int:
@@ -94,7 +95,7 @@ def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None
     """Gives all ranks rank 0's buffers, as DDP does before a forward pass. Collective."""
     buffers = [buffer.detach() for buffer in model.buffers()]
     if buffers:
-        torch.distributed._broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
+        _distributed._broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
 
 
 def rebuild_buckets(replicated: DistributedDataParallel) -> None:
@@ -125,13 +126,13 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def bracket_coalesced_broadcasts(bracket: Callable[[], AbstractContextManager[None]]) -> None:
     """`bracket` stands around each broadcast of many tensors, which DDP begins and waits for in C++."""
-    broadcast = torch.distributed._broadcast_coalesced
+    broadcast = _distributed._broadcast_coalesced
 
     def bracketed(*args: Any, **options: Any) -> Any:
         with bracket():
             return broadcast(*args, **options)
 
-    torch.distributed._broadcast_coalesced = bracketed
+    _distributed._broadcast_coalesced = bracketed
 
 
 def bracket_fsdp_waits(bracket: Callable[[], AbstractContextManager[None]], streams: Any) -> None:

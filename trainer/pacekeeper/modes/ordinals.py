@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,12 +27,12 @@ from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.step import Step
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.records import Phase
 
 from .agreement import Agreed, Agreement, Tally, new_cpu_group
 from .course import MODES, Duties, Supply, crossed, mode_from, supply
 from .follower import PlanFollower
-from .pace import Pace
+from .pace import Pace, SynchronisationTimes
 from .progress import Progress
 
 _log = logging.getLogger(__name__)
@@ -119,11 +118,9 @@ class Ordinals:
         self._ordinal_step = self._asked_from = progress.step
         """Steps of the job at the last ordinal, and at the last one at which every rank could ask what is due."""
         self._losses = Losses(recorder)
-        self._synchronising = False
-        self._exposed_seconds = 0.0
-        """What it took last to complete a synchronisation at once, with no forward pass to hide it."""
+        self._synchronisations = SynchronisationTimes(recorder, replication)
         self._replica = _replica_group(rank, replication, agreement)
-        self._pace = Pace(agreement, self._replica)
+        self._pace = Pace(recorder, agreement, self._replica)
 
     # The course of a round
 
@@ -168,7 +165,7 @@ class Ordinals:
             interval.ends = interval.steps >= interval.planned
         self._state.samples = progress.own_samples
         self._recorder.end_step(step.samples, lengths=step.lengths)
-        self._record_synchronisation()
+        self._synchronisations.record(progress.ordinal_step)
 
     def pass_boundary(self) -> None:
         """Between two steps: an ordinal, or nothing happens."""
@@ -188,6 +185,8 @@ class Ordinals:
         """After the last step: one state for all replicas."""
         if self._supply.local:
             self._back_to_sync()
+        self._losses.finish()
+        self._recorder.finish()
 
     # What a step asks of its peers
 
@@ -219,7 +218,7 @@ class Ordinals:
         meeting = self._meet()
         if meeting.agreed.tally.done or not crossed(self._asked_from, self._progress.step, every):
             return False  # a rank that came without a step cannot ask: at the next ordinal, then
-        self._finish_synchronisation()
+        self._synchronisations.finish(self._progress.ordinal_step)
         return True
 
     def checkpoint_if_due(self) -> None:
@@ -249,7 +248,7 @@ class Ordinals:
                 self._losses.take(self._step)
             self._issue()
             self._replication.begin(interval.steps, self._supply.mode is SyncMode.ASYNC_EDIT, interval.weight)
-            self._synchronising = True
+            self._synchronisations.begun()
             agreed = self._agreement.take()
             self._progress.settle(agreed.tally.samples)
             self._settled()
@@ -259,7 +258,7 @@ class Ordinals:
             unused = None
             if meeting.duties.any:
                 unused = [positions for its in self._agreement.gather(self._loader.unused()) for positions in its]
-                self._finish_synchronisation()
+                self._synchronisations.finish(self._progress.ordinal_step)
             self._loader.meet(agreed.tally.samples, unused)
         return interval.meeting
 
@@ -362,10 +361,10 @@ class Ordinals:
     def _issue(self) -> None:
         snapshot_every = 0
         if self._rank == 0:
-            exposed = self._exposed_seconds if self._supply.local else 0.0
+            exposed = self._synchronisations.exposed_seconds if self._supply.local else 0.0
             snapshot_every = self._retention.snapshot_interval(self._pace.step_seconds, exposed)
         orders = self._plan.orders(self._progress.course, snapshot_every)
-        loss, weight = self._losses.hand_over()
+        loss, weight = self._losses.hand_over(whole=self._supply.local)
         tally = Tally(
             leaving=int(self._told_to_leave()),
             loss=loss,
@@ -374,27 +373,6 @@ class Ordinals:
             done=int(self._interval.done),
         )
         self._agreement.issue(orders, tally)
-
-    def _finish_synchronisation(self) -> None:
-        if not self._synchronising:
-            return
-        began = time.monotonic()
-        self._replication.finish()
-        self._exposed_seconds = time.monotonic() - began
-        self._record_synchronisation()
-
-    def _record_synchronisation(self) -> None:
-        """Once it is complete: by the forward pass of the step that was just made, or at once."""
-        newest = self._replication.newest
-        if not self._synchronising or not all(one.ended_ns for one in newest):
-            return
-        self._synchronising = False
-        start, end = min(one.started_ns for one in newest), max(one.ended_ns for one in newest)
-        waited = sum(one.waited_ns for one in newest) * 1e-9
-        nbytes = sum(one.nbytes for one in newest)
-        self._recorder.ring.write(
-            Kind.SYNCHRONISATION, start, end, self._progress.ordinal_step, Phase.TRAIN, waited, nbytes=nbytes
-        )
 
     def _start_sum(self, weight: float, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
         total = torch.tensor([weight], dtype=torch.float64)

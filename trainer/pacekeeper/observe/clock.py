@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -140,8 +140,8 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Waits until it has."""
 
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to the other; below 0 where the other one came first."""
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to another one of its kind; below 0 where the other one came first."""
 
 
 class Device(Protocol):

@@ -128,6 +128,11 @@ class Recorder:
             self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
         self.write_reached()
 
+    @property
+    def last_end(self) -> Mark:
+        """Of the last step; or the beginning of the first one."""
+        return self._step.start
+
     def restart_clock(self, step: int) -> None:
         """The next step to complete is `step`, and it begins now."""
         self.step = step
