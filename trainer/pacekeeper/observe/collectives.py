@@ -29,7 +29,7 @@ from pacekeeper import torch_internals
 from pacekeeper.torch_internals import ProcessGroup, Work, engine
 from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Kind, Phase
 
-from .clock import HostClock, Mark
+from .clock import Mark
 from .hooks import COLLECTIVES, hook, unhook
 from .recorder import Recorder
 
@@ -51,7 +51,6 @@ def watch_collectives(recorder: Recorder) -> None:
     torch_internals.bracket_coalesced_broadcasts(watcher.broadcasting)
     if torch.backends.cuda.is_built():
         torch_internals.bracket_fsdp_waits(recorder.waiting, torch.cuda)
-    recorder.before_optimizer = watcher.notice_ends
     atexit.register(watcher.stop)
 
     def watch(group: dist.ProcessGroup) -> None:
@@ -99,9 +98,10 @@ class Watcher:
         self._backward = -1
         """The backward pass at whose end we are called back."""
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        recorder.notice_ends = self.notice_ends
 
     def watch(self, group: dist.ProcessGroup) -> None:
-        recorder, ring, pending = self._recorder, self._ring, self._pending
+        recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
         identity, sequence = group_identity(group), itertools.count(1)
         now, graph_task, collectives = time.monotonic_ns, torch_internals.graph_task, COLLECTIVES
         entry: _Entry | None = None
@@ -115,12 +115,12 @@ class Watcher:
                 entry = None
                 return
             number, start = next(sequence), now()
-            if pending and start - self._noticed > _RESOLUTION_NS:
+            if (pending or timed) and start - self._noticed > _RESOLUTION_NS:
                 self._notice_ends(start, late=True)
             ring.enter_collective(collective, identity, number, start)
             tensors = call.input_tensors or call.output_tensors
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
-            on_host = isinstance(recorder.clock, HostClock) or not tensors or tensors[0].is_cpu
+            on_host = not tensors or tensors[0].is_cpu
             entry = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_host)
             begun = None
             if call.async_op:
@@ -142,7 +142,7 @@ class Watcher:
                 pending[work] = entered
             elif begun is not None:
                 end = recorder.clock.mark()
-                self._timed.append((entered, begun, end))
+                timed.append((entered, begun, end))
                 if recorder.counts:
                     recorder.waited(begun, end)
 

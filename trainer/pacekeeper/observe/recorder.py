@@ -90,7 +90,8 @@ class Recorder:
         """Position in plan.SyncMode of the mode in force."""
         self.steered = False
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
-        self.before_optimizer: Callable[[], None] = _nothing
+        self.notice_ends: Callable[[], None] = _nothing
+        """Records the collectives that have ended."""
         self._finds_clock = clock is None
         self._training_thread = threading.get_ident()
         self._in_flight: deque[_Step] = deque()
@@ -150,6 +151,7 @@ class Recorder:
             assert step.end is not None
             step.end.wait()
         self.write_reached()
+        self.notice_ends()
 
     def enter(self, phase: Phase, now: int | None = None) -> None:
         self.phase = phase
@@ -249,7 +251,7 @@ class Recorder:
 
     def optimizer_begins(self) -> None:
         """What was reduced outside of a backward pass has come by now."""
-        self.before_optimizer()
+        self.notice_ends()
         self.reduced()
 
     def _begin(self, mark: Mark | None = None) -> None:
