@@ -71,6 +71,24 @@ def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> Non
     World().run(script)
 
 
+def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
+    """For hours: as milliseconds of 24 bits, they would be exact to half of one."""
+
+    def script(rank: Rank) -> None:
+        clock = rank.clock()
+        marks = [clock.mark()]
+        for _ in range(600):
+            rank.launch(20_000 * MS)
+            marks.append(clock.mark())
+            if len(marks) > 3:
+                marks[1].wait()
+                assert marks[0].reached
+                assert marks[1].ns - marks[0].ns == pytest.approx(20_000 * MS, abs=1000)
+                del marks[0]
+
+    World().run(script)
+
+
 def test_events_are_used_again() -> None:
     made = 0
 

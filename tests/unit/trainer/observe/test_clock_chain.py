@@ -70,12 +70,13 @@ class Faults:
 
 
 def ddp(under_test: RankUnderTest, compute: int, transfer: int) -> None:
-    """Two buckets; C++ waits for them at the end."""
+    """Two buckets, and gradients that belong to none; C++ waits for the buckets at the end."""
     rank, group = under_test.rank, under_test.group
     rank.launch(compute // 2)
     works = [group.all_reduce(transfer)]
-    rank.launch(compute - compute // 2)
+    rank.launch(compute // 4)
     works.append(group.all_reduce(transfer))
+    rank.launch(compute - compute // 2 - compute // 4)
     under_test.recorder.backward_computed()
     for work in works:
         assert work is not None
@@ -211,9 +212,9 @@ def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
 def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
     tmp_path: Path, virtual_time: Callable[[World], World]
 ) -> None:
-    """The loader takes 150 ms, and the device meanwhile the step before, of 60 + 3 + 2 ms."""
+    """The loader takes 150 ms, and the device meanwhile the step before, of 62 ms."""
     found = []
-    for asynchronous, load in ((False, 85 * MS), (True, 150 * MS)):
+    for asynchronous, load in ((False, 88 * MS), (True, 150 * MS)):
         folder = tmp_path / str(asynchronous)
         folder.mkdir()
         faults = Faults(load=load, noise=0.0)
@@ -270,6 +271,28 @@ def test_what_is_done_in_another_phase_is_no_part_of_the_step(
     for kind in (Kind.STEP, Kind.COMPUTE):
         chosen = found[found["kind"] == kind]
         assert ((chosen["end_ns"] - chosen["start_ns"]) / MS).tolist() == pytest.approx([70.0] * 3)
+
+
+def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """Where the mode has changed with steps in flight, for which no synchronisation has waited."""
+
+    def train(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+        pace = Pace(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
+        answers = []
+        for step in range(10):
+            if step == 5:
+                pace.begin_interval()
+            pace.begin_step()
+            rank.launch(100 * MS)
+            pace.end_step()
+            answers.append(pace.is_up(0.24))
+            under_test.recorder.end_step()
+        assert answers[5:] == [False, True, True, True, True]
+
+    virtual_time(World()).run(train)
 
 
 def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
