@@ -209,6 +209,13 @@ def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
         assert min(range(RANKS), key=synchronous.shares.__getitem__) == SLOW
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_own_work_is_what_a_rank_computes(program: str, tmp_path: Path, virtual_time: Callable[[World], World]) -> None:
+    given = windows(tmp_path, virtual_time(World()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
+    own = [122 if rank == SLOW else 62 for rank in range(RANKS)]
+    assert [window.compute_seconds[-1] for window in given] == pytest.approx([0.001 * each for each in own])
+
+
 def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
     tmp_path: Path, virtual_time: Callable[[World], World]
 ) -> None:
