@@ -55,11 +55,11 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
-    from pacekeeper.observe.collectives import _Watcher
+    from pacekeeper.observe.collectives import Watcher
     from pacekeeper.observe.ring import RingWriter
 
     clock = FakeClock(folder, rank, ranks)
-    enter, wait, ended = RingWriter.enter_collective, Work.wait, _Watcher._backward_ended
+    enter, wait, ended = RingWriter.enter_collective, Work.wait, Watcher.backward_ended
 
     def enter_collective(ring: RingWriter, *place: Any) -> None:
         clock.come()
@@ -71,12 +71,12 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
         finally:
             clock.meet()
 
-    def backward_ended(watcher: _Watcher) -> None:
+    def backward_ended(watcher: Watcher) -> None:
         clock.meet()  # C++ has waited for the gradients
         ended(watcher)
 
     RingWriter.enter_collective = enter_collective  # type: ignore[method-assign,assignment]
     Work.wait = wait_and_meet  # type: ignore[method-assign,assignment]
-    _Watcher._backward_ended = backward_ended  # type: ignore[method-assign,assignment]
+    Watcher.backward_ended = backward_ended  # type: ignore[method-assign,assignment]
     time.monotonic_ns = clock.nanoseconds
     return clock

@@ -108,7 +108,7 @@ class Step:
         """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator: `backward` does so
         itself.
 
-        On a GPU the end of the step waits for it, so leave it out on most steps there.
+        From a GPU it comes to the host a step or two later, and nothing waits for it.
         """
         if not self._stands_in:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
@@ -129,9 +129,9 @@ class Step:
         self._peers.checkpoint_if_due()
 
     @property
-    def loss_sum(self) -> float | None:
-        """Sum of this rank's reported losses; None: none was reported."""
-        return None if self._loss is None else float(self._loss.item())
+    def loss_sum(self) -> torch.Tensor | None:
+        """Sum of this rank's reported losses, of one element, where it was computed; None: none was reported."""
+        return self._loss
 
     def finish(self) -> None:
         """Raises RuntimeError where the script left microbatches out: its peers would wait for their gradients."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     Store,
     Work,
-    _broadcast_coalesced,
 )
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 engine = torch.autograd.Variable._execution_engine
+_distributed: Any = torch.distributed
 
 _kernels: list[torch.library.Library] = []
 """What keeps kernels of ours registered."""
@@ -147,7 +149,7 @@ def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None
     """Gives all ranks rank 0's buffers, as DDP does before a forward pass. Collective."""
     buffers = [buffer.detach() for buffer in model.buffers()]
     if buffers:
-        _broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
+        _distributed._broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
 
 
 def rebuild_buckets(replicated: DistributedDataParallel) -> None:
@@ -187,6 +189,60 @@ def as_the_only_worker() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
+
+
+def bracket_coalesced_broadcasts(bracket: Callable[[], AbstractContextManager[None]]) -> None:
+    """`bracket` stands around each broadcast of many tensors, which DDP begins and waits for in C++."""
+    broadcast = _distributed._broadcast_coalesced
+
+    def bracketed(*args: Any, **options: Any) -> Any:
+        with bracket():
+            return broadcast(*args, **options)
+
+    _distributed._broadcast_coalesced = bracketed
+
+
+def bracket_fsdp_waits(bracket: Callable[[], AbstractContextManager[None]], streams: Any) -> None:
+    """`bracket` stands around each wait of the current stream for one on which FSDP2 communicates.
+
+    streams: torch.cuda, or another module with its `Stream` and `current_stream`.
+    """
+    within = False
+    wait_event = streams.Stream.wait_event
+
+    def bracketed(stream: Any, event: Any) -> Any:
+        if within and stream == streams.current_stream():
+            with bracket():
+                return wait_event(stream, event)
+        return wait_event(stream, event)
+
+    def marked(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal within
+            before, within = within, True
+            try:
+                return method(*args, **options)
+            finally:
+                within = before
+
+        return call
+
+    streams.Stream.wait_event = bracketed
+    for owner, name in _FSDP_WAITS:
+        setattr(owner, name, marked(getattr(owner, name)))
+
+
+_FSDP_WAITS: tuple[tuple[type, str], ...] = (
+    (FSDPParamGroup, "wait_for_unshard"),
+    (FSDPParamGroup, "post_backward"),
+    (FSDPParamGroup, "finalize_backward"),
+    (FSDPState, "_root_post_backward_final_callback"),
+)
+"""In which the stream that computes waits for those that communicate."""
+
+
+def is_process_group(group: Any) -> bool:
+    return isinstance(group, ProcessGroup)
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:

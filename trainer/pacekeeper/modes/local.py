@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -10,12 +9,12 @@ import torch.distributed as dist
 from pacekeeper import torch_internals
 from pacekeeper.data.tickets import Tickets
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.records import Phase
 
 from .agreement import Agreed
 from .conclusion import Conclusion
 from .mode import Mode, Parts, Period
-from .pace import Pace
+from .pace import Pace, SynchronisationTimes
 from .telling import Telling
 
 
@@ -28,9 +27,7 @@ class LocalSGD(Mode):
         self._telling = telling
         self._pace = pace
         self._replica = replica
-        self._synchronising = False
-        self._exposed_seconds = 0.0
-        """What it took last to complete a synchronisation at once, with no forward pass to hide it."""
+        self._synchronisations = SynchronisationTimes(parts.recorder, parts.replication)
 
     # From and to other ways to train
 
@@ -62,7 +59,7 @@ class LocalSGD(Mode):
         return self._parts.progress.course.sync_every
 
     def end_step(self, period: Period) -> bool:
-        self._record_synchronisation()
+        self._synchronisations.record(self._parts.progress.ordinal_step)
         if period.supply.leased:
             return self._pace.is_up(self._parts.progress.course.sync_seconds)
         return super().end_step(period)
@@ -71,9 +68,9 @@ class LocalSGD(Mode):
 
     def meet(self, period: Period, conclude: Callable[[Agreed], Conclusion]) -> Conclusion:
         parts, progress = self._parts, self._parts.progress
-        self._telling.begin(period, self._exposed_seconds)
+        self._telling.begin(period, self._synchronisations.exposed_seconds)
         parts.replication.begin(period.steps, period.supply.mode is SyncMode.ASYNC_EDIT, period.weight)
-        self._synchronising = True
+        self._synchronisations.begun()
         agreed = parts.agreement.take()
         progress.settle(agreed.tally.samples)
         parts.settled()
@@ -84,25 +81,6 @@ class LocalSGD(Mode):
         if conclusion.duties.any:
             unused = [positions for its in parts.agreement.gather(parts.loader.unused()) for positions in its]
         if conclusion.needs_common_parameters:
-            self._finish_synchronisation()
+            self._synchronisations.finish(progress.ordinal_step)
         parts.loader.meet(agreed.tally.samples, unused)
         return conclusion
-
-    def _finish_synchronisation(self) -> None:
-        began = time.monotonic()
-        self._parts.replication.finish()
-        self._exposed_seconds = time.monotonic() - began
-        self._record_synchronisation()
-
-    def _record_synchronisation(self) -> None:
-        """Once it is complete: by the forward pass of the step that was just made, or at once."""
-        newest = self._parts.replication.newest
-        if not self._synchronising or not all(one.ended_ns for one in newest):
-            return
-        self._synchronising = False
-        start, end = min(one.started_ns for one in newest), max(one.ended_ns for one in newest)
-        waited = sum(one.waited_ns for one in newest) * 1e-9
-        nbytes = sum(one.nbytes for one in newest)
-        self._parts.recorder.ring.write(
-            Kind.SYNCHRONISATION, start, end, self._parts.progress.ordinal_step, Phase.TRAIN, waited, nbytes=nbytes
-        )

@@ -57,7 +57,7 @@ class Ordinals:
         self._losses = Losses(parts.recorder)
         self._questions = Questions(parts.progress.step)
         replica = _replica_group(parts.replication, parts.agreement)
-        self._pace = Pace(parts.agreement, replica)
+        self._pace = Pace(parts.recorder, parts.agreement, replica)
         self._telling = Telling(parts, self._pace, self._losses, self._questions)
         self._sync = Sync(parts, self._telling)
         self._local = LocalSGD(parts, self._telling, self._pace, replica)
@@ -132,6 +132,8 @@ class Ordinals:
         """After the last step: one state for all replicas."""
         if self._period.supply.local:
             self._local.stop()
+        self._losses.finish()
+        self._parts.recorder.finish()
 
     # What a step asks of its peers
 

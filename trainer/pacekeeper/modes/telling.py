@@ -26,7 +26,7 @@ class Telling:
         if parts.agreement.rank == 0:
             snapshot_every = parts.retention.snapshot_interval(self._pace.step_seconds, exposed_seconds)
         orders = parts.plan.orders(parts.progress.course, snapshot_every)
-        loss, weight = self._losses.hand_over()
+        loss, weight = self._losses.hand_over(whole=period.supply.local)
         tally = Tally(
             leaving=int(parts.told_to_leave()),
             loss=loss,

@@ -5,7 +5,9 @@ would cost tens of microseconds each in contention for Python's lock:
 
 - exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU),
 - exactly, at the end of a backward pass, where DDP's reducer has waited for what was still under way,
-- at a later collective, for those that ended in between: an upper bound, flagged NOTICED_LATE.
+- exactly, by marks around it, of one that a stream waits for as soon as it is launched (it has no `Work`),
+- at a later collective, for those that ended in between: an upper bound, flagged NOTICED_LATE. Those under way are
+  looked at in order, up to the first that is not complete.
 """
 
 from __future__ import annotations
@@ -15,23 +17,27 @@ import itertools
 import time
 import weakref
 import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper.torch_internals import ProcessGroup, Work, engine
-from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Collective, Kind, Phase
+from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Kind, Phase
 
+from .clock import Mark
 from .hooks import COLLECTIVES, hook, unhook
 from .recorder import Recorder
 
 _Entry = tuple[int, int, int, int, int, int, Phase, bool]
-"""Collective, group, sequence, start (ns), bytes, step, phase, whether it is of CPU tensors."""
+"""Collective, group, sequence, start (ns), bytes, step, phase, whether it is of tensors on the host."""
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
 _SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
-_BROADCAST = int(Collective.BROADCAST)
 _RECORD = int(Kind.COLLECTIVE)
 
 _RESOLUTION_NS = 1_000_000
@@ -40,9 +46,11 @@ _RESOLUTION_NS = 1_000_000
 
 def watch_collectives(recorder: Recorder) -> None:
     """From now on records the collectives of all process groups, those that exist and those to come."""
-    watcher = _Watcher(recorder)
-    watcher.watch_waits()
-    recorder.before_optimizer = watcher.notice_ends
+    watcher = Watcher(recorder)
+    _watch_waits(watcher)
+    torch_internals.bracket_coalesced_broadcasts(watcher.broadcasting)
+    if torch.backends.cuda.is_built():
+        torch_internals.bracket_fsdp_waits(recorder.waiting, torch.cuda)
     atexit.register(watcher.stop)
 
     def watch(group: dist.ProcessGroup) -> None:
@@ -64,79 +72,116 @@ def group_identity(group: dist.ProcessGroup) -> int:
     return zlib.crc32(f"{group.group_name}:{group.group_desc}:{group.size()}".encode())
 
 
-class _Watcher:
+def _watch_waits(watcher: Watcher) -> None:
+    """Times the calls by which Python code waits for a collective."""
+    wait = Work.wait
+
+    def timed_wait(work: Work, *args: Any, **options: Any) -> Any:
+        return watcher.time_wait(work, lambda: wait(work, *args, **options))
+
+    Work.wait = timed_wait  # type: ignore[method-assign,assignment]
+
+
+class Watcher:
     """The hooks' side of all groups. What is under way waits in `_pending` until its end is noticed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._ring = recorder.ring
         self._pending: dict[Work, _Entry] = {}
+        """In the order in which they were entered."""
+        self._timed: deque[tuple[_Entry, Mark, Mark]] = deque()
+        """Without a `Work`: from one mark to the other."""
         self._noticed = 0
         """When we last looked for ends."""
         self._without_future: set[int] = set()
         self._backward = -1
         """The backward pass at whose end we are called back."""
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        recorder.notice_ends = self.notice_ends
 
     def watch(self, group: dist.ProcessGroup) -> None:
-        recorder, ring, pending = self._recorder, self._ring, self._pending
+        recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
         identity, sequence = group_identity(group), itertools.count(1)
-        clock, graph_task = time.monotonic_ns, torch_internals.graph_task
-        entering: dict[int, _Entry] = {}
+        now, graph_task, collectives = time.monotonic_ns, torch_internals.graph_task, COLLECTIVES
+        entry: _Entry | None = None
+        begun: Mark | None = None
+        """Of `entry`, where a stream may be going to wait for it at once."""
 
         def enter(call: Any) -> None:
-            collective = COLLECTIVES.get(call.name)
+            nonlocal entry, begun
+            collective = collectives.get(call.name)
             if collective is None:
+                entry = None
                 return
-            number, start = next(sequence), clock()
-            if pending and start - self._noticed > _RESOLUTION_NS:
+            number, start = next(sequence), now()
+            if (pending or timed) and start - self._noticed > _RESOLUTION_NS:
                 self._notice_ends(start, late=True)
             ring.enter_collective(collective, identity, number, start)
             tensors = call.input_tensors or call.output_tensors
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
-            on_cpu = not tensors or tensors[0].is_cpu
-            entering[call.op_id] = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_cpu)
-            if collective in _SYMMETRIC:
-                recorder.last_entry = start
-            backward = graph_task()
-            if backward not in (-1, self._backward):
-                self._backward = backward
-                engine.queue_callback(self._backward_computed)
+            on_host = not tensors or tensors[0].is_cpu
+            entry = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_host)
+            begun = None
+            if call.async_op:
+                backward = graph_task()
+                if backward not in (-1, self._backward):
+                    self._backward = backward
+                    engine.queue_callback(self.backward_computed)
+                if collective in _SYMMETRIC:
+                    recorder.entered(backward != -1)
+            elif not on_host:
+                begun = recorder.clock.mark()
 
         def issued(call: Any) -> None:
-            entry = entering.pop(call.op_id, None)
+            nonlocal entry
             if entry is None:
                 return
-            if entry[0] == _BROADCAST and call.async_op:
-                call.work.get_future().add_done_callback(lambda _: self._broadcast_ended(entry))
-            else:
-                pending[call.work] = entry
+            entered, entry = entry, None
+            if (work := call.work) is not None:
+                pending[work] = entered
+            elif begun is not None:
+                end = recorder.clock.mark()
+                timed.append((entered, begun, end))
+                if recorder.counts:
+                    recorder.waited(begun, end)
 
         hook(group, enter, issued)
         self._groups.add(group)
 
-    def watch_waits(self) -> None:
-        """Times the calls by which Python code waits for a collective."""
-        recorder, pending = self._recorder, self._pending
-        clock, wait = time.monotonic_ns, Work.wait
+    def time_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
+        """What `wait` returns, which waits for `work`; or has the current stream wait for it."""
+        start = self._recorder.begin_wait()
+        try:
+            return wait()
+        finally:
+            self._recorder.end_wait(start)
+            entry = self._pending.get(work)
+            if entry is not None and (entry[-1] or work.is_completed()):
+                del self._pending[work]
+                self._end(entry, time.monotonic_ns())
 
-        def timed_wait(work: Work, *args: Any, **options: Any) -> Any:
-            start = clock()
-            try:
-                return wait(work, *args, **options)
-            finally:
-                end = clock()
-                recorder.waited(start, end)
-                # Of a GPU's collective, the wait only orders what comes behind it.
-                if work in pending and (pending[work][-1] or work.is_completed()):
-                    self._end(pending.pop(work), end)
-
-        Work.wait = timed_wait  # type: ignore[method-assign,assignment]
+    @contextmanager
+    def broadcasting(self) -> Iterator[None]:
+        """C++ broadcasts, and waits for it."""
+        with self._recorder.waiting():
+            yield
+        self.notice_ends()
 
     def notice_ends(self) -> None:
         """Called where the training thread has just waited for what is under way, if it waits at all."""
-        if self._pending:
+        if self._pending or self._timed:
             self._notice_ends(time.monotonic_ns(), late=False)
+
+    def backward_computed(self) -> None:
+        """All gradients are there. DDP's own callback, which waits for their reduction, stands before the next one."""
+        self._recorder.backward_computed()
+        engine.queue_callback(self.backward_ended)
+
+    def backward_ended(self) -> None:
+        self._backward = -1
+        self.notice_ends()
+        self._recorder.reduced()
 
     def stop(self) -> None:
         """Python ends: hooks must not outlive it."""
@@ -145,15 +190,21 @@ class _Watcher:
 
     def _notice_ends(self, now: int, late: bool) -> None:
         self._noticed = now
-        for work, entry in list(self._pending.items()):
-            if work.is_completed() or (not late and self._is_nearly_done(work, entry)):
-                del self._pending[work]
-                self._end(entry, now, NOTICED_LATE if late else 0)
+        pending, timed = self._pending, self._timed
+        while pending:
+            work, entry = next(iter(pending.items()))
+            if not (work.is_completed() or (not late and self._is_nearly_done(work, entry))):
+                break
+            del pending[work]
+            self._end(entry, now, NOTICED_LATE if late or not entry[-1] else 0)
+        while timed and timed[0][1].reached and timed[0][2].reached:
+            entry, begun, ended = timed.popleft()
+            self._end((*entry[:3], begun.ns, *entry[4:]), ended.ns)
 
     def _is_nearly_done(self, work: Work, entry: _Entry) -> bool:
         """gloo completes a future, on which DDP waits, a moment before the work that it belongs to."""
-        collective, on_cpu = entry[0], entry[-1]
-        if not on_cpu or collective in self._without_future:
+        collective, on_host = entry[0], entry[-1]
+        if not on_host or collective in self._without_future:
             return False
         try:
             return work.get_future().done()
@@ -166,19 +217,5 @@ class _Watcher:
         self._ring.write(
             _RECORD, start, end, step, phase, 0.0, collective, group, number, nbytes, -1, flags
         )  # fmt: skip
-        if not self._pending:
+        if not self._pending and not self._timed:
             self._ring.leave_collective()
-
-    def _backward_computed(self) -> None:
-        """All gradients are there. DDP's own callback, which waits for their reduction, stands before the next one."""
-        engine.queue_callback(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        self._backward = -1
-        self.notice_ends()
-        self._recorder.reduced()
-
-    def _broadcast_ended(self, entry: _Entry) -> None:
-        end = time.monotonic_ns()
-        self._recorder.waited_elsewhere(end - entry[3])
-        self._end(entry, end)

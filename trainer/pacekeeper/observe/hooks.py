@@ -46,9 +46,10 @@ COLLECTIVES: dict[Any, int] = {
 """By `Call.name`, torch's or the dispatcher's: the collective that it is a form of."""
 
 Enter = Callable[[Any], None]
-"""Takes a call that begins: `name`, `op_id` (the same number in `Issued`), `input_tensors`, `output_tensors`."""
+"""Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`. `Issued` of the same call follows
+before `Enter` of another one in this group, unless the call fails."""
 Issued = Callable[[Any], None]
-"""Takes a call whose work is issued: `op_id`, `async_op`, `work` (None where the backend gives none)."""
+"""Takes a call whose work is issued: `work` (None where the current stream waits for it at once)."""
 
 
 def hook(group: ProcessGroup, enter: Enter, issued: Issued) -> None:

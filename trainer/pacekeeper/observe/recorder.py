@@ -1,12 +1,14 @@
 """What a rank is doing, told to its ring: steps, own work, phases, and how long it waited for its peers.
 
-**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*:
+**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*. Both
+are measured by the rank's clock (clock.py): where a device does the work, a wait is as long as the device has nothing
+else to do. Waits are
 
-- the time its training thread was blocked in `Work.wait` (all that FSDP2, barriers and object collectives do on CPU);
-- the *tail* of a backward pass: from its last entry into a collective to the end of the pass. This is DDP, whose
-reducer
-  overlaps all buckets but the last with the backward pass and then waits for them in C++. What a script reduces
-  asynchronously outside of a backward pass has its tail at the optimizer's step;
+- `Work.wait` (all that FSDP2, barriers and object collectives do on CPU), collectives that a stream waits for as soon
+  as they are launched, and FSDP2's waits for its other streams;
+- the *tail* of a backward pass: from the last gradient to the end of the pass. This is DDP, whose reducer overlaps all
+  buckets but the last with the backward pass and then waits for them in C++. What a script reduces asynchronously
+  outside of a backward pass has its tail at the optimizer's step;
 - DDP's broadcasts of buffers, whole, since C++ waits for them at once.
 
 Loading data is own work: it is the rank's, and grows with its share of the batch.
@@ -16,15 +18,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from pacekeeper.environment import Environment
+from pacekeeper.torch_internals import graph_task
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
+from .clock import Clock, HostClock, Mark, Spans, present
 from .ring import RingWriter
+
+AHEAD = 2
+"""Steps that a rank is ahead of its device at most."""
 
 Loaded = TypeVar("Loaded")
 
@@ -32,11 +41,48 @@ Loaded = TypeVar("Loaded")
 _STEP, _COMPUTE, _DATA, _LENGTHS = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA), int(Kind.LENGTHS)
 
 
+@dataclass(slots=True)
+class _Step:
+    """One that is under way on the host; or done there, and still to be done by the device."""
+
+    start: Mark
+    waits: Spans = field(default_factory=Spans)
+    """For peers."""
+    away: Spans = field(default_factory=Spans)
+    """In other phases, waits included."""
+    end: Mark | None = None
+    number: int = 0
+    phase: Phase = Phase.START
+    mode: int = 0
+    samples: int = 0
+    lengths: tuple[float, float] | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether its end is."""
+        assert self.end is not None
+        # In the order of the work, by which the times of a device's marks are counted.
+        return self.start.reached and self.waits.reached and self.away.reached and self.end.reached
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A phase other than training."""
+
+    phase: Phase
+    before: Phase
+    start_ns: int
+    mark: Mark | None
+    """None: in the course of another one."""
+
+
 class Recorder:
     """Writes one rank's records. All times are nanoseconds of CLOCK_MONOTONIC."""
 
-    def __init__(self, ring: RingWriter | NoRing) -> None:
+    def __init__(self, ring: RingWriter | NoRing, clock: Clock | None = None) -> None:
+        """clock: of the rank's work; None: that of the device which it is found to work on when training begins."""
         self.ring = ring
+        self.clock = clock or HostClock()
         self.step = 0
         """The step that is under way: the number it will have when it is complete."""
         self.phase = Phase.START
@@ -44,39 +90,68 @@ class Recorder:
         """Position in plan.SyncMode of the mode in force."""
         self.steered = False
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
+        self.notice_ends: Callable[[], None] = _nothing
+        """Records the collectives that have ended."""
+        self._finds_clock = clock is None
         self._training_thread = threading.get_ident()
-        self._step_start = time.monotonic_ns()
-        self._waits: list[int] = []
-        self._last_wait_end = 0
-        self.last_entry = 0
-        """When the rank last entered a collective in which the last to arrive makes the others wait."""
-        self.before_optimizer: Callable[[], None] = _nothing
+        self._in_flight: deque[_Step] = deque()
+        """Steps that the device may not have come to the end of; the oldest first."""
+        self._computing: object = None
+        """The stream that the script computes on."""
+        self._waiting = False
+        self._away = 0
+        """Phases other than training that the rank is in, one within the other."""
+        self._unwaited = False
+        """Whether nothing has waited for the collective that was entered last."""
+        self._entry: Mark | None = None
+        """Where that was, or where the gradients were computed if that is later; None: during a backward pass."""
+        self._begin()
 
-    def end_step(self, samples: int = 0, now: int | None = None, lengths: tuple[float, float] | None = None) -> None:
+    def end_step(self, samples: int = 0, lengths: tuple[float, float] | None = None) -> None:
         """The optimizer has stepped: `samples` of this rank went into it (0: unknown), with these `lengths` in sum and
-        squares in sum (None, or squares of 0: unknown)."""
-        end = time.monotonic_ns() if now is None else now
-        start, self._step_start = self._step_start, end
-        own = max(0, end - start - sum(self._waits))
-        self._waits.clear()
-        if lengths is not None:
-            self.ring.write(_LENGTHS, start, end, self.step, self.phase, lengths[0], nbytes=round(lengths[1]))
-        self.ring.write(_STEP, start, end, self.step, self.phase, samples, flags=self.mode)
-        self.ring.write(_COMPUTE, start, start + own, self.step, self.phase, samples)
-        self.ring.end_step(self.step, end)
+        squares in sum (None, or squares of 0: unknown).
+
+        Waits until the device is no more than AHEAD steps behind.
+        """
+        step = self._step
+        step.end = end = self.clock.mark()
+        step.number, step.phase, step.mode = self.step, self.phase, self.mode
+        step.samples, step.lengths = samples, lengths
+        self._in_flight.append(step)
+        self.ring.end_step(self.step, time.monotonic_ns())
         self.step += 1
         if self.phase is Phase.START:
-            self.enter(Phase.TRAIN, end)
+            self.enter(Phase.TRAIN)
+            self._begin()
+        else:
+            self._begin(end)
+        if len(self._in_flight) > AHEAD and not self._in_flight[0].reached:
+            self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
+        self.write_reached()
 
     @property
-    def last_step_end(self) -> int:
-        return self._step_start
+    def last_end(self) -> Mark:
+        """Of the last step; or the beginning of the first one."""
+        return self._step.start
 
     def restart_clock(self, step: int) -> None:
         """The next step to complete is `step`, and it begins now."""
         self.step = step
-        self._step_start = time.monotonic_ns()
-        self._waits.clear()
+        self._begin()
+
+    def write_reached(self) -> None:
+        """Writes down the steps that the device has come to the end of."""
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].reached:
+            self._write(in_flight.popleft())
+
+    def finish(self) -> None:
+        """Waits for the steps that the device is at, and writes them down."""
+        for step in self._in_flight:
+            assert step.end is not None
+            step.end.wait()
+        self.write_reached()
+        self.notice_ends()
 
     def enter(self, phase: Phase, now: int | None = None) -> None:
         self.phase = phase
@@ -85,21 +160,27 @@ class Recorder:
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """A phase other than training. Its time is no part of any step's."""
-        before, start = self.phase, time.monotonic_ns()
-        waits = len(self._waits)
-        self.enter(phase, start)
+        begun = self.begin_phase(phase)
         try:
             yield
         finally:
-            del self._waits[waits:]
-            self.end_phase(before, start)
+            self.end_phase(begun)
 
-    def end_phase(self, before: Phase, start: int) -> None:
-        """The present phase, begun at `start`, is over and the one `before` it goes on."""
-        phase, end = self.phase, time.monotonic_ns()
-        self._step_start += end - start
-        self.enter(before, end)
-        self.ring.write(Kind.PHASE, start, end, self.step, phase)
+    def begin_phase(self, phase: Phase) -> Begun:
+        now = time.monotonic_ns()
+        begun = Begun(phase, self.phase, now, None if self._away else self.clock.mark())
+        self._away += 1
+        self.enter(phase, now)
+        return begun
+
+    def end_phase(self, begun: Begun) -> None:
+        """The phase is over, and the one before it goes on."""
+        end = time.monotonic_ns()
+        self._away -= 1
+        if begun.mark is not None:
+            self._step.away.add(begun.mark, self.clock.mark())
+        self.enter(begun.before, end)
+        self.ring.write(Kind.PHASE, begun.start_ns, end, self.step, begun.phase)
 
     def load(self, fetch: Callable[[], Loaded]) -> Loaded:
         """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
@@ -115,26 +196,85 @@ class Recorder:
             self.ring.write(_DATA, start, end, self.step, before)
             self.ring.end_load(end - start)
 
-    def waited(self, start: int, end: int) -> None:
-        """The calling thread was blocked on its peers; other threads than the training one cost the step nothing."""
-        if threading.get_ident() == self._training_thread:
-            self._waits.append(end - start)
-            self._last_wait_end = end
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For the peers. Counts where the step's work is held up: not on another stream, in another thread or phase, or
+        in the course of another wait."""
+        start = self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait(start)
 
-    def waited_elsewhere(self, duration: int) -> None:
-        """C++ has waited for the peers in the training thread's stead, `duration` ns long."""
-        self._waits.append(duration)
+    def begin_wait(self) -> Mark | None:
+        """As `waiting`, for what is too frequent for it. None: does not count."""
+        if not self.counts:
+            return None
+        self._waiting = True
+        return self.clock.mark()
+
+    def end_wait(self, start: Mark | None) -> None:
+        """Of the wait that began at `start`, or did not count."""
+        if start is not None:
+            self._waiting = False
+            self.waited(start, self.clock.mark())
+
+    @property
+    def counts(self) -> bool:
+        """Whether a wait that begins here and now would."""
+        if self._waiting or self._away:
+            return False
+        # The nodes of a backward pass run in a thread of their device, for which the training thread waits.
+        in_step = threading.get_ident() == self._training_thread or graph_task() >= 0
+        return in_step and self.clock.stream == self._computing
+
+    def waited(self, start: Mark, end: Mark) -> None:
+        """For the peers, from `start` to `end`."""
+        self._step.waits.add(start, end)
+        self._unwaited = False
+
+    def entered(self, in_backward: bool) -> None:
+        """The rank has entered a collective in which the last to arrive makes the others wait, and goes on."""
+        if in_backward:
+            self._unwaited, self._entry = True, None
+        elif self.counts:
+            self._unwaited, self._entry = True, self.clock.mark()
+
+    def backward_computed(self) -> None:
+        """All gradients of a backward pass are there; what reduces them may not be over."""
+        if self._unwaited:
+            self._entry = self.clock.mark()
 
     def reduced(self) -> None:
         """Closes the tail: C++ has waited for what was last entered, until now."""
-        entry, self.last_entry = self.last_entry, 0
-        if entry > max(self._step_start, self._last_wait_end):
-            self._waits.append(time.monotonic_ns() - entry)
+        if self._unwaited and self._entry is not None:
+            self.waited(self._entry, self.clock.mark())
 
     def optimizer_begins(self) -> None:
         """What was reduced outside of a backward pass has come by now."""
-        self.before_optimizer()
+        self.notice_ends()
         self.reduced()
+
+    def _begin(self, mark: Mark | None = None) -> None:
+        """A step begins, at `mark`; None: here, with training itself."""
+        if mark is None:
+            if self._finds_clock:
+                self.clock = present()
+            mark = self.clock.mark()
+        self._step = _Step(mark)
+        self._computing = self.clock.stream
+        self._unwaited = False
+
+    def _write(self, step: _Step) -> None:
+        assert step.end is not None
+        write = self.ring.write
+        start, end = step.start.ns + step.away.ns, step.end.ns
+        own = max(0, end - start - step.waits.ns)
+        if step.lengths is not None:
+            tokens, squares = step.lengths
+            write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares))
+        write(_STEP, start, end, step.number, step.phase, step.samples, flags=step.mode)
+        write(_COMPUTE, start, start + own, step.number, step.phase, step.samples)
 
 
 class NoRing:

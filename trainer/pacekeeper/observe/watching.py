@@ -5,7 +5,6 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from pacekeeper_analysis.records import Kind, Phase
 from .collectives import watch_collectives
 from .flight import watch_flight
 from .garbage import time_collections
-from .recorder import NoRing, Recorder, open_recorder
+from .recorder import Begun, NoRing, Recorder, open_recorder
 
 GARBAGE_NS = 100_000
 """Collections below this are noise: the youngest generation is collected many times a step."""
@@ -76,15 +75,13 @@ def _watch_garbage(watched: Recorder) -> None:
 def _watch_compilation(watched: Recorder) -> None:
     """torch.compile works in the middle of a step, for minutes: a phase of its own, known from its first use on."""
     compile_ = torch.compile
-    since, before = 0, Phase.START
+    begun: list[Begun] = []
 
     def started(_: Any) -> None:
-        nonlocal since, before
-        since, before = time.monotonic_ns(), watched.phase
-        watched.enter(Phase.COMPILE, since)
+        begun.append(watched.begin_phase(Phase.COMPILE))
 
     def ended(_: Any) -> None:
-        watched.end_phase(before, since)
+        watched.end_phase(begun.pop())
 
     def compile_and_watch(*args: Any, **options: Any) -> Any:
         torch_internals.on_compilation(started, ended)  # compiling imports it anyway

@@ -7,10 +7,9 @@ the next units are under way meanwhile. `finish` completes the rest at once.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pacekeeper import torch_internals
+from pacekeeper.observe.clock import Mark, Spans, present
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Statistics, Weights, weigh
 
@@ -50,15 +50,28 @@ class Synchronisation:
     """Of these, the ones that have gone bad altogether: their inner moments are reset."""
     rolled_back: tuple[str, ...]
     """Units that went back to where they were, since no replica's pseudo-gradient was good."""
-    started_ns: int
-    """CLOCK_MONOTONIC, as `ended_ns`."""
-    ended_ns: int = 0
-    """When the last unit was complete; 0: it is pending."""
-    waited_ns: int = 0
-    """That this rank's training thread was held by it: exchange, what of the all-reduces no computation hid, updates.
-    Of a GPU's collectives, the wait is on the device's stream and not counted here."""
+    started: Mark
+    ended: Mark | None = None
+    """The last unit is complete; None: it is pending."""
+    held_up: Spans = field(default_factory=Spans)
     nbytes: int = 0
     """That this rank gave into all-reduces."""
+
+    @property
+    def started_ns(self) -> int:
+        """CLOCK_MONOTONIC, as `ended_ns`."""
+        return self.started.ns
+
+    @property
+    def ended_ns(self) -> int:
+        """0: it is pending, or the device is still at it."""
+        return self.ended.ns if self.ended is not None and self.started.reached and self.ended.reached else 0
+
+    @property
+    def waited_ns(self) -> int:
+        """That it held up this rank's work: exchange, what of the all-reduces no computation hid, updates. What the
+        device has done of it by now."""
+        return self.held_up.ns
 
 
 class Replicas:
@@ -155,7 +168,8 @@ class Replicas:
         must be equal and are not.
         """
         self.finish()
-        started = time.monotonic_ns()
+        clock = present()
+        started = clock.mark()
         if not self._running:
             raise RuntimeError("begin(): start() comes first, while the parameters are the same on all replicas")
         _reshard(self._model)
@@ -172,7 +186,7 @@ class Replicas:
                 reset_moments(optimizer)
         self._waiting.extend(range(len(self._units)))
         self._launch()
-        self.last.waited_ns += time.monotonic_ns() - started
+        self.last.held_up.add(started, clock.mark())
         return self.last
 
     def finish(self) -> Synchronisation | None:
@@ -248,7 +262,8 @@ class Replicas:
     @torch.no_grad()
     def _complete_first(self) -> None:
         """Completes the first unit that waits, and launches another one's all-reduce."""
-        began = time.monotonic_ns()
+        clock = present()
+        began = clock.mark()
         if self._launched == 0:
             self._launch_next()
         index = self._waiting.popleft()
@@ -263,10 +278,10 @@ class Replicas:
             self._clip(mean, index)
             unit.apply(mean, self.outer)
         assert self.last is not None
-        ended = time.monotonic_ns()
-        self.last.waited_ns += ended - began
+        ended = clock.mark()
+        self.last.held_up.add(began, ended)
         if not self._waiting:
-            self.last.ended_ns = ended
+            self.last.ended = ended
 
     def _clip(self, mean: torch.Tensor, index: int) -> None:
         """Scales a unit's mean pseudo-gradient down to the norm φ.
@@ -281,7 +296,7 @@ class Replicas:
             dist.all_reduce(square, group=self._shard_group)
         mean.mul_(min(1.0, penalty.clip / (float(square.sqrt()) + 1e-6)))
 
-    def _report(self, norms: NDArray[np.float64], steps: NDArray[np.float64], started: int) -> Synchronisation:
+    def _report(self, norms: NDArray[np.float64], steps: NDArray[np.float64], started: Mark) -> Synchronisation:
         weights, anomalous, rolled_back = self._weights
         sizes = np.array([unit.numel for unit in self._units], np.float64)
         names = tuple(unit.name for unit in self._units)
@@ -294,7 +309,7 @@ class Replicas:
             anomalous=tuple(np.flatnonzero(anomalous.any(axis=0)).tolist()),
             not_finite=tuple(np.flatnonzero(~np.isfinite(norms).all(axis=0)).tolist()),
             rolled_back=tuple(name for name, back in zip(names, rolled_back, strict=True) if back),
-            started_ns=started,
+            started=started,
         )
 
     def _expect_none_pending(self, call: str) -> None:

@@ -1,0 +1,186 @@
+"""Times of a device's marks, and numbers on their way from it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pacekeeper.observe.losses import Losses
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper_analysis.records import Kind
+from tests.support.async_device import Rank, Stream, World
+
+MS = 1_000_000
+
+
+def test_a_mark_of_a_device_has_the_time_at_which_the_work_before_it_was_done() -> None:
+    def script(rank: Rank) -> None:
+        clock = rank.clock()
+        begun = clock.mark()
+        rank.launch(70 * MS)
+        done = clock.mark()
+        rank.busy(1 * MS)
+        assert begun.reached
+        assert not done.reached
+        with pytest.raises(RuntimeError, match="wait"):
+            _ = done.ns
+        rank.busy(200 * MS)
+        assert done.reached
+        assert done.ns - begun.ns == 70 * MS
+        assert rank.now - done.ns == 131 * MS
+
+    World().run(script)
+
+
+def test_to_wait_for_a_mark_is_to_wait_for_the_work_before_it() -> None:
+    def script(rank: Rank) -> None:
+        mark = rank.clock().mark()
+        rank.launch(70 * MS)
+        mark.wait()
+        assert rank.now == mark.ns
+        end = rank.clock().mark()
+        end.wait()
+        assert rank.now == end.ns == mark.ns + 70 * MS
+
+    World().run(script)
+
+
+@pytest.mark.parametrize("drift", [-1e-4, 0.0, 1e-4], ids=["slower", "alike", "faster"])
+def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> None:
+    """Off by what has come together since the device was idle last, not by what has since the beginning."""
+    step, pause = 50 * MS, 700 * MS
+
+    def script(rank: Rank) -> None:
+        rank.drift = drift
+        clock, off = rank.clock(), abs(drift) * (pause + 4 * step) + 2
+        for _ in range(300):
+            rank.busy(pause)
+            begun, marks = rank.now, []
+            for _ in range(3):
+                marks.append(clock.mark())
+                rank.launch(step)
+            marks[-1].wait()
+            assert all(mark.reached for mark in marks)
+            assert [mark.ns for mark in marks] == pytest.approx([begun, begun + step, begun + 2 * step], abs=off)
+
+    World().run(script)
+
+
+def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
+    """For hours: as milliseconds of 24 bits, they would be exact to half of one."""
+
+    step = 20_000_777_123
+
+    def script(rank: Rank) -> None:
+        clock = rank.clock()
+        marks = [clock.mark()]
+        rank.launch(step)
+        rank.busy(10 * MS)
+        for _ in range(600):
+            marks.append(clock.mark())
+            rank.launch(step)
+            rank.busy(step)
+            assert all(mark.reached for mark in marks)
+            assert marks[1].ns - marks[0].ns == pytest.approx(step, abs=2000)
+            del marks[0]
+
+    World().run(script)
+
+
+def test_events_are_used_again() -> None:
+    made = 0
+
+    class Counted(Rank):
+        def event(self) -> Any:
+            nonlocal made
+            made += 1
+            return super().event()
+
+    def script(rank: Rank) -> None:
+        rank.__class__ = Counted
+        clock = rank.clock()
+        for _ in range(100):
+            marks = [clock.mark() for _ in range(5)]
+            rank.launch(20 * MS)
+            marks[-1].wait()
+            assert all(mark.reached for mark in marks)
+
+    World().run(script)
+    assert made <= 7  # five, the anchor, and the one before it
+
+
+def test_a_number_comes_to_the_host_without_a_stop() -> None:
+    def script(rank: Rank) -> None:
+        clock, begun = rank.clock(), rank.now
+        rank.launch(30 * MS)
+        fetched = clock.fetch(torch.tensor(2.5, device="meta"))
+        assert not fetched.ready
+        assert rank.now == begun
+        rank.busy(40 * MS)
+        assert fetched.ready
+
+    World().run(script)
+
+
+def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
+    def script(rank: Rank) -> None:
+        create_ring(tmp_path / "ring", 0, 1)
+        recorder, side = Recorder(RingWriter(tmp_path / "ring"), rank.clock()), Stream()
+        for _ in range(3):
+            rank.launch(50 * MS)
+            with rank.on(side), recorder.waiting():
+                rank.launch(500 * MS)
+            with recorder.waiting():
+                rank.launch(20 * MS)
+                with recorder.waiting():
+                    rank.launch(10 * MS)
+            recorder.end_step()
+        recorder.finish()
+
+    World().run(script)
+    found = RingReader(tmp_path / "ring").records()
+    own = found[found["kind"] == Kind.COMPUTE]
+    assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
+
+
+class ReportedStep:
+    """What `Losses` needs of a step."""
+
+    weight = 4.0
+
+    def __init__(self, loss: float) -> None:
+        self.loss_sum = torch.tensor(loss)
+
+
+def test_losses_come_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))  # the double's
+
+    def script(rank: Rank) -> None:
+        create_ring(tmp_path / "ring", 0, 1)
+        recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
+        recorder.restart_clock(1)
+        losses, handed = Losses(recorder), []
+        for number in range(1, 7):
+            rank.launch(50 * MS)
+            step: Any = ReportedStep(math.nan if number == 4 else float(number))
+            recorder.end_step()
+            began = rank.now
+            losses.take(step)
+            losses.take(step)
+            handed.append(losses.hand_over()[1] / ReportedStep.weight)
+            assert rank.now == began  # nothing waits
+        assert handed == [0, 0, 1, 1, 1, 1]
+        losses.finish()
+        total, weight = losses.hand_over()
+        assert (math.isnan(total), weight) == (False, 2 * ReportedStep.weight)
+
+    World().run(script)
+    ring = RingReader(tmp_path / "ring")
+    found = ring.records()
+    assert found[found["kind"] == Kind.LOSS]["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert ring.state()["bad_loss_step"] == 4

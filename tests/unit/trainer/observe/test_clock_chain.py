@@ -1,0 +1,337 @@
+"""From a device's marks to stragglers, shares and the pace of A-EDiT: as if every call had waited for its work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pacekeeper.modes.pace import Pace
+from pacekeeper.observe.clock import Clock, HostClock
+from pacekeeper.observe.collectives import Watcher
+from pacekeeper.observe.recorder import AHEAD, Recorder
+from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.windows import FIRST_STEPS_SKIPPED, RankHistory
+from pacekeeper_analysis import adapt
+from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.diagnose.work import Work as OwnWork
+from pacekeeper_analysis.records import NOTICED_LATE, Kind, Phase
+from pacekeeper_analysis.reports import RankWindow
+from pacekeeper_analysis.whatif import data_parallel
+from tests.support.async_device import Group, Links, Rank, Stream, World
+
+RANKS, SLOW, SAMPLES = 4, 2, 8
+WINDOW = 12
+BEGIN = 1 + FIRST_STEPS_SKIPPED + WINDOW
+"""Steps before a fault: those of the baseline."""
+STEPS = BEGIN + AHEAD + 1 + WINDOW
+"""A window in which no step is one that the host was ahead by before."""
+MS = 1_000_000
+THRESHOLD = 1.1
+
+Program = Callable[["RankUnderTest", int, int], None]
+"""A step's forward and backward pass, of so many nanoseconds of computation and so many of each collective."""
+
+
+@dataclass
+class RankUnderTest:
+    """What stands between the simulated device and the ring: all of it real."""
+
+    rank: Rank
+    recorder: Recorder
+    watcher: Watcher
+    group: Group
+    side: Stream
+
+    @classmethod
+    def of(cls, rank: Rank, links: Links, ring: Path, clock: Clock | None = None) -> RankUnderTest:
+        create_ring(ring, rank.number, 1)
+        recorder = Recorder(RingWriter(ring), clock or rank.clock())
+        watcher, group = Watcher(recorder), Group(rank, links)
+        watcher.watch(group)  # type: ignore[arg-type]  # a double
+        return cls(rank, recorder, watcher, group, Stream())
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What one rank, or all, suffer from step BEGIN on."""
+
+    slower: float = 1.0
+    """The slow rank's computation."""
+    transfer: int = 3 * MS
+    """Of each collective."""
+    load: int = 0
+    """That the slow rank's host takes for its loader."""
+    noise: float = 0.03
+
+
+def ddp(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+    """Two buckets, and gradients that belong to none; C++ waits for the buckets at the end."""
+    rank, group = under_test.rank, under_test.group
+    rank.launch(compute // 2)
+    works = [group.all_reduce(transfer)]
+    rank.launch(compute // 4)
+    works.append(group.all_reduce(transfer))
+    rank.launch(compute - compute // 2 - compute // 4)
+    under_test.recorder.backward_computed()
+    for work in works:
+        assert work is not None
+        work.wait()
+    under_test.watcher.backward_ended()
+
+
+def without_work(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+    """The script reduces after its backward pass, and its stream waits at once."""
+    under_test.rank.launch(compute)
+    synchronously(under_test, transfer)
+
+
+def on_a_side_stream(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+    """As FSDP2: two layers are gathered on another stream, for which the computing one waits."""
+    rank, side = under_test.rank, under_test.side
+    for part in (compute // 2, compute - compute // 2):
+        side.wait_for(rank.computing.tail)
+        with rank.on(side):
+            synchronously(under_test, transfer)
+        with under_test.recorder.waiting():
+            rank.computing.wait_for(side.tail)
+        rank.launch(part)
+
+
+def synchronously(under_test: RankUnderTest, transfer: int) -> None:
+    work = under_test.group.all_reduce(transfer, async_op=False)
+    if work is not None:
+        under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+
+
+PROGRAMS: dict[str, Program] = {"DDP": ddp, "no Work": without_work, "FSDP2": on_a_side_stream}
+
+
+def windows(
+    folder: Path, world: World, program: Program, faults: Faults, clock: Callable[[Rank], Clock] | None = None
+) -> list[RankWindow]:
+    """Of all ranks after STEPS steps. clock: another one than the right one; its script reads the loss at each step."""
+    links = Links(RANKS)
+
+    def train(rank: Rank) -> None:
+        ring = folder / f"{rank.number}"
+        under_test = RankUnderTest.of(rank, links, ring, clock and clock(rank))
+        recorder, random = under_test.recorder, np.random.default_rng(rank.number)
+        for step in range(STEPS):
+            now = faults if step >= BEGIN else replace(faults, slower=1.0, transfer=3 * MS, load=0)
+            if now.load and rank.number == SLOW:
+                recorder.load(lambda: rank.busy(faults.load))
+            slower = now.slower if rank.number == SLOW else 1.0
+            compute = round(60 * MS * slower * (1 + faults.noise * random.uniform(-1, 1)))
+            program(under_test, compute, now.transfer)
+            recorder.optimizer_begins()
+            rank.launch(2 * MS)
+            if clock is not None:
+                rank.wait_for(rank.computing.tail[0])
+            recorder.end_step(SAMPLES)
+            assert sum(not step.reached for step in recorder._in_flight) <= AHEAD
+        recorder.finish()
+
+    world.run(*[train] * RANKS)
+    found = []
+    for number in range(RANKS):
+        history = RankHistory(WINDOW)
+        history.add(RingReader(folder / f"{number}").records())
+        found.append(history.window(number))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[World], World]:
+    def follow(world: World) -> World:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: world.now if world.ranks else 0)
+        return world
+
+    return follow
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that is concluded from the windows."""
+
+    trouble: Trouble
+    culprits: tuple[int, ...]
+    shares: tuple[int, ...] | None
+    figures: tuple[float, ...]
+    """S of each trouble, of each rank, and by simulation; seconds of a step, and of its exposed communication."""
+
+    @classmethod
+    def by(cls, given: Sequence[RankWindow]) -> Found:
+        diagnosis = adapt.diagnose(given, THRESHOLD)
+        assert diagnosis is not None
+        work = OwnWork.of(diagnosis.window, THRESHOLD)
+        assert work is not None
+        way = next(iter(adapt.ways(diagnosis, threshold=THRESHOLD)), None)
+        simulated = data_parallel.analyse(work.own, work.exposed).slowdown
+        seconds = (diagnosis.step_seconds, diagnosis.exposed_seconds)
+        figures = (*diagnosis.effects.values(), *diagnosis.rank_slowdown, simulated, *seconds)
+        return cls(diagnosis.trouble, diagnosis.culprits, way.shares if way else None, figures)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("faults", "trouble", "culprits"),
+    [
+        (Faults(), Trouble.NONE, ()),
+        (Faults(slower=2.0), Trouble.COMPUTE, (SLOW,)),
+        (Faults(transfer=20 * MS), Trouble.COMMUNICATION, ()),
+    ],
+    ids=["healthy", "a slow rank", "a slow link"],
+)
+def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
+    program: str,
+    faults: Faults,
+    trouble: Trouble,
+    culprits: tuple[int, ...],
+    tmp_path: Path,
+    virtual_time: Callable[[World], World],
+) -> None:
+    found = []
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        folder.mkdir()
+        found.append(Found.by(windows(folder, virtual_time(World(asynchronous)), PROGRAMS[program], faults)))
+    synchronous, asynchronous_ = found
+    assert (synchronous.trouble, synchronous.culprits) == (trouble, culprits)
+    assert replace(asynchronous_, figures=()) == replace(synchronous, figures=())
+    assert asynchronous_.figures == pytest.approx(synchronous.figures, rel=1e-6, abs=1e-9)
+    if culprits:
+        assert synchronous.shares is not None
+        assert min(range(RANKS), key=synchronous.shares.__getitem__) == SLOW
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_own_work_is_what_a_rank_computes(program: str, tmp_path: Path, virtual_time: Callable[[World], World]) -> None:
+    given = windows(tmp_path, virtual_time(World()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
+    own = [122 if rank == SLOW else 62 for rank in range(RANKS)]
+    assert [window.compute_seconds[-1] for window in given] == pytest.approx([0.001 * each for each in own])
+
+
+def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """The loader takes 150 ms, and the device meanwhile the step before, of 62 ms."""
+    found = []
+    for asynchronous, load in ((False, 88 * MS), (True, 150 * MS)):
+        folder = tmp_path / str(asynchronous)
+        folder.mkdir()
+        faults = Faults(load=load, noise=0.0)
+        found.append(Found.by(windows(folder, virtual_time(World(asynchronous)), ddp, faults)))
+    assert found[1].culprits == found[0].culprits == (SLOW,)
+    assert found[1].figures == pytest.approx(found[0].figures, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_host_s_clock_finds_nobody_on_a_device(
+    program: str, tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """Although the script reads the loss at each step, so that a step takes as long on the host as on the device."""
+    faults = Faults(slower=2.0)
+    world = virtual_time(World())
+    given = windows(tmp_path, world, PROGRAMS[program], faults, lambda rank: HostClock(rank.nanoseconds))
+    found = Found.by(given)
+    assert found.culprits == ()
+    assert found.trouble is Trouble.NONE
+
+
+def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_up(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    windows(tmp_path, virtual_time(World()), without_work, Faults(slower=2.0, noise=0.0))
+    lengths = {}
+    for rank in (0, SLOW):
+        found = RingReader(tmp_path / f"{rank}").records()
+        collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["step"] > BEGIN)]
+        assert len(collectives) >= WINDOW
+        assert not (collectives["flags"] & NOTICED_LATE).any()
+        lengths[rank] = ((collectives["end_ns"] - collectives["start_ns"]) / MS).tolist()
+    assert lengths[SLOW] == pytest.approx([3.0] * len(lengths[SLOW]))
+    assert lengths[0] == pytest.approx([63.0] * len(lengths[0]))
+
+
+def test_what_is_done_in_another_phase_is_no_part_of_the_step(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    def evaluate(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+        for _ in range(3):
+            rank.launch(50 * MS)
+            with under_test.recorder.during(Phase.EVALUATE):
+                rank.launch(500 * MS)
+                with under_test.recorder.during(Phase.CHECKPOINT), under_test.recorder.waiting():
+                    rank.launch(100 * MS)
+            rank.launch(20 * MS)
+            under_test.recorder.end_step()
+        under_test.recorder.finish()
+
+    virtual_time(World()).run(evaluate)
+    found = RingReader(tmp_path / "ring").records()
+    for kind in (Kind.STEP, Kind.COMPUTE):
+        chosen = found[found["kind"] == kind]
+        assert ((chosen["end_ns"] - chosen["start_ns"]) / MS).tolist() == pytest.approx([70.0] * 3)
+
+
+def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """Where the mode has changed with steps in flight, for which no synchronisation has waited."""
+
+    def train(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+        pace = Pace(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
+        answers = []
+        for step in range(10):
+            if step == 5:
+                pace.begin_interval()
+            pace.begin_step()
+            rank.launch(100 * MS)
+            pace.end_step()
+            answers.append(pace.is_up(0.24))
+            under_test.recorder.end_step()
+        assert answers[5:] == [False, True, True, True, True]
+
+    virtual_time(World()).run(train)
+
+
+def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """A-EDiT: every 0.49 s, with steps of 40 ms, and of 90 ms on the slow rank."""
+
+    def intervals(asynchronous: bool) -> list[list[int]]:
+        links = Links(RANKS)
+        counts: list[list[int]] = [[] for _ in range(RANKS)]
+
+        def train(rank: Rank) -> None:
+            under_test = RankUnderTest.of(rank, links, tmp_path / f"{asynchronous}{rank.number}")
+            pace = Pace(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
+            for _ in range(5):
+                steps, ends = 0, False
+                while not ends:
+                    pace.begin_step()
+                    rank.launch(90 * MS if rank.number == SLOW else 40 * MS)
+                    pace.end_step()
+                    ends = pace.is_up(0.49)
+                    under_test.recorder.end_step()
+                    steps += 1
+                work = under_test.group.all_reduce(10 * MS, async_op=False)
+                if work is not None:
+                    work.wait()
+                rank.wait_for(rank.computing.tail[0])  # every rank reads the others' weights
+                pace.begin_interval()
+                counts[rank.number].append(steps)
+            assert pace.step_seconds == pytest.approx(0.09 if rank.number == SLOW else 0.04)
+
+        virtual_time(World(asynchronous)).run(*[train] * RANKS)
+        return counts
+
+    assert intervals(True) == intervals(False) == [[5 if rank == SLOW else 12] * 5 for rank in range(RANKS)]
