@@ -108,10 +108,11 @@ def kill_descendants() -> int:
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
     while (found := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in found:
+        running = {pid for pid in found if _state(pid) not in ("Z", "")}
+        for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= found
+        killed |= running
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -135,6 +136,11 @@ def descendants(root: int) -> set[int]:
         found.update(of_one)
         waiting += of_one
     return found
+
+
+def _state(pid: int) -> str:
+    """Its letter; "Z": it has ended, and nobody has asked how."""
+    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
 def _read(pid: int, name: str) -> str:

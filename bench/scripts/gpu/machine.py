@@ -6,11 +6,13 @@ stands in for a kernel then, and no figure says anything.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -85,16 +87,18 @@ class Busy:
 
 
 def _cycles_a_second() -> float:
-    """Median of a few kernels, once the clock has come to its speed."""
+    """Median of a few kernels, once the clock has come to its speed. Processes that share the GPU take turns."""
     cycles = 100_000_000
     rates = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        rates.append(cycles / (start.elapsed_time(end) * 1e-3))
+    with Path(tempfile.gettempdir(), "pacekeeper-gpu-clock.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for _ in range(8):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+            rates.append(cycles / (start.elapsed_time(end) * 1e-3))
     return statistics.median(rates[3:])
 
 
