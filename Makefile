@@ -65,7 +65,19 @@ test: venv $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distrib
 demo: venv ## The main job: a training job that heals itself (build/demo/report.html)
 	$(BIN)/python -m demo
 
-bench: venv ## All benches, or one: make bench NAME=recovery
-	$(BIN)/python -m bench $(NAME)
+# What needs a GPU runs by the Python of the machine that has it: no environment is made, nothing is installed.
+GPU_PYTHON ?= python3
+FROM_CHECKOUT := PYTHONPATH=analysis:trainer
 
-.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test demo bench
+test-gpu: ## What only a GPU can prove: one NVIDIA GPU, by a GPU_PYTHON that has torch (docs/gpu.md)
+	$(FROM_CHECKOUT) $(GPU_PYTHON) -m tests.gpu
+
+ifeq ($(NAME),gpu)
+bench: ## All benches, or one: make bench NAME=recovery
+	$(FROM_CHECKOUT) $(GPU_PYTHON) -m bench gpu
+else
+bench: venv
+	$(BIN)/python -m bench $(NAME)
+endif
+
+.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test-gpu test demo bench

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+collect_ignore = ["gpu"]
+"""Tests of unittest, for machines with a GPU and without pytest: `make test-gpu`."""
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A further try does not hide why it was needed."""

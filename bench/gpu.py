@@ -1,0 +1,145 @@
+"""On one NVIDIA GPU: are times right, what does recording cost, what does overlap hide, how soon is a rank back?
+
+It takes a Python with torch and numpy and no more: `make bench NAME=gpu`, by GPU_PYTHON. Without a GPU it is not run
+(exit status 77). Two ranks share the GPU, and talk over gloo, which stages their tensors through pinned memory.
+QUICK=1: fewer steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from bench.__main__ import NOT_RUN
+from bench.scripts.gpu import measures
+from bench.scripts.gpu.machine import DEVICE, ON_GPU, facts, why_not
+from bench.scripts.gpu.recovery import recovery
+from bench.scripts.gpu.workers import run_workers
+
+STEPS = 10 if os.environ.get("QUICK") else 60
+REPEATS = 1 if os.environ.get("QUICK") else 5
+TOLERANCE = 0.03
+STEP_SECONDS = 0.05
+LAYERS = 24
+OVERHEAD = 0.005
+HIDDEN = 0.5
+NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
+
+
+def main() -> int:
+    if reason := why_not():
+        print(f"not run: {reason}", file=sys.stderr)
+        return NOT_RUN
+    result: dict[str, Any] = {"bench": "gpu", "device": str(DEVICE), "machine": facts()}
+    holds: dict[str, bool] = {}
+    for part in (times_alone, times_of_two, overhead, overlap, back_after_sigkill):
+        say(f"{part.__name__} …")
+        try:
+            found, goals = part()
+        except RuntimeError as error:  # the other parts' figures are not to be lost
+            found, goals = {"error": str(error)}, {part.__name__: False}
+        say(json.dumps(found))
+        result[part.__name__] = found
+        holds |= goals
+    print(json.dumps(result | {"holds": holds}))
+    return 0
+
+
+
+
+def times_alone() -> tuple[dict[str, Any], dict[str, bool]]:
+    """Own work of a rank whose kernels take a known time."""
+    errors = {}
+    for own in (0.05, 0.1, 0.2):
+        (found,) = run_workers(f"{measures.__name__}:steps", 1, own_seconds=[own], count=STEPS, backend=NCCL)
+        errors[own] = _median(found["own"]) / own - 1
+    return {"own_error": _rounded(errors)}, {"own_3_percent": max(map(abs, errors.values())) <= TOLERANCE}
+
+
+def times_of_two() -> tuple[dict[str, Any], dict[str, bool]]:
+    """Own work and waits of a fast and a slow rank. They take turns on the GPU, by milliseconds: hence long steps."""
+    own = (0.2, 0.3)
+    ranks = run_workers(f"{measures.__name__}:steps", 2, own_seconds=list(own), count=max(10, STEPS // 3))
+    own_errors = [_median(rank["own"]) / its - 1 for rank, its in zip(ranks, own, strict=True)]
+    waits = [_median([a - b for a, b in zip(rank["step"], rank["own"], strict=True)]) for rank in ranks]
+    wait_errors = [(wait - (max(own) - its)) / max(own) for wait, its in zip(waits, own, strict=True)]
+    found = {"own_error": own_errors, "exposed_s": waits, "exposed_error_of_step": wait_errors}
+    return {name: [round(value, 5) for value in values] for name, values in found.items()}, {
+        "own_of_two_3_percent": max(map(abs, own_errors)) <= TOLERANCE,
+        "exposed_3_percent": max(map(abs, wait_errors)) <= TOLERANCE,
+    }
+
+
+def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
+    """What recording adds to steps of 50 ms on the GPU, and to the host's part of them; in turns."""
+    wall: dict[bool, list[float]] = {True: [], False: []}
+    host: dict[bool, list[float]] = {True: [], False: []}
+    records = 0.0
+    for repeat in range(REPEATS):
+        for watched in (True, False) if repeat % 2 else (False, True):
+            (found,) = run_workers(
+                f"{measures.__name__}:steps",
+                1,
+                watched=watched,
+                own_seconds=[STEP_SECONDS],
+                count=2 * STEPS,
+                backend=NCCL,
+                layers=LAYERS,
+            )
+            wall[watched].append(found["mean"])
+            host[watched].append(_median(found["host"]))
+            records = max(records, found["records"])
+    added = _median(wall[True]) - _median(wall[False])
+    found = {
+        "without": {"step_ms": round(_median(wall[False]) * 1e3, 4)},
+        "with": {"step_ms": round(_median(wall[True]) * 1e3, 4), "records_a_step": round(records, 1)},
+        "overhead": round(added / STEP_SECONDS, 5),
+        "host_added_us": round((_median(host[True]) - _median(host[False])) * 1e6, 1),
+        "pairs": REPEATS,
+    }
+    return found, {"overhead_half_a_percent": added / STEP_SECONDS <= OVERHEAD}
+
+
+def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
+    """The share of a synchronisation that the forward pass hides."""
+    size = {"blocks": 8, "width": 2048 if ON_GPU else 256, "repeats": 3 * REPEATS}
+    ranks = run_workers(f"{measures.__name__}:overlap", 2, **size)
+    alone, off, on = (max(rank[side] for rank in ranks) for side in ("alone", "off", "on"))
+    hidden = 1 - (on - alone) / (off - alone) if off > alone else 0.0
+    milliseconds = {side: round(value * 1e3, 2) for side, value in (("alone", alone), ("off", off), ("on", on))}
+    return {"forward_ms": milliseconds, "hidden": round(hidden, 3), **size}, {"overlap_half": hidden >= HIDDEN}
+
+
+def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
+    """SIGKILL within a kernel, with 60 GiB held → the new rank's first step."""
+    runs = [recovery() for _ in range(REPEATS)]
+    found = {
+        "held_gib": round(runs[0].held_bytes / 2**30, 1),
+        "median_s": round(_median([run.seconds for run in runs]), 3),
+        "parts_s": {stage: round(_median([run.parts[stage] for run in runs]), 4) for stage in runs[0].parts},
+        "runs": [asdict(run) for run in runs],
+    }
+    return found, {"recovered": all(run.lost_steps <= 2 for run in runs)}
+
+
+def _median(values: list[float]) -> float:
+    """Raises RuntimeError where nothing was recorded."""
+    if not values:
+        raise RuntimeError("nothing was recorded")
+    return statistics.median(values)
+
+
+def _rounded(values: dict[float, float]) -> dict[float, float]:
+    return {key: round(value, 5) for key, value in values.items()}
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

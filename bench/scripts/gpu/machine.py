@@ -1,0 +1,117 @@
+"""The machine with a GPU: whether there is one, what it is, and work of a known duration for it.
+
+PACEKEEPER_TEST_DEVICE=cpu takes the CPU in its place, so that all that a GPU runs can be tried without one: a sleep
+stands in for a kernel then, and no figure says anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICE = torch.device(os.environ.get("PACEKEEPER_TEST_DEVICE", "cuda"))
+ON_GPU = DEVICE.type == "cuda"
+
+_FACTS = """
+import json, torch
+found = {"available": torch.cuda.is_available(), "torch": torch.__version__, "cuda": torch.version.cuda}
+if found["available"]:
+    card = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    found |= {"card": card.name, "capability": f"{card.major}.{card.minor}", "memory_bytes": total, "free_bytes": free}
+    found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
+print(json.dumps(found))
+"""
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """Card, driver, and versions of torch, CUDA and NCCL.
+
+    Asked in a process of its own: one that has touched CUDA cannot fork ranks any more.
+    """
+    done = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        return {"available": False, "torch": torch.__version__, "error": done.stderr[-2000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"python": sys.version.split()[0], "driver": _driver(), "cores": os.cpu_count()}
+
+
+def why_not() -> str:
+    """Why GPU tests cannot run here; empty: they can."""
+    if not ON_GPU:
+        return ""
+    found = facts()
+    if found["available"]:
+        return ""
+    return f"no GPU here that torch {found['torch']} (CUDA {found.get('cuda')}) can use. {found.get('error', '')}".strip()
+
+
+def wait_until_done() -> None:
+    """All that this process has launched."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+class Busy:
+    """Keeps the device busy for a given time, in the current stream; on a GPU the call returns at once.
+
+    On a GPU, a kernel that counts cycles of its clock, which is measured when this is made.
+    """
+
+    def __init__(self) -> None:
+        self._cycles_a_second = _cycles_a_second() if ON_GPU else 0.0
+
+    def __call__(self, seconds: float) -> None:
+        if ON_GPU:
+            torch.cuda._sleep(round(seconds * self._cycles_a_second))
+        else:
+            time.sleep(seconds)
+
+    def for_ever(self) -> None:
+        if ON_GPU:
+            torch.cuda._sleep(2**62)  # a century
+        else:
+            time.sleep(1e6)
+
+
+def _cycles_a_second() -> float:
+    """Median of a few kernels, once the clock has come to its speed. Processes that share the GPU take turns."""
+    cycles = 100_000_000
+    rates = []
+    with Path(tempfile.gettempdir(), "pacekeeper-gpu-clock.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for _ in range(8):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+            rates.append(cycles / (start.elapsed_time(end) * 1e-3))
+    return statistics.median(rates[3:])
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return _driver_by_command()
+
+
+def _driver_by_command() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,147 @@
+"""What ranks on a GPU train: a small net in float64, so that sums in another order differ by 1e-12 and no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+import pacekeeper as pk
+from pacekeeper.runtime import Runtime, write_json
+from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from pacekeeper_analysis.pseudo_gradient import Penalty
+
+from .machine import DEVICE, Busy, wait_until_done
+
+BATCH = 8
+LEARNING_RATE = 0.05
+PLAIN = pk.OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty(enabled=False))
+"""Synchronisations take the mean of the replicas."""
+PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=4, sync_seconds=0.1)
+BUSY_SECONDS = (0.01, 0.02)
+"""Of a rank's step: in A-EDiT the ranks make different numbers of them."""
+
+
+class Samples(Dataset[tuple[int, Tensor, Tensor]]):
+    """Sample i, its features [4] and its target [1]."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+        self.y = (self.x[:, :1] * self.x[:, 1:2]).sin()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).to(torch.float64)
+
+
+def loss_sum(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (net(x) - y).square().sum()
+
+
+def train(until: int, modes: dict[str, str], backend: str = "gloo", sharded: bool = False) -> dict[str, Any]:
+    """A rank of a job. `modes`: from the job's step on, by the plan; "0": from the beginning.
+
+    Returns its parameters, the modes of its steps in order, and `steps`: of each the number of common parameters that
+    there were before it, and the samples that it used.
+    """
+    plans = {int(step): SyncMode(mode) for step, mode in modes.items()}
+    plan = replace(PLAN, sync_mode=plans.pop(0))
+    rank = int(os.environ["RANK"])
+    runtime = Runtime.from_environment()
+    if rank == 0:
+        write_json(runtime.plan, plan.to_json())
+    busy = Busy()
+    job = pk.init(backend=backend)
+    net = make_net().to(DEVICE)
+    model = job.fully_shard(net) if sharded else job.replicate(net)
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), outer=PLAIN, warmup_steps=0)
+    loader = job.dataloader(Samples(until * BATCH), BATCH, max_microbatch=3, shuffle=False)
+    job.register(model=model, optimizer=optimizer, loader=loader)
+    job.restore()
+    replication, synchronous = job._replication, 0
+    seen: list[SyncMode] = []
+    steps: list[tuple[int, list[int]]] = []
+    for step in job.steps(loader, until=until):
+        seen.append(tuple(SyncMode)[job.recorder.ring.state.sync_mode])
+        newest = replication.newest
+        steps.append((synchronous + (newest[0].number if newest else 0), []))
+        synchronous += not replication.local
+        for indices, x, y in step.microbatches():
+            busy(BUSY_SECONDS[rank] / 2)
+            loss = loss_sum(model, x.to(DEVICE), y.to(DEVICE))
+            step.add_loss(loss)
+            (loss / step.total_weight).backward()
+            steps[-1][1].extend(indices.tolist())
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and plans and job.step >= min(plans):
+            at = min(plans)
+            write_json(runtime.plan, replace(plan, version=1 + at, sync_mode=plans.pop(at)).to_json())
+    wait_until_done()
+    return {
+        "parameters": _numbers(net),
+        "modes": [mode for number, mode in enumerate(seen) if number == 0 or seen[number - 1] is not mode],
+        "steps": steps,
+        "loss": job.loss,
+    }
+
+
+def replay(until: int, ranks: Sequence[Sequence[tuple[int, Sequence[int]]]]) -> list[list[float]]:
+    """The parameters of plain PyTorch on the CPU that makes the `steps` of all ranks in one process.
+
+    Replicas that had the same parameters before their steps have the mean behind them, weighed by their samples.
+    """
+    data, common = Samples(until * BATCH), make_net()
+    for number in range(1 + max(number for rank in ranks for number, _ in rank)):
+        nets, weights = [], []
+        for rank in ranks:
+            net = deepcopy(common)
+            mine = [samples for before, samples in rank if before == number]
+            for samples in mine:
+                _step(net, data, samples)
+            nets.append(net)
+            weights.append(sum(map(len, mine)))
+        with torch.no_grad():
+            for parameter, *its in zip(common.parameters(), *(net.parameters() for net in nets), strict=True):
+                parameter.copy_(sum(weight * one for weight, one in zip(weights, its, strict=True)) / sum(weights))
+    return _numbers(common)
+
+
+def single_process(until: int) -> list[list[float]]:
+    """The same with whole global batches."""
+    net, data = make_net(), Samples(until * BATCH)
+    for step in range(until):
+        _step(net, data, range(step * BATCH, (step + 1) * BATCH))
+    return _numbers(net)
+
+
+def _step(net: nn.Module, data: Samples, samples: Sequence[int]) -> None:
+    """Of SGD without momentum."""
+    index = list(samples)
+    gradients = torch.autograd.grad(loss_sum(net, data.x[index], data.y[index]) / len(index), list(net.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter -= LEARNING_RATE * gradient
+
+
+def _numbers(net: nn.Module) -> list[list[float]]:
+    return [_whole(parameter).flatten().tolist() for parameter in net.parameters()]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()

@@ -1,0 +1,136 @@
+"""Runs a function in ranks that share one GPU: fresh processes, each a worker with one rank, as in pods of their own.
+
+Every worker finds the one GPU as its first (LOCAL_RANK 0). NCCL refuses two ranks on one GPU, so they talk over gloo,
+which stages tensors of a GPU through pinned memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pacekeeper.observe.ring import create_ring
+from pacekeeper.runtime import Runtime
+
+PROJECT = Path(__file__).parents[3]
+PATIENCE_SECONDS = 240.0
+
+
+def run_workers(
+    function: str,
+    ranks: int,
+    *,
+    watched: bool = True,
+    environment: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
+    **arguments: Any,
+) -> list[Any]:
+    """What `function` ("module:name"), called with these arguments, returns in each rank; all of it JSON.
+
+    watched: whether each has a ring, so that it records.
+    Raises RuntimeError with the last words of ranks that failed, or that did not end in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as place:
+        folder, port = Path(place), str(_free_port())
+        started = [
+            _start(function, rank, ranks, port, folder, watched, environment or {}, arguments) for rank in range(ranks)
+        ]
+        try:
+            deadline = time.monotonic() + patience
+            for process in started:
+                _wait(process, deadline)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        answers = [_answer(folder, rank) for rank in range(ranks)]
+        failed = [rank for rank, answer in enumerate(answers) if answer is None]
+        if failed:
+            words = [f"rank {rank}: {(folder / f'log-{rank}').read_text()[-4000:]}" for rank in failed]
+            raise RuntimeError(f"{function}: failed, or not done in {patience:.0f} s\n" + "\n".join(words))
+        return [answer["value"] for answer in answers if answer is not None]
+
+
+def _start(
+    function: str,
+    rank: int,
+    ranks: int,
+    port: str,
+    folder: Path,
+    watched: bool,
+    environment: Mapping[str, str],
+    arguments: Mapping[str, Any],
+) -> subprocess.Popen[bytes]:
+    runtime = Runtime(folder / f"worker-{rank}").make()
+    variables = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PACEKEEPER_ROUND": "1",
+        **environment,
+    }
+    if watched:
+        create_ring(runtime.ring(0), rank, round_=1)
+        variables["PACEKEEPER_RUNTIME"] = str(runtime.root)
+    command = [sys.executable, "-m", __spec__.name, function, json.dumps(arguments), str(_answer_file(folder, rank))]
+    with (folder / f"log-{rank}").open("wb") as log:
+        return subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=log, stderr=log)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+    try:
+        process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _answer_file(folder: Path, rank: int) -> Path:
+    return folder / f"answer-{rank}.json"
+
+
+def _answer(folder: Path, rank: int) -> dict[str, Any] | None:
+    path = _answer_file(folder, rank)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _main(function: str, arguments: str, answer: str) -> None:
+    """In the rank."""
+    module, name = function.split(":")
+    try:
+        value = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+        Path(answer).with_suffix(".new").write_text(json.dumps({"value": value}))
+        Path(answer).with_suffix(".new").rename(answer)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a rank that failed among peers would wait for them at its end
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

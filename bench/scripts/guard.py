@@ -1,0 +1,166 @@
+"""Nothing that a command starts outlives it, nor whoever waits for it: not when it is interrupted, or killed.
+
+`run` starts the command below a guard: `python -m bench.scripts.guard SECONDS COMMAND …`, in a session of its own. All
+that the command starts stays below the guard, in whatever session it puts itself (PR_SET_CHILD_SUBREAPER); the guard is
+told when the one who waits for it is gone, by SIGKILL as well (PR_SET_PDEATHSIG). What is in a cgroup of its own stays:
+the daemons of the test cluster, which is meant to stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+TIMED_OUT = 124
+"""Exit status, as of timeout(1)."""
+GRACE_SECONDS = 15.0
+"""An interrupted command has so long to put away what it made: network namespaces, folders."""
+
+KILL_SECONDS = 10.0
+"""What is not gone so long after SIGKILL hangs in the kernel."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def run(command: Sequence[str], seconds: float, line: Callable[[str], None], cwd: Path | None = None) -> int:
+    """The command's exit status (TIMED_OUT after so many seconds), when it and all that it started are gone.
+
+    line: called with each line of its standard output.
+    """
+    guard = [sys.executable, "-m", __spec__.name, str(os.getpid()), str(seconds), *command]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    process = subprocess.Popen(guard, cwd=cwd, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        for text in process.stdout:
+            line(text)
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(parent: int, seconds: float, command: Sequence[str]) -> int:
+    """The guard itself."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell started us in the background, and inherited
+    signal.signal(signal.SIGTERM, _interrupted)
+    if os.getppid() != parent:  # gone before it could have told
+        return TIMED_OUT
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        process = subprocess.Popen(command)
+        try:
+            return _status(process.wait(timeout=seconds))
+        except subprocess.TimeoutExpired:
+            print(f"not done in {seconds:.0f} s: ended", file=sys.stderr, flush=True)
+            return TIMED_OUT
+    except _Interrupted:
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if process is not None:
+            _interrupt_and_wait(process)
+        left = kill_descendants()
+        if left:
+            print(f"ended {left} processes that were left", file=sys.stderr, flush=True)
+
+
+class _Interrupted(BaseException):
+    """We were told to end, or nobody is there any more to wait for us."""
+
+
+def _interrupted(_: int, __: FrameType | None) -> NoReturn:
+    raise _Interrupted
+
+
+def _interrupt_and_wait(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_SECONDS)
+
+
+def kill_descendants() -> int:
+    """Kills all that this process has started, and what they have: how many there were. It must be their subreaper.
+
+    Until none is left: what is killed last may have started another one meanwhile.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_SECONDS
+    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
+        running = {pid for pid in found if _state(pid) not in ("Z", "")}
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= running
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+    return len(killed)
+
+
+def descendants(root: int) -> set[int]:
+    """Process ids of the children of `root`, of their children, and so on, in its own cgroup."""
+    cgroup = _read(root, "cgroup")
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        status, its = _read(pid, "stat").rpartition(")")[2].split(), _read(pid, "cgroup")
+        if status and (status[0] == "Z" or its == cgroup):  # a dead one is in no cgroup of its own any more
+            children.setdefault(int(status[1]), []).append(pid)
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        of_one = children.get(waiting.pop(), [])
+        found.update(of_one)
+        waiting += of_one
+    return found
+
+
+def _state(pid: int) -> str:
+    """Its letter; "Z": it has ended, and nobody has asked how."""
+    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
+
+
+def _read(pid: int, name: str) -> str:
+    """Of /proc; nothing where the process has just gone."""
+    try:
+        return Path("/proc", str(pid), name).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _prctl(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _status(returncode: int) -> int:
+    """As a shell tells it."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,74 @@
+"""Ranks that die or hang with the GPU at work: under real launchers, one for each rank."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+from bench.scripts.gpu.machine import ON_GPU, facts
+from bench.scripts.gpu.recovery import STAGES, recovery
+from pacekeeper_analysis.diagnose.hang import HangKind, verdict
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import Fault, FaultKind
+from tests.support.launchers import Team, team
+
+PATIENCE_SECONDS = 180.0
+PORT = 29571
+MULTI_RANK_NCCL = (2, 30)
+"""From this version on NCCL takes several ranks on one GPU."""
+
+
+class Faults(unittest.TestCase):
+    def test_a_rank_killed_within_a_kernel_trains_again(self) -> None:
+        found = recovery()
+        print(found, flush=True)
+        self.assertEqual(tuple(found.parts), STAGES)
+        self.assertLessEqual(found.lost_steps, 2)
+        self.assertLess(found.seconds, 30.0)
+
+    def test_a_rank_that_waits_for_its_endless_kernel_is_named(self) -> None:
+        """It reads its loss, so it never comes to the collective that its peer waits in."""
+        self.check_hang("gloo", reads_loss=True, kind=HangKind.NEVER_ENTERED, environment={})
+
+    def test_a_rank_whose_endless_kernel_holds_up_its_collective_is_named(self) -> None:
+        """Both have entered it: NCCL's flight recorder tells which of them has not started it."""
+        if not ON_GPU:
+            self.skipTest("it takes NCCL")
+        version = tuple(facts().get("nccl", ()))
+        if version[:2] < MULTI_RANK_NCCL:
+            self.skipTest(f"NCCL {version} does not take two ranks on one GPU; {MULTI_RANK_NCCL} does")
+        sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        self.check_hang(
+            "cuda:nccl,cpu:gloo",
+            reads_loss=False,
+            kind=None,
+            environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1", **sockets},
+        )
+
+    def check_hang(
+        self, backend: str, *, reads_loss: bool, kind: HangKind | None, environment: dict[str, str]
+    ) -> None:
+        """Rank 1 hangs: it is named, ended, and the job trains on. kind: None: any that names it."""
+        fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
+        script = Path(__file__).with_name("hanging.py")
+        with (
+            tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as folder,
+            team(Path(folder), steps=12, faults=[fault], script=script) as one,
+        ):
+            one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", **environment}
+            one.start("a")
+            one.start("b")
+            members = one.members(a=[0], b=[1])
+            one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 1 kernel" in one.diary(1), "the kernel", PATIENCE_SECONDS)
+            found = one.wait_for(lambda: verdict(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
+            self.assertEqual(found.ranks, (1,), found)
+            if kind is not None:
+                self.assertEqual(found.kind, kind, found)
+            one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 2 end" in one.diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
+
+
+def stalls(one: Team) -> list[Fault]:
+    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]

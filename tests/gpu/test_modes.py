@@ -1,0 +1,66 @@
+"""Two ranks on the GPU train as one process does, in each mode and across live switches."""
+
+from __future__ import annotations
+
+import unittest
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bench.scripts.gpu import training
+from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.workers import run_workers
+
+UNTIL = 24
+TRAIN = f"{training.__name__}:train"
+
+
+class Modes(unittest.TestCase):
+    def test_sync(self) -> None:
+        ranks = self.check({0: "Sync"})
+        self.assert_equal(ranks[0]["parameters"], training.single_process(UNTIL))
+
+    def test_edit(self) -> None:
+        ranks = self.check({0: "EDiT"})
+        self.assertGreater(
+            distance(ranks[0]["parameters"], training.single_process(UNTIL)), 1e-6, "the ranks train by themselves"
+        )
+
+    def test_aedit(self) -> None:
+        ranks = self.check({0: "AsyncEDiT"})
+        fast, slow = (len(rank["steps"]) for rank in ranks)
+        self.assertGreater(fast, slow)
+
+    def test_live_switches(self) -> None:
+        self.check({0: "Sync", 4: "EDiT", 11: "AsyncEDiT", 19: "Sync"})
+
+    def test_sync_of_a_single_rank_over_nccl(self) -> None:
+        """Watched: of its collectives, those that are not asynchronous give no `Work`."""
+        self.check_alone(sharded=False)
+
+    def test_fully_sharded_single_rank_over_nccl(self) -> None:
+        self.check_alone(sharded=True)
+
+    def check(self, modes: dict[int, str]) -> list[Any]:
+        ranks = run_workers(TRAIN, 2, until=UNTIL, modes=modes)
+        wanted = training.replay(UNTIL, [rank["steps"] for rank in ranks])
+        for rank in ranks:
+            self.assertEqual(rank["modes"], list(modes.values()))
+            self.assert_equal(rank["parameters"], wanted)
+        used = Counter(sample for rank in ranks for _, samples in rank["steps"] for sample in samples)
+        self.assertEqual(used, Counter(range(UNTIL * training.BATCH)), "each sample once")
+        return ranks
+
+    def check_alone(self, sharded: bool) -> None:
+        backend = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
+        (rank,) = run_workers(TRAIN, 1, until=UNTIL, modes={0: "Sync"}, sharded=sharded, backend=backend)
+        self.assert_equal(rank["parameters"], training.single_process(UNTIL))
+        self.assertGreater(rank["loss"], 0)
+
+    def assert_equal(self, found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> None:
+        self.assertLess(distance(found, wanted), 1e-10)
+
+
+def distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """The largest difference of two numbers."""
+    return max(abs(a - b) for p, q in zip(one, other, strict=True) for a, b in zip(p, q, strict=True))

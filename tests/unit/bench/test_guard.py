@@ -1,0 +1,130 @@
+"""What a bench has started is gone at its end: of the guard, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.scripts import guard
+
+PROJECT = Path(__file__).parents[3]
+FAMILY = """
+import subprocess, sys, time
+# A child in a session of its own, which starts one more, and tells both; then it ignores what can be ignored.
+young = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = f'''
+import os, subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", {young!r}], start_new_session=True)
+print(os.getpid(), grandchild.pid, flush=True)
+time.sleep(600)
+'''
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+"""
+STAYS, ENDS = "time.sleep(600)", "sys.stdin.readline()"
+
+
+def family(last: str, seconds: float) -> str:
+    """A program that has the guard run a command with two generations below it."""
+    command = [sys.executable, "-c", FAMILY + last]
+    return f"""
+import sys
+from bench.scripts.guard import run
+sys.exit(run({command!r}, {seconds}, lambda line: print(line, end="", flush=True)))
+"""
+
+
+class Waiting:
+    """Somebody who waits for a command below the guard."""
+
+    def __init__(self, last: str, seconds: float = 600.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", family(last, seconds)],
+            cwd=PROJECT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.pids = [int(pid) for pid in self.process.stdout.readline().split()]
+        assert len(self.pids) == 2
+        assert all(map(runs, self.pids))
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        for pid in filter(runs, self.pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_whoever_waits_is_ended_and_nothing_is_left(number: signal.Signals) -> None:
+    with Waiting(STAYS) as waiting:
+        waiting.process.send_signal(number)
+        assert until(lambda: not any(map(runs, waiting.pids)))
+        assert waiting.process.wait(timeout=30) != 0
+
+
+def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
+    with Waiting(ENDS) as waiting:
+        assert waiting.process.stdin is not None
+        waiting.process.stdin.write("\n")
+        waiting.process.stdin.flush()
+        assert waiting.process.wait(timeout=30) == 0
+        assert not any(map(runs, waiting.pids))
+
+
+def test_a_command_that_takes_too_long_is_ended() -> None:
+    with Waiting(STAYS, seconds=2.0) as waiting:
+        assert waiting.process.wait(timeout=30) == guard.TIMED_OUT
+        assert not any(map(runs, waiting.pids))
+
+
+def test_an_interrupted_command_puts_away_what_it_made(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    command = f"""
+import time
+from pathlib import Path
+try:
+    Path({str(made)!r}).touch()
+    time.sleep(600)
+finally:
+    Path({str(made)!r}).unlink()
+"""
+    program = f"import sys\nfrom bench.scripts.guard import run\nrun([sys.executable, '-c', {command!r}], 60, print)"
+    waiting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, stderr=subprocess.DEVNULL)
+    assert until(made.exists)
+    waiting.terminate()
+    assert waiting.wait(timeout=30) != 0
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(("code", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
+def test_status_and_output_are_the_commands_own(code: str, status: int) -> None:
+    lines: list[str] = []
+    command = [sys.executable, "-c", f"import os, sys; print('one'); print('two', flush=True); {code}"]
+    assert guard.run(command, 60, lines.append, cwd=PROJECT) == status
+    assert lines == ["one\n", "two\n"]

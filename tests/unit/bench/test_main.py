@@ -1,0 +1,59 @@
+"""What becomes of a bench: by its exit status and its last line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import __main__ as benches
+from bench.__main__ import NOT_RUN, Verdict, verdict
+from bench.scripts.guard import TIMED_OUT
+
+
+@pytest.mark.parametrize(
+    ("holds", "failure"),
+    [
+        (True, ""),
+        (False, "not reached: holds"),
+        ({"one": True, "two": True}, ""),
+        ({"one": True, "two": False, "three": None}, "not reached: two, three"),
+    ],
+)
+def test_a_goal_that_is_not_reached_is_a_failure(holds: object, failure: str) -> None:
+    assert verdict(0, json.dumps({"bench": "b", "holds": holds})) == Verdict(failure=failure)
+
+
+def test_a_result_without_goals_is_none() -> None:
+    assert verdict(0, json.dumps({"bench": "b"})) == Verdict()
+
+
+@pytest.mark.parametrize("line", ["", "Traceback", "3"])
+def test_no_result_is_a_failure(line: str) -> None:
+    assert verdict(0, line).failure == "no result"
+
+
+def test_exit_status_counts_as_well() -> None:
+    assert verdict(1, json.dumps({"holds": True})).failure == verdict(1, "").failure == "exit status 1"
+    assert verdict(TIMED_OUT, "").failure == "not done in time"
+    assert verdict(NOT_RUN, "") == Verdict(ran=False)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        ((Verdict(), Verdict()), 0),
+        ((Verdict(), Verdict(ran=False)), 0),
+        ((Verdict(ran=False),), NOT_RUN),
+        ((Verdict(failure="f"), Verdict()), 1),
+        ((Verdict(failure="f"), Verdict(ran=False)), 1),
+    ],
+)
+def test_status_of_all(verdicts: tuple[Verdict, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["causes", "overlap", "whatif"][: len(verdicts)]
+    monkeypatch.setattr(benches, "bench", dict(zip(names, verdicts, strict=True)).get)
+    assert benches.main(names) == status
+
+
+def test_unknown_bench() -> None:
+    assert benches.main(["no-such"]) == 2
