@@ -86,8 +86,9 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
         if rank == 0:
             write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
         job = pk.init()
-        net = job.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
-        optimizers = [job.optimizer(torch.optim.SGD(part.parameters(), lr=0.01), warmup_steps=0) for part in net.module]
+        parts = nn.Linear(4, 4), nn.Linear(4, 1)
+        net = job.replicate(nn.Sequential(*parts))
+        optimizers = [job.optimizer(torch.optim.SGD(part.parameters(), lr=0.01), warmup_steps=0) for part in parts]
         found = []
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=12):
             for _, x in step.microbatches():
