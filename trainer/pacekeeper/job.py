@@ -176,7 +176,8 @@ class Job:
     def optimizer(
         self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
     ) -> torch.optim.Optimizer:
-        """Tells the job which optimizer trains. The first one's step completes a step of the job.
+        """Tells the job which optimizer trains. The first one's step completes a step of the job; where there are
+        more, each steps once.
 
         outer: how synchronisations of the Local-SGD modes move the parameters; None: `OuterSGD()`.
         warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
@@ -344,8 +345,8 @@ class Job:
                 group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
-        if self._ordinals is not None and self._ordinals.stepping:
-            self.recorder.optimizer_begins()
+        if self._ordinals is not None:
+            self._ordinals.optimizer_begins()
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The job's first optimizer completes a step; the ranks may meet when all have stepped."""
