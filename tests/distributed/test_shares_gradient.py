@@ -167,7 +167,13 @@ def test_a_gradient_that_is_scaled_is_the_same_unscaled(tmp_path: Path) -> None:
 def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
     """Replica 0 leases 8 samples a step, replica 1 its 7 once: of the 120 leases, one is left for the last step of
     replica 0, and its rank 1 runs a sample that rank 0 trains on."""
-    first_is_done = tmp_path / "first is done"
+    first_is_done, second_has_its_own = tmp_path / "first is done", tmp_path / "second has its own"
+
+    def wait_for(path: Path) -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists():
+            assert time.monotonic() < deadline, path
+            time.sleep(0.01)
 
     def rank_main(rank: int) -> tuple[int, bool, float]:
         plan = WorkerPlan(version=1, role=Role.MEMBER, sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=60.0)
@@ -192,9 +198,9 @@ def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
                 first_is_done.touch()
             optimizer.step()
             optimizer.zero_grad()
-            deadline = time.monotonic() + 30
-            while rank >= 2 and not first_is_done.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if rank >= 2:
+                second_has_its_own.touch()
+            wait_for(second_has_its_own if rank < 2 else first_is_done)
         return found
 
     (samples, reported, off), (none, reported_by_other, off_on_other), *_ = run_ranks(rank_main, 4, runtime=tmp_path)

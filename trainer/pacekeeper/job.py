@@ -177,7 +177,8 @@ class Job:
         self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
     ) -> torch.optim.Optimizer:
         """Tells the job which optimizer trains. The first one's step completes a step of the job; where there are
-        more, each steps once.
+        more, each steps once. When all have stepped, ranks in Local-SGD modes synchronise: what else changes parameters
+        belongs before.
 
         outer: how synchronisations of the Local-SGD modes move the parameters; None: `OuterSGD()`.
         warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
@@ -355,7 +356,7 @@ class Job:
         self._stepped.add(optimizer)
         if optimizer is self._optimizers[0]:
             self._ordinals.complete_step()
-        if len(self._stepped) == len(self._optimizers):
+        if self._stepped.issuperset(self._optimizers):
             self._ordinals.optimizers_stepped()
 
     def _leave_soon(self, *_: Any) -> None:

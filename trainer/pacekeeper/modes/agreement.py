@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class Agreement:
     def issue(self, orders: Orders, tally: Tally) -> None:
         """Starts the next exchange; `orders` count on rank 0 only."""
         said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
-        vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
+        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done, tally.asking)
+        vector = torch.tensor([*mine, *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
 
     @property
