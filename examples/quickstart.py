@@ -17,14 +17,11 @@ inputs = torch.randn(4096, 16)
 dataset = torch.utils.data.TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
 loader = job.dataloader(dataset, global_batch_size=256, max_microbatch=64)
 
-job.register(model=model, optimizer=optimizer, loader=loader)
-job.restore()
+job.restore(model=model, optimizer=optimizer, loader=loader)
 for step in job.steps(loader, until=300):
     for x, y in step.microbatches():
-        loss = F.mse_loss(model(x), y, reduction="sum")
-        step.add_loss(loss)
-        (loss / step.total_weight).backward()
+        step.backward(F.mse_loss(model(x), y, reduction="sum"))
     optimizer.step()
     optimizer.zero_grad()
     if job.rank == 0 and step.due("print", every=50):
-        print(f"step {step.number}: loss {job.loss:.2f}", flush=True)
+        print(f"step {job.step}: loss {job.loss:.2f}", flush=True)

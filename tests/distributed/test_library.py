@@ -429,16 +429,110 @@ def test_the_size_of_gradient_buckets_is_the_scripts() -> None:
 
 
 def test_leaving_microbatches_out_is_an_error() -> None:
-    def rank_main(_: int) -> str:
-        job = make_job()[0]
-        steps = job.steps(make_loader(job))
-        next(next(steps).microbatches())
-        with pytest.raises(RuntimeError) as caught:
-            next(steps)
-        return str(caught.value)
+    def rank_main(_: int) -> list[str]:
+        job, model = make_job()[:2]
+        errors = []
 
-    (error,) = run_ranks(rank_main, 1)
-    assert "step 1: 5 of 6 microbatches were not used" in error
+        def fails(call: Callable[[], Any]) -> None:
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            errors.append(str(caught.value))
+
+        steps = job.steps(make_loader(job))
+        step = next(steps)
+        fails(lambda: step.backward(torch.zeros((), requires_grad=True)))
+        microbatches = step.microbatches()
+        _, x = next(microbatches)
+        step.backward(model(x).sum())
+        step.backward(model(x).sum())  # two losses of one microbatch
+        next(microbatches)
+        _, x = next(microbatches)
+        fails(lambda: step.backward(model(x).sum()))
+        fails(lambda: next(steps))
+        return errors
+
+    ((before, between, after),) = run_ranks(rank_main, 1)
+    assert "step 1: a backward pass behind 0 microbatches" in before
+    assert "behind 3 microbatches, 1 of which had theirs; call step.backward(loss) in the loop" in between
+    assert "step 1: 3 of 6 microbatches were not used" in after
+
+
+def test_one_call_registers_and_restores_and_steps_do_so_themselves(tmp_path: Path) -> None:
+    """A checkpoint that is there is never passed over, whichever way a script is written."""
+
+    def steps_to(until: int, restore: Callable[..., None]) -> list[int]:
+        def rank_main(_: int) -> list[int]:
+            job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path, every=100))
+            loader = make_loader(job)
+            restore(job, model=model, optimizer=optimizer, loader=loader)
+            done = []
+            for step in job.steps(loader, until):
+                train(step, model, optimizer)
+                done.append(step.number)
+            assert loader.cursor == until * BATCH
+            return done
+
+        (done,) = run_ranks(rank_main, 1)
+        return done
+
+    def in_two_calls(job: pk.Job, **objects: Any) -> None:
+        job.register(**objects)
+        job.restore()
+
+    assert steps_to(2, lambda job, **objects: job.restore(**objects)) == [1, 2]
+    assert steps_to(4, lambda job, **objects: job.restore(**objects)) == [3, 4]
+    assert steps_to(6, lambda job, **objects: job.register(**objects)) == [5, 6]
+    assert steps_to(8, in_two_calls) == [7, 8]
+
+
+def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: Path) -> None:
+    def rank_main(_: int) -> list[str]:
+        job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path))
+        loader = make_loader(job)
+        errors = []
+
+        def fails(call: Callable[[], Any]) -> None:
+            with pytest.raises(InputError) as caught:
+                call()
+            errors.append(str(caught.value))
+
+        fails(lambda: next(job.steps(loader)))
+        job.register(net=model.module)
+        fails(lambda: next(job.steps(loader)))
+        job.restore(opt=optimizer, samples=loader)
+        assert next(job.steps(loader)).number == 1
+        fails(lambda: job.register(schedule=torch.optim.lr_scheduler.ConstantLR(optimizer)))
+        fails(job.restore)
+        return errors
+
+    ((nothing, a_part, late, twice),) = run_ranks(rank_main, 1)
+    assert nothing.endswith("say job.restore(model=model, optimizer=optimizer, loader=loader)")
+    assert a_part.endswith("say job.restore(optimizer=optimizer, loader=loader)")
+    assert late == "schedule: the job's state is restored already; register it before restore()"
+    assert "call it once" in twice
+
+
+def test_a_state_of_the_scripts_own_may_have_them_all(tmp_path: Path) -> None:
+    class Everything:
+        def __init__(self, *items: Any) -> None:
+            self.items = items
+
+        def state_dict(self) -> dict[str, Any]:
+            return {str(number): item.state_dict() for number, item in enumerate(self.items)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            for number, item in enumerate(self.items):
+                item.load_state_dict(state[str(number)])
+
+    def rank_main(_: int) -> int:
+        job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path))
+        loader = make_loader(job)
+        restored = job.restore(everything=Everything(model, optimizer, loader))
+        for step in job.steps(loader, until=3):
+            train(step, model, optimizer)
+        return restored
+
+    assert [run_ranks(rank_main, 1) for _ in range(2)] == [[0], [3]]
 
 
 def test_the_jobs_loss_is_the_mean_over_the_global_batch() -> None:

@@ -6,6 +6,7 @@ In mixed precision it is as near to it as bfloat16 allows.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import pacekeeper as pk
 from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
@@ -63,9 +64,12 @@ def loss_sum(model: nn.Module, x: Tensor, y: Tensor, by_tokens: bool) -> Tensor:
     return losses if by_tokens else losses / y.shape[1]
 
 
-def reference(indices: list[int], by_tokens: bool) -> list[Tensor]:
-    """The gradient of the same samples in one process, one batch."""
+def reference(indices: list[int], by_tokens: bool, parameters: list[Tensor] | None = None) -> list[Tensor]:
+    """The gradient of the same samples in one process, one batch. `parameters`: None: the model's first ones."""
     data, model = Tokens(), make_model()
+    with torch.no_grad():
+        for parameter, wanted in zip(model.parameters(), parameters or model.parameters(), strict=True):
+            parameter.copy_(wanted)
     x, y = data.x[indices], data.y[indices]
     weight = (y != IGNORED).sum() if by_tokens else len(indices)
     (loss_sum(model, x, y, by_tokens) / weight).backward()
@@ -84,8 +88,12 @@ def one_step(
     runtime: Path,
     max_microbatch: int = 5,
     bfloat16: bool = False,
+    itself: bool = False,
+    scale: float | None = None,
     **options: Any,
 ) -> Callable[[int], Any]:
+    """`itself`: the script divides the loss and goes backward itself. `scale`: of a GradScaler."""
+
     def rank_main(rank: int) -> tuple[list[int], list[Tensor], float]:
         plan = WorkerPlan(version=1, role=Role.MEMBER, shares=shares)
         if rank == 0:
@@ -94,6 +102,7 @@ def one_step(
         model = make_model().float() if bfloat16 else make_model()
         model = job.fully_shard(model) if sharded else job.replicate(model)
         loader = job.dataloader(Tokens(), BATCH, max_microbatch, weight=valid_tokens if by_tokens else None, **options)
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
         for step in job.steps(loader, until=1):
             seen: list[int] = []
             for indices, x, y in step.microbatches():
@@ -101,8 +110,13 @@ def one_step(
                 x = x.float() if bfloat16 else x
                 with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                     loss = loss_sum(model, x, y, by_tokens)
-                (loss / step.total_weight).backward()
+                if itself:
+                    (loss / step.total_weight).backward()
+                else:
+                    step.backward(loss, scaler)
                 seen += indices.tolist()
+            if scaler is not None:
+                scaler.unscale_(torch.optim.SGD(model.parameters()))
             gradients = [whole(parameter.grad) for parameter in model.parameters()]
         return seen, gradients, step.total_weight
 
@@ -139,6 +153,62 @@ def test_gradient_equals_that_of_one_process(shares: Shares, by_tokens: bool, sh
 def test_extreme_shares(sharded: bool, shares: Shares, max_microbatch: int, tmp_path: Path) -> None:
     function = one_step(shares, by_tokens=True, sharded=sharded, runtime=tmp_path, max_microbatch=max_microbatch)
     check_exact(run_ranks(function, RANKS, runtime=tmp_path), shares, by_tokens=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_a_script_may_divide_and_go_backward_itself(sharded: bool, tmp_path: Path) -> None:
+    function = one_step(SHARES[2], True, sharded, tmp_path, itself=True)
+    check_exact(run_ranks(function, RANKS, runtime=tmp_path), SHARES[2], by_tokens=True)
+
+
+def test_a_gradient_that_is_scaled_is_the_same_unscaled(tmp_path: Path) -> None:
+    function = one_step(SHARES[2], True, False, tmp_path, scale=1024.0)
+    check_exact(run_ranks(function, RANKS, runtime=tmp_path), SHARES[2], by_tokens=True)
+
+
+def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
+    """Replica 0 leases 8 samples a step, replica 1 its 7 once: of the 120 leases, one is left for the last step of
+    replica 0, and its rank 1 runs a sample that rank 0 trains on."""
+    first_is_done, second_has_its_own = tmp_path / "first is done", tmp_path / "second has its own"
+
+    def wait_for(path: Path) -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists():
+            assert time.monotonic() < deadline, path
+            time.sleep(0.01)
+
+    def rank_main(rank: int) -> tuple[int, bool, float]:
+        plan = WorkerPlan(version=1, role=Role.MEMBER, sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=60.0)
+        if rank == 0:
+            write_json(Runtime(tmp_path).plan, plan.to_json())
+        job = pk.init(mesh={"sync": 2, "shard": 2})
+        model = job.fully_shard(make_model())
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), warmup_steps=0)
+        loader = job.dataloader(Tokens(), 15, max_microbatch=5)
+        found = -1, False, 0.0
+        for step in job.steps(loader, until=9):
+            before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+            indices = []
+            for index, x, y in step.microbatches():
+                step.backward(loss_sum(model, x, y, by_tokens=False))
+                indices += index.tolist()
+            if step.samples < 3:
+                (only,) = indices  # the same on both ranks
+                expected = reference([only], by_tokens=False, parameters=before)
+                off = error(flat([whole(parameter.grad) for parameter in model.parameters()]), flat(expected))
+                found = step.samples, step.loss_sum is not None, off
+                first_is_done.touch()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank >= 2:
+                second_has_its_own.touch()
+            wait_for(second_has_its_own if rank < 2 else first_is_done)
+        return found
+
+    (samples, reported, off), (none, reported_by_other, off_on_other), *_ = run_ranks(rank_main, 4, runtime=tmp_path)
+    assert (samples, none) == (1, 0)
+    assert (reported, reported_by_other) == (True, False)
+    assert max(off, off_on_other) < 1e-10
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])

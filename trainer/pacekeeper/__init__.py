@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pacekeeper_analysis.pseudo_gradient import Penalty
 
     from .job import Job, Schedule, init
+    from .job_settings import Checkpoints
     from .replication.local_sgd.settings import OuterSGD
-    from .settings import Checkpoints
     from .step import Step
 
 __all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCost", "Step", "init"]
 
 _MODULES = {
-    "Checkpoints": ".settings",
+    "Checkpoints": ".job_settings",
     "Job": ".job",
     "OuterSGD": ".replication.local_sgd.settings",
     "Penalty": "pacekeeper_analysis.pseudo_gradient",

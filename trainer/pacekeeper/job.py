@@ -27,6 +27,7 @@ from pacekeeper_analysis.records import Phase
 from .data.lengths import Lengths
 from .data.loader import BatchSizes, Loader, Place, Weight
 from .environment import Environment
+from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape
 from .keep.checkpoints import CheckpointFolder
 from .keep.state import TrainingState
 from .keep.store import Store
@@ -44,7 +45,6 @@ from .registered import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
 from .replication.replication import Replication
-from .settings import Checkpoints, Settings, checked_course, mesh_shape
 from .step import Step
 from .torch_internals import HashStore
 
@@ -102,14 +102,14 @@ def init(
     if folder and environment.rank == 0:
         folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0
-    settings = Settings(shape, seed, folder, checkpoint_every, snapshot_every, course)
+    settings = JobSettings(shape, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
 
 
 class Job:
     """One rank's view of the job."""
 
-    def __init__(self, environment: Environment, recorder: Recorder, settings: Settings) -> None:
+    def __init__(self, environment: Environment, recorder: Recorder, settings: JobSettings) -> None:
         self.environment = environment
         self.recorder = recorder
         recorder.steered = True
@@ -177,7 +177,9 @@ class Job:
     def optimizer(
         self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
     ) -> torch.optim.Optimizer:
-        """Tells the job which optimizer trains. The first one's step completes a step of the job.
+        """Tells the job which optimizer trains. The first one's step completes a step of the job; where there are
+        more, each steps once. When all have stepped, ranks in Local-SGD modes synchronise: what else changes parameters
+        belongs before.
 
         outer: how synchronisations of the Local-SGD modes move the parameters; None: `OuterSGD()`.
         warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
@@ -347,8 +349,8 @@ class Job:
                 group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
-        if self._ordinals is not None and self._ordinals.stepping:
-            self.recorder.optimizer_begins()
+        if self._ordinals is not None:
+            self._ordinals.optimizer_begins()
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The job's first optimizer completes a step; the ranks may meet when all have stepped."""
@@ -357,7 +359,7 @@ class Job:
         self._stepped.add(optimizer)
         if optimizer is self._optimizers[0]:
             self._ordinals.complete_step()
-        if len(self._stepped) == len(self._optimizers):
+        if self._stepped.issuperset(self._optimizers):
             self._ordinals.optimizers_stepped()
 
     def _leave_soon(self, *_: Any) -> None:

@@ -67,8 +67,8 @@ class Step:
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Adds the gradient of this microbatch's part of the batch's mean loss.
 
-        loss: the sum of the microbatch's losses (over its samples, or what the loader's `weight` counts). It is
-        reported, as by `add_loss`.
+        loss: the sum of the microbatch's losses (over its samples, or what the loader's `weight` counts), several of
+        one model added up. It is reported, as by `add_loss`.
         scaler: by which float16's gradients are scaled; `scaler.step(optimizer)` then steps.
         Raises RuntimeError where a microbatch before this one had no backward pass.
         """

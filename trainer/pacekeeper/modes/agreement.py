@@ -9,7 +9,7 @@ number: ranks see different versions at different times. The sum does the rest, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,8 @@ class Agreement(CpuGroup):
     def issue(self, orders: Orders, tally: Tally) -> None:
         """Starts the next exchange; `orders` count on rank 0 only."""
         said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
-        vector = torch.tensor([*astuple(tally), *said], dtype=torch.float64)
+        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done, tally.asking)
+        vector = torch.tensor([*mine, *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
 
     @property

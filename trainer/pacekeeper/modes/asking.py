@@ -2,7 +2,7 @@
 
 Asking has no collective in it, so a script may ask on one rank only. A rank tells its peers of a question once, at the
 next ordinal; from then on all of them know at each ordinal whether it is due, and complete a synchronisation together
-where one is.
+where one is. What nobody asks any more stays known: a synchronisation is completed at once then, no more.
 """
 
 from __future__ import annotations

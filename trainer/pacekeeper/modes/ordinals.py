@@ -29,7 +29,7 @@ from pacekeeper_analysis.plan import MODES, SyncMode
 from .agreement import Agreed, Agreement
 from .asking import Question, Questions
 from .conclusion import Conclusion, Limits, conclude
-from .course import Course, Supply
+from .course import Supply
 from .local import LocalSGD
 from .mode import Mode, Parts, Period
 from .pace import Pace
@@ -48,8 +48,6 @@ class Ordinals:
         """Mean loss over the newest period that all ranks have reported; NaN: none was."""
         self.finished = False
         """Whether the last step is done."""
-        self.stepping = False
-        """Whether a step is under way that is not counted yet."""
         self._parts = parts
         self._limits = limits
         self._state = parts.recorder.ring.state
@@ -63,8 +61,13 @@ class Ordinals:
         self._local = LocalSGD(parts, self._telling, self._pace, replica)
         self._period = Period(Supply(SyncMode.SYNC))
         self._step: Step | None = None
+        """The present one."""
+        self._stepping = False
+        """Whether it is not counted yet."""
         self._last_microbatch = False
-        """Whether the present step has come to it."""
+        """Whether it has come to it."""
+        self._met_early = False
+        """Whether a question has brought this rank to the ordinal, before any optimizer had stepped."""
         self._ordinal_step = parts.progress.step
         """Steps of the job at the last ordinal."""
 
@@ -88,7 +91,7 @@ class Ordinals:
             self._period.ends = self._period.done = True
             return None
         self._step = Step(self, self._parts.progress.step + 1, *drawn)
-        self.stepping, self._last_microbatch = True, False
+        self._stepping, self._last_microbatch, self._met_early = True, False, False
         self._state.share = self._step.samples
         if self._period.supply.leased:
             self._pace.begin_decision(self._parts.progress.course.sync_seconds)
@@ -100,9 +103,9 @@ class Ordinals:
         Where it has left its step out, as a `GradScaler` may have it do, the end of the step completes it, or the first
         question behind the last microbatch.
         """
-        if not self.stepping:
+        if not self._stepping:
             return
-        self.stepping = False
+        self._stepping = False
         step, period, progress = self._step, self._period, self._parts.progress
         assert step is not None
         self._pace.end_step()
@@ -114,6 +117,14 @@ class Ordinals:
         period.ends = self._mode.end_step(period)
         self._state.samples = progress.own_samples
         self._parts.recorder.end_step(step.samples, lengths=step.lengths)
+
+    def optimizer_begins(self) -> None:
+        """The job's optimizer is about to step. Raises RuntimeError where this rank has left its peers behind."""
+        if self._met_early:
+            number = self._parts.progress.step
+            raise RuntimeError(f"step {number}: step.due was asked before optimizer.step(); ask behind it")
+        if self._stepping:
+            self._parts.recorder.optimizer_begins()
 
     def optimizers_stepped(self) -> None:
         """All optimizers have, in this step: in Local-SGD modes this is where the ranks meet."""
@@ -176,8 +187,9 @@ class Ordinals:
         alone, this rank comes now: all of them answer alike. Who asks before the last microbatch is too early, and gets
         no for an answer.
         """
-        if self._last_microbatch:
+        if self._last_microbatch and self._stepping:
             self.complete_step()
+            self._met_early = self._period.ends
         return self._meet() if self._period.ends else None
 
     # Ordinals
@@ -235,18 +247,15 @@ class Ordinals:
 
     def _open_period(self, conclusion: Conclusion) -> None:
         orders, progress, loader = conclusion.agreed.orders, self._parts.progress, self._parts.loader
-        course: Course = orders.course
-        progress.course = course
+        course = progress.course = orders.course
         if orders.plan_version:  # without a plan, shares come from the checkpoint alone
             loader.set_shares(course.shares)
         loader.set_cost(course.cost)
         self._garbage.boundary(progress.step, course.garbage_every)
-        old, new = self._period.supply, self._period.supply
         if conclusion.duties.switch:
-            new = conclusion.supply
-            self._switch(old, new)
-        self._state.sync_mode = self._parts.recorder.mode = MODES.index(new.mode)
-        self._period = Period(new)
+            self._switch(self._period.supply, conclusion.supply)
+        self._state.sync_mode = self._parts.recorder.mode = MODES.index(conclusion.supply.mode)
+        self._period = Period(conclusion.supply)
         self._period.planned = self._planned_steps()
         self._pace.begin_interval()
 

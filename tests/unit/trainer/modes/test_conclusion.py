@@ -58,7 +58,7 @@ def test_duties(arguments: dict[str, Any], duties: Duties) -> None:
 
 
 def test_what_is_due_needs_the_common_parameters_unless_a_rank_cannot_ask() -> None:
-    local = {"supplied": EDIT, "course": Course(SyncMode.EDIT), "due": EVAL}
+    local: dict[str, Any] = {"supplied": EDIT, "course": Course(SyncMode.EDIT), "due": EVAL}
     asked = at_step_20(**local)
     assert (asked.duties.any, asked.due, asked.needs_common_parameters) == (False, EVAL, True)
     without_a_step = at_step_20(**local, tally=Tally(done=1))

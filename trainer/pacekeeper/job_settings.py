@@ -25,7 +25,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Settings:
+class JobSettings:
     """What `init` was asked for, checked."""
 
     mesh: dict[str, int]
