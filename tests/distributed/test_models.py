@@ -27,7 +27,7 @@ from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.mode_jobs import mode_steps
 from tests.support.ranks import run_ranks
 
-BATCH, SIZE, STEPS, RATE = 8, 64, 16, 0.05
+BATCH, SIZE, STEPS, RATE = 8, 64, 16, 0.002
 PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=1, sync_seconds=1e-6)
 SWITCHES = {4: SyncMode.EDIT, 7: SyncMode.ASYNC_EDIT, 11: SyncMode.SYNC}
 MODES = (SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT, SyncMode.SYNC)
@@ -83,7 +83,8 @@ class Case:
     shard: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     compiled: str = ""
-    """"blocks"; or the whole model "before" or "after" it is given to the job, or "in place"."""
+    """"blocks", or "wrapped" blocks; or the whole model "before" or "after" it is given to the job, or "in place"."""
+    fullgraph: bool = False
     checkpointing: bool = False
     unused: bool = False
     scaled: bool = False
@@ -99,8 +100,6 @@ class Seen:
     """Indices, by step."""
     skipped: list[bool] = field(default_factory=list)
     """Whether the optimizer left the step out."""
-    local: list[bool] = field(default_factory=list)
-    """Whether the step was one of a Local-SGD mode."""
     graphs: list[int] = field(default_factory=list)
     """Compiled until the end of each step."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -121,7 +120,9 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
         give = job.replicate if case.shard == 1 else job.fully_shard
         if case.compiled == "blocks":
             for block in net.blocks:
-                block.compile(backend=backend)
+                block.compile(backend=backend, fullgraph=case.fullgraph)
+        if case.compiled == "wrapped":
+            net.blocks = nn.ModuleList(torch.compile(b, backend=backend, fullgraph=case.fullgraph) for b in net.blocks)
         if case.compiled == "in place":
             net.compile(backend=backend)
         net = torch.compile(net, backend=backend) if case.compiled == "before" else net
@@ -220,10 +221,11 @@ def test_in_mixed_precision(tmp_path: Path) -> None:
 COMPILED = {
     "replicas, the model before": Case(compiled="before"),
     "replicas, the model after": Case(compiled="after"),
-    "replicas, the model in place": Case(compiled="in place"),
     "replicas, blocks": Case(compiled="blocks"),
+    "replicas, blocks, fullgraph": Case(compiled="blocks", fullgraph=True),
     "replicas, the model in place, activations computed anew": Case(compiled="in place", checkpointing=True),
     "shards, blocks": Case(2, compiled="blocks"),
+    "shards, blocks, fullgraph": Case(2, compiled="wrapped", fullgraph=True),
     "shards, the model after": Case(2, compiled="after"),
 }
 
