@@ -6,15 +6,14 @@ modes make the same steps: those of SGD in one process. So there is one referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  takes seconds, so before the ranks are forked
-import torch._dynamo.backends.debugging
+import torch._dynamo.backends.debugging  # here, since it takes seconds: the ranks are forked from this process
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -50,7 +49,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
+        out: Tensor = x + self.linear(x).tanh()
+        return out
 
 
 class Net(nn.Module):
@@ -122,7 +122,8 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
             for block in net.blocks:
                 block.compile(backend=backend, fullgraph=case.fullgraph)
         if case.compiled == "wrapped":
-            net.blocks = nn.ModuleList(torch.compile(b, backend=backend, fullgraph=case.fullgraph) for b in net.blocks)
+            wrapped: list[Any] = [torch.compile(b, backend=backend, fullgraph=case.fullgraph) for b in net.blocks]
+            net.blocks = nn.ModuleList(wrapped)
         if case.compiled == "in place":
             net.compile(backend=backend)
         net = torch.compile(net, backend=backend) if case.compiled == "before" else net
@@ -189,9 +190,8 @@ def check(run: list[Seen], shard: int = 1, tolerance: float = 1e-10) -> None:
     wanted = reference(run, shard)
     for seen in run:
         for name, parameter in wanted.items():
-            torch.testing.assert_close(
-                seen.parameters[name].double(), parameter, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
-            )
+            its = seen.parameters[name].double()
+            torch.testing.assert_close(its, parameter, rtol=tolerance, atol=tolerance, msg=name)
 
 
 CASES = {
@@ -251,3 +251,31 @@ def test_a_grad_scaler_leaves_steps_out_on_one_replica(shard: int, tmp_path: Pat
     assert skipped[0] == skipped[shard - 1] != skipped[-1]
     assert {2, 14} <= set(skipped[0])
     assert skipped[-1] == [2, 6, 10, 14] if shard == 1 else skipped[0]
+
+
+def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
+    frozen = Net().requires_grad_(False)
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("replicate", {"device_ids": [0]}, "device_ids is the job's device"),
+        ("replicate", {"process_group": None}, "process_group is of all ranks; see pk.init"),
+        ("replicate", {"static_graph": True}, "static_graph needs a first backward pass that reduces gradients"),
+        ("replicate", {"bucket_mb": 3}, "replicate: the option 'bucket_mb' is unknown; it takes units,"),
+        ("fully_shard", {"mesh": None}, "fully_shard: mesh is the job's"),
+        ("fully_shard", {"find_unused_parameters": True}, "it takes units, ignored_params, mp_policy"),
+        ("fully_shard", {"ignored_params": set(Net().parameters())}, "freeze them"),
+    ]
+
+    def rank_main(_: int) -> list[str]:
+        job = pk.init()
+        errors = []
+        for call, options, _text in refused:
+            with pytest.raises(InputError) as caught:
+                getattr(job, call)(Net(), **options)
+            errors.append(str(caught.value))
+        job.fully_shard(frozen, units=lambda net: net.blocks, ignored_params=set(frozen.parameters()))
+        return errors
+
+    (errors,) = run_ranks(rank_main, 1)
+    for error, (call, _, text) in zip(errors, refused, strict=True):
+        assert error.startswith(call)
+        assert text in error

@@ -132,7 +132,8 @@ class Training:
             parallel.synchronise_gradients(self.net, True, local=True)
         self.optimizer = run.optimizer(self.net)
         forward = ForwardPass(self.net, self.net.blocks)
-        for module in {"": (), "whole": (self.net,), "blocks": self.net.blocks}[run.compiled]:
+        compiled: Iterable[nn.Module] = [self.net] if run.compiled == "whole" else self.net.blocks
+        for module in compiled if run.compiled else ():
             module.compile(backend="eager")
         if run.compiled:
             with torch.no_grad():

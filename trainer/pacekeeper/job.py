@@ -108,10 +108,16 @@ def init(
     selected = select_device(device, environment.local_rank)
     recorder = watch()
     if not dist.is_initialized():
-        on_gpu = selected.type == "cuda"
-        backend = backend or ("cuda:nccl,cpu:gloo" if on_gpu else "gloo")
-        alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timeout, device_id=selected if on_gpu else None, **alone)
+        backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
+        alone = "RANK" not in os.environ
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            store=HashStore() if alone else None,
+            rank=0 if alone else -1,
+            world_size=1 if alone else -1,
+            device_id=selected if "nccl" in backend else None,
+        )
     if folder and environment.rank == 0:
         folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0

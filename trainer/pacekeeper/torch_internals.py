@@ -83,9 +83,7 @@ def leave_uncompiled(function: Any, recursive: bool = False) -> None:
     recursive: what the function calls is left uncompiled, too.
     """
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    dynamo.set_code_exec_strategy(
-        function.__code__, dynamo._FrameExecStrategy(skip, skip if recursive else default)
-    )
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip if recursive else default))
 
 
 def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None:
