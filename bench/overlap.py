@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from pacekeeper.replication.local_sgd import OuterSGD, Replicas
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas
 
 REPLICAS = 2
 BLOCKS = 8
@@ -124,10 +124,10 @@ def _rank(rank: int, store: Path, results: Any) -> None:
     models = {side: _model() for side in took}
     replicas = {}
     for side, settings in {"off": OuterSGD(prefetch=0), "on": OuterSGD()}.items():
-        replicas[side] = Replicas(models[side], list(models[side])[1:-1], group, None, settings)
+        replicas[side] = Replicas(ForwardPass(models[side], list(models[side])[1:-1]), group, None, settings)
         replicas[side].start()
     batch = torch.ones(4, WIDTH // 4)
-    with slow_link(bytes_per_second=WIDTH * WIDTH * 4 / BLOCK_SECONDS), torch.no_grad():
+    with slow_link(bytes_per_second=WIDTH * WIDTH * 4 / BLOCK_SECONDS):
         for repeat in range(1 + REPEATS):
             for side, seconds in took.items():
                 dist.barrier()

@@ -2,7 +2,7 @@
 
     pacekeeper run --local 4 examples/gpt.py --steps 300
 
-It also runs alone (`python examples/gpt.py`) and under torchrun.
+It also runs alone (`python examples/gpt.py`) and under torchrun, on GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset, Subset
 
 import pacekeeper as pk
@@ -78,7 +79,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return logits.float()  # the loss adds up thousands of them: not in bfloat16
 
 
 class SourceCode(Dataset[tuple[Tensor, Tensor]]):
@@ -104,14 +105,22 @@ class SourceCode(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> None:
     arguments = parse_arguments()
-    torch.set_num_threads(1)
-    torch.manual_seed(arguments.seed)
     job = pk.init(seed=arguments.seed, mesh=mesh(arguments.shard))
+    on_gpu = job.device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    dtype = getattr(torch, arguments.dtype)
+    mixed = torch.autocast(job.device.type, dtype, enabled=dtype is not torch.float32)
     config = Config(arguments.context, arguments.width, arguments.heads, arguments.layers, arguments.dropout)
-    spread = job.replicate if arguments.shard == 1 else job.fully_shard
-    model = spread(GPT(config), units=lambda gpt: gpt.blocks)
+    model: nn.Module = GPT(config)
+    if arguments.shard == 1:
+        model = job.replicate(model, units=lambda gpt: gpt.blocks)
+    else:  # gathered in the small type, which halves what is sent; summed up in the wide one
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        model = job.fully_shard(model, units=lambda gpt: gpt.blocks, mp_policy=policy)
     optimizer = job.optimizer(
-        torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01),
+        torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.01, fused=on_gpu),
         outer=pk.OuterSGD(lr=arguments.outer_learning_rate, momentum=arguments.outer_momentum),
         warmup_steps=arguments.warmup_steps,
     )
@@ -130,18 +139,19 @@ def main() -> None:
     since = time.perf_counter()
     for step in job.steps(loader, until=arguments.steps):
         for x, y in step.microbatches():
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / config.context
+            with mixed:
+                loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / config.context
             step.add_loss(loss)
             (loss / step.total_weight).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step.due("eval", every=arguments.eval_every):
-            with job.phase("eval"):
+            with job.phase("eval"), mixed:
                 held_out_loss = evaluate(model, evaluation, job)
             if job.rank == 0:
                 print(f"step {job.step}: held-out loss {held_out_loss:.4f}", flush=True)
-            if arguments.stop_file is not None and agreed(arguments.stop_file.exists()):
+            if arguments.stop_file is not None and agreed(arguments.stop_file.exists(), job):
                 break
         if job.rank == 0 and step.number % arguments.print_every == 0:
             now = time.perf_counter()
@@ -156,15 +166,15 @@ def evaluate(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.
     """Mean loss in nats a byte over the same few held-out sequences each time; each rank takes its part of them."""
     model.eval()
     x, y = torch.utils.data.default_collate([held_out[i] for i in range(job.rank, 8 * job.world_size, job.world_size)])
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss = F.cross_entropy(model(x.to(job.device)).flatten(0, 1), y.to(job.device).flatten())
     dist.all_reduce(loss)
     model.train()
     return loss.item() / job.world_size
 
 
-def agreed(wanted: bool) -> bool:
+def agreed(wanted: bool, job: pk.Job) -> bool:
     """Whether any rank wants it; the ranks may look at different moments."""
-    votes = torch.tensor(int(wanted))
+    votes = torch.tensor(int(wanted), device=job.device)
     dist.all_reduce(votes)
     return votes.item() > 0
 
@@ -194,6 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-microbatch", type=int, default=32, help="sequences of one forward pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of most computation")
     parser.add_argument("--context", type=int, default=Config.context, help="bytes of a sequence")
     parser.add_argument("--width", type=int, default=Config.width)
     parser.add_argument("--heads", type=int, default=Config.heads)

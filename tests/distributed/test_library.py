@@ -414,17 +414,17 @@ def test_the_mesh_has_both_dimensions() -> None:
 def test_the_size_of_gradient_buckets_is_the_scripts() -> None:
     def rank_main(_: int) -> tuple[list[Any], list[str]]:
         job = pk.init()
-        sizes = [job.replicate(nn.Linear(4, 1), bucket_mb=size).bucket_bytes_cap for size in (None, 3, 0.5)]
+        sizes = [job.replicate(nn.Linear(4, 1), bucket_cap_mb=size).bucket_bytes_cap for size in (None, 3, 0.5)]
         errors = []
         for nonsense in (0, -1.0, float("nan")):
             with pytest.raises(InputError) as caught:
-                job.replicate(nn.Linear(4, 1), bucket_mb=nonsense)
+                job.replicate(nn.Linear(4, 1), bucket_cap_mb=nonsense)
             errors.append(str(caught.value))
         return sizes, errors
 
     ((sizes, errors),) = run_ranks(rank_main, 1)
     assert sizes == [25 << 20, 3 << 20, 1 << 19]
-    wanted = [f"bucket_mb={given} must be above 0, or None for 25 MiB" for given in ("0", "-1.0", "nan")]
+    wanted = [f"replicate: bucket_cap_mb={given} must be above 0, or None for 25 MiB" for given in ("0", "-1.0", "nan")]
     assert errors == wanted
 
 

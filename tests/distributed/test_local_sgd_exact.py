@@ -120,7 +120,8 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
         "overlap of one": Run(OuterSGD(prefetch=1)),
         "overlap of all": Run(OuterSGD(prefetch=9)),
         "activation checkpointing": Run(checkpointing=True),
-        "compiled": Run(compiled=True),
+        "compiled": Run(compiled="whole"),
+        "compiled, block by block": Run(compiled="blocks"),
         "off-load": Run(OuterSGD(offload=True)),
         "evaluation": Run(evaluate=True),
     }
@@ -132,8 +133,9 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
         for name, run in runs.items():
             training = Training(mesh, run)
             for synchronisation in training.synchronisations(4):
-                assert training.replicas.pending is not run.eager, name
-                assert (synchronisation.ended_ns > 0) is run.eager, name
+                overlaps = not (run.eager or (run.compiled == "whole" and shards == 1))  # FSDP2 breaks the graph
+                assert training.replicas.pending is overlaps, name
+                assert (synchronisation.ended_ns == 0) is overlaps, name
             digests[name] = training.common
         return digests
 

@@ -37,7 +37,8 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
 
     def rank_main(rank: int) -> list[list[Tensor]]:
         meet()
-        net = parallel.shard(make_net(), make_mesh(2, 2), lambda net: net.blocks)
+        net = make_net()
+        parallel.shard(net, make_mesh(2, 2), net.blocks, {})
         x, y = samples(1, 0, 0, BATCH)
         mine = range(sum(shares[:rank]), sum(shares[: rank + 1]))
         found = []
@@ -68,8 +69,8 @@ def test_small_buckets_sum_the_same_one_after_the_other() -> None:
     def rank_main(rank: int) -> list[tuple[int, list[Tensor]]]:
         meet()
         found = []
-        for bucket_mb in (None, 1e-5):
-            model = parallel.replicate(make_net(), bucket_mb)
+        for bucket_cap_mb in (None, 1e-5):
+            model = parallel.replicate(make_net(), {"bucket_cap_mb": bucket_cap_mb})
             x, y = samples(1, rank, 0)
             with patch.object(parallel, "_sum_bucket", side_effect=parallel._sum_bucket) as summed:
                 (loss_sum(model, x, y) / 16).backward()
@@ -97,7 +98,7 @@ def test_whole_replicas_neither_exchange_gradients_nor_buffers_in_local_modes() 
 
     def rank_main(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         meet()
-        model = parallel.replicate(Normed())
+        model = parallel.replicate(Normed(), {})
         x, y = samples(1, rank, 0)
 
         def step(local: bool) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from pacekeeper.replication.local_sgd import OuterSGD, Replicas, equalise, reset_moments
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, equalise, reset_moments
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Penalty
 from tests.support.local_sgd import Run, Training, loss_sum, make_mesh, make_net, meet, samples, whole
@@ -163,7 +163,7 @@ def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
         meet()
         net, reference = make_net(), make_net()
         settings = OuterSGD(lr=0.7, momentum=0.8, nesterov=nesterov, penalty=Penalty(enabled=False))
-        replicas = Replicas(net, net.blocks, make_mesh(1, 1).get_group("sync"), None, settings)
+        replicas = Replicas(ForwardPass(net, net.blocks), make_mesh(1, 1).get_group("sync"), None, settings)
         outer = torch.optim.SGD(reference.parameters(), lr=0.7, momentum=0.8, nesterov=nesterov)
         replicas.start()
         for number in range(4):
@@ -186,19 +186,22 @@ def test_wrong_use_is_told() -> None:
         group = make_mesh(1, 1).get_group("sync")
         net = make_net()
         with pytest.raises(InputError, match="units: Linear is not a part"):
-            Replicas(net, [nn.Linear(2, 2)], group, None, OuterSGD())
+            ForwardPass(net, [nn.Linear(2, 2)])
         with pytest.raises(InputError, match="no parameter needs a gradient"):
-            Replicas(make_net().requires_grad_(False), [], group, None, OuterSGD())
-        replicas = Replicas(net, net.blocks, group, None, OuterSGD())
+            Replicas(ForwardPass(make_net().requires_grad_(False), []), group, None, OuterSGD())
+        replicas = Replicas(ForwardPass(net, net.blocks), group, None, OuterSGD())
         with pytest.raises(RuntimeError, match="start"):
             replicas.begin(1)
         assert replicas.finish() is None
         replicas.start()
+        net(torch.ones(1, 4).double())
         replicas.begin(1)
         for call in (replicas.start, replicas.stop):
             with pytest.raises(RuntimeError, match="finish"):
                 call()
-        first, second = replicas.last, replicas.begin(1)
+        first = replicas.last
+        net(torch.ones(1, 4).double())
+        second = replicas.begin(1)
         assert first is not None
         assert first.ended_ns > 0 == second.ended_ns
         last = replicas.finish()
@@ -219,7 +222,7 @@ def test_replicas_must_have_done_as_many_steps_unless_asynchronous() -> None:
     def rank_main(rank: int) -> None:
         meet()
         net = make_net()
-        replicas = Replicas(net, net.blocks, make_mesh(2, 1).get_group("sync"), None, OuterSGD())
+        replicas = Replicas(ForwardPass(net, net.blocks), make_mesh(2, 1).get_group("sync"), None, OuterSGD())
         replicas.start()
         with pytest.raises(RuntimeError, match=r"\[1.0, 2.0\] steps"):
             replicas.begin(1 + rank)

@@ -71,7 +71,7 @@ def a_rank(rank: int, folder: Path) -> Rank:
     environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(folder / "runtime"))
     volume = CheckpointFolder(folder / "volume", environment.round)
     model = nn.Linear(1, 1, bias=False)
-    state = TrainingState({"model": model}, Replication(rank, {"sync": RANKS, "shard": 1}), rank)
+    state = TrainingState({"model": model}, Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu")), rank)
     return Rank(environment, volume, model.weight, Store(environment, CpuGroup(Recorder(NoRing())), state, volume))
 
 

@@ -152,38 +152,34 @@ def test_on_compilation() -> None:
     assert run_ranks(rank_main, 1) == [["started", "ended"] * 2]
 
 
-def test_forget_compiled_code() -> None:
-    """A hook that a compiled module gets is called."""
+@pytest.mark.parametrize(("left", "compiled"), [(False, 2), (True, 0)])
+def test_leave_uncompiled(left: bool, compiled: int) -> None:
+    """Of a function that compiled code, torn by a break of its graph in a loop, calls in between."""
 
-    def rank_main(_: int) -> list[int]:
-        called = []
-        module = nn.Linear(2, 1)
-        compiled: Any = torch.compile(module, backend="eager")
-        compiled(torch.ones(2))
-        module.register_forward_pre_hook(lambda *_: called.append(1))
-        torch_internals.forget_compiled_code()
-        compiled(torch.ones(2))
-        return called
+    def rank_main(_: int) -> int:
+        graphs = []
 
-    assert run_ranks(rank_main, 1) == [[1]]
-
-
-def test_uncompiled() -> None:
-    def rank_main(_: int) -> list[bool]:
-        compiling = []
-
-        def asked() -> None:
-            compiling.append(torch.compiler.is_compiling())
-
-        @torch.compile(backend="eager")
         def doubled(x: Tensor) -> Tensor:
-            torch_internals.uncompiled(asked)()
             return x * 2
 
-        doubled(torch.ones(2))
-        return compiling
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
 
-    assert run_ranks(rank_main, 1) == [[False]]
+        @torch.compile(backend=backend)
+        def all_doubled(all_x: list[Tensor]) -> list[Tensor]:
+            found = []
+            for x in all_x:
+                torch._dynamo.graph_break()
+                found.append(doubled(x))
+            return found
+
+        if left:
+            torch_internals.leave_uncompiled(doubled)
+        all_doubled([torch.ones(2), torch.ones(3)])
+        return len(graphs)
+
+    assert run_ranks(rank_main, 1) == [compiled]
 
 
 # Data

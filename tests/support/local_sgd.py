@@ -16,11 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pacekeeper.replication import parallel
-from pacekeeper.replication.local_sgd import OuterSGD, Replicas, Synchronisation
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, Synchronisation
 
 WIDTH = 6
 BATCH = 8
 """Samples of a replica's step, over all of its shards."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).tanh()
+        return out
 
 
 class Net(nn.Module):
@@ -29,7 +39,7 @@ class Net(nn.Module):
     def __init__(self, blocks: int = 3, checkpointing: bool = False) -> None:
         super().__init__()
         self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 2)
         self.checkpointing = checkpointing
         self.skipped: int | None = None
@@ -95,8 +105,8 @@ class Run:
     eager: bool = False
     """Every synchronisation is finished as soon as it has begun."""
     checkpointing: bool = False
-    compiled: bool = False
-    """By torch.compile, and used before anybody knew of replicas."""
+    compiled: str = ""
+    """"whole" or "blocks": by torch.compile, and used before anybody knew of replicas."""
     evaluate: bool = False
     """A forward pass without gradients stands before each synchronisation."""
     skipped: int | None = None
@@ -118,15 +128,18 @@ class Training:
         self.batch = run.batches[self.replica % len(run.batches)]
         self.net = make_net(run.dtype, checkpointing=run.checkpointing)
         if self.shards > 1:
-            parallel.shard(self.net, mesh, lambda net: net.blocks)
+            parallel.shard(self.net, mesh, self.net.blocks, {})
             parallel.synchronise_gradients(self.net, True, local=True)
         self.optimizer = run.optimizer(self.net)
+        forward = ForwardPass(self.net, self.net.blocks)
+        compiled: Iterable[nn.Module] = [self.net] if run.compiled == "whole" else self.net.blocks
+        for module in compiled if run.compiled else ():
+            module.compile(backend="eager")
         if run.compiled:
-            self.net.compile(backend="eager")
             with torch.no_grad():
                 self.net(torch.ones(BATCH, 4, dtype=run.dtype))
         shard_group = mesh.get_group("shard") if self.shards > 1 else None
-        self.replicas = Replicas(self.net, self.net.blocks, mesh.get_group("sync"), shard_group, run.settings)
+        self.replicas = Replicas(forward, mesh.get_group("sync"), shard_group, run.settings)
         self.replicas.attach(self.optimizer)
         self.optimizer.register_step_pre_hook(lambda *_: self._look())
         self.replicas.start()

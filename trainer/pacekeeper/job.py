@@ -26,6 +26,7 @@ from pacekeeper_analysis.records import Phase
 
 from .data.lengths import Lengths
 from .data.loader import BatchSizes, Loader, Place, Weight
+from .device import select_device
 from .environment import Environment
 from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape
 from .keep.checkpoints import CheckpointFolder
@@ -63,10 +64,11 @@ def init(
     sync_mode: str | None = None,
     sync_every: int = 16,
     sync_seconds: float = 2.0,
+    device: str | torch.device | None = None,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Job:
-    """Joins this rank's process group and its job.
+    """Joins this rank's process group and its job. Call it before anything that uses CUDA.
 
     It works under `pacekeeper run`, under torchrun, and under plain Python as the only rank.
 
@@ -78,7 +80,9 @@ def init(
     allows.
     sync_mode, sync_every, sync_seconds: "Sync", "EDiT" (synchronises every so many steps) or "AsyncEDiT" (every so many
     seconds), where no operator says otherwise, such as under torchrun; None: as the checkpoint says, at first "Sync".
-    backend: of the process group; by default nccl for GPUs and gloo for CPUs.
+    device: that this rank trains on, `Job.device`: "cpu", "cuda" (the GPU with the number of LOCAL_RANK) or one GPU,
+    such as "cuda:0"; None: a GPU where there is one.
+    backend: of the process group; by default nccl for tensors on GPUs and gloo for those on CPUs.
     timeout: after which a collective that does not come to its end fails.
     Raises InputError that names the argument and the remedy.
     """
@@ -92,17 +96,23 @@ def init(
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
     course = checked_course(sync_mode, sync_every, sync_seconds)
     folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
+    selected = select_device(device, environment.local_rank)
     recorder = watch()
     if not dist.is_initialized():
-        backend = backend or ("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
+        alone = "RANK" not in os.environ
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            store=HashStore() if alone else None,
+            rank=0 if alone else -1,
+            world_size=1 if alone else -1,
+            device_id=selected if "nccl" in backend else None,
+        )
     if folder and environment.rank == 0:
         folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0
-    settings = JobSettings(shape, seed, folder, checkpoint_every, snapshot_every, course)
+    settings = JobSettings(selected, shape, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
 
 
@@ -115,9 +125,11 @@ class Job:
         recorder.steered = True
         self.rank = environment.rank
         self.world_size = environment.world_size
+        self.device = settings.device
+        """That this rank trains on: where the model goes, and what the script makes itself."""
         self._agreement = Agreement(recorder)
         self._progress = Progress()
-        self._replication = Replication(self.rank, settings.mesh)
+        self._replication = Replication(self.rank, settings.mesh, settings.device)
         self._settings = settings
         self._objects: dict[str, Any] = {}
         self._retention: Retention | None = None
@@ -155,24 +167,24 @@ class Job:
         """All ranks of the job, in the dimensions "sync" and "shard". Collective where it is first asked for."""
         return self._replication.mesh
 
-    def replicate(
-        self, model: nn.Module, units: Units = nn.Module.children, bucket_mb: float | None = None
-    ) -> nn.Module:
-        """`model` on each rank, kept alike by DistributedDataParallel. Gradients are summed over the ranks.
+    def replicate(self, model: nn.Module, units: Units = nn.Module.children, **options: Any) -> nn.Module:
+        """`model` on each rank's device, kept alike by DistributedDataParallel. Gradients are summed over the ranks.
 
         units: the parts of the model that Local-SGD modes synchronise one at a time, in the order of the forward pass;
-        its blocks, say. bucket_mb: MiB of gradients that are summed at a time, while the backward pass goes on; None:
-        DistributedDataParallel's own 25.
+        its blocks, say. options: DistributedDataParallel's broadcast_buffers, bucket_cap_mb, find_unused_parameters,
+        gradient_as_bucket_view, init_sync. torch.compile: of the blocks or of all, before or after this; but code that
+        has run before it does not know of it. Raises InputError for other options.
         """
-        return self._replication.replicate(model, units, bucket_mb)
+        return self._replication.replicate(model, units, options)
 
-    def fully_shard(self, model: nn.Module, units: Units = nn.Module.children) -> nn.Module:
+    def fully_shard(self, model: nn.Module, units: Units = nn.Module.children, **options: Any) -> nn.Module:
         """`model` sharded by FSDP2 over the ranks of the mesh's "shard". Gradients are summed over the ranks.
 
         units: the parts of the model that are gathered, and in Local-SGD modes synchronised, one at a time; its blocks,
-        say.
+        say. options: FSDP2's mp_policy, reshard_after_forward, offload_policy, shard_placement_fn, and ignored_params
+        that are frozen. torch.compile: as for `replicate`. Raises InputError for other options.
         """
-        return self._replication.fully_shard(model, units)
+        return self._replication.fully_shard(model, units, options)
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
@@ -231,6 +243,7 @@ class Job:
             BatchSizes(global_batch_size, max_microbatch, static_shapes),
             Place(self.rank, self.world_size, self._replication.shape["shard"]),
             weight=weight,
+            device=self.device,
             seed=self._settings.seed,
             shuffle=shuffle,
             lengths=lengths,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, SyncMode
 
@@ -28,6 +30,7 @@ class Checkpoints:
 class JobSettings:
     """What `init` was asked for, checked."""
 
+    device: torch.device
     mesh: dict[str, int]
     """Both dimensions' sizes."""
     seed: int

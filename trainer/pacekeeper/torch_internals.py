@@ -5,7 +5,6 @@ pyproject.toml bounds torch from above: a newer one is allowed when these tests 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -51,6 +50,7 @@ __all__ = [
     "tree_map_only",
 ]
 
+dynamo = torch._C._dynamo.eval_frame
 engine = torch.autograd.Variable._execution_engine
 _distributed: Any = torch.distributed
 
@@ -133,16 +133,14 @@ def time_loader(timed: Callable[[Callable[[], Any]], Any]) -> None:
     dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
 
 
-def forget_compiled_code() -> None:
-    """Code that was compiled before a hook was registered never calls it."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+def leave_uncompiled(function: Any, recursive: bool = False) -> None:
+    """torch.compile runs calls of `function` as they are where they stand between pieces of compiled code.
 
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which torch.compile runs as it is wherever it meets it."""
-    disabled: Callable[..., Any] = torch._dynamo.disable(function)
-    return disabled
+    Within what it compiles it still looks into them, unlike with torch.compiler.disable, which would break the graph.
+    recursive: what the function calls is left uncompiled, too.
+    """
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip if recursive else default))
 
 
 def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None:

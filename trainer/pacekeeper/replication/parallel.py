@@ -6,7 +6,7 @@ gradient of the whole batch, whatever the shares are: g = Σ (n_i / n) · mean g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,34 +18,73 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pacekeeper import torch_internals
 from pacekeeper.torch_internals import GradBucket
+from pacekeeper_analysis.errors import InputError
 
 _BUCKET_BYTES = 250 << 20
+
+_REPLICATE = (
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+)
+_NOT_REPLICATE = {
+    "device_ids": "is the job's device; see pk.init(device=…)",
+    "output_device": "is the job's device; see pk.init(device=…)",
+    "process_group": "is of all ranks; see pk.init(mesh=…)",
+    "device_mesh": "is of all ranks; see pk.init(mesh=…)",
+    "static_graph": "needs a first backward pass that reduces gradients, which one with several microbatches, or in a "
+    "Local-SGD mode, is not; find_unused_parameters=True does without",
+}
+_SHARD = ("ignored_params", "mp_policy", "offload_policy", "reshard_after_forward", "shard_placement_fn")
+_NOT_SHARD = {"mesh": "is the job's; see pk.init(mesh=…)"}
 
 Units = Callable[[Any], Iterable[nn.Module]]
 
 
-def replicate(model: nn.Module, bucket_mb: float | None = None) -> DistributedDataParallel:
-    """`model` as replicas whose gradients are summed, in buckets of so many MiB (None: DDP's own). Collective."""
+def check_replicate(options: Mapping[str, Any]) -> None:
+    """Raises InputError that names an option which `replicate` does not hand on."""
+    _check("replicate", options, _REPLICATE, _NOT_REPLICATE)
+    bucket_cap_mb = options.get("bucket_cap_mb")
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise InputError(f"replicate: bucket_cap_mb={bucket_cap_mb} must be above 0, or None for 25 MiB")
+
+
+def check_shard(options: Mapping[str, Any]) -> None:
+    """Raises InputError that names an option which `shard` does not hand on."""
+    _check("fully_shard", options, _SHARD, _NOT_SHARD)
+    if any(parameter.requires_grad for parameter in options.get("ignored_params") or ()):
+        raise InputError(
+            "fully_shard: ignored_params has parameters that are trained, and FSDP2 would leave each rank its own "
+            "gradient of them; freeze them (requires_grad_(False)), or let them be sharded"
+        )
+
+
+def replicate(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
+    """`model` as replicas whose gradients are summed. `options`: of DistributedDataParallel. Collective."""
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
-    replicated = DistributedDataParallel(model, device_ids=device_ids, bucket_cap_mb=bucket_mb)
+    replicated = DistributedDataParallel(model, device_ids=device_ids, **options)
     # A lambda, since DDP compares annotations with types, and those of this module are strings.
     replicated.register_comm_hook(dist.group.WORLD, lambda group, bucket: _sum_bucket(group, bucket))
-    _fix_buckets(replicated)
+    if not options.get("find_unused_parameters"):  # else DDP never rebuilds its buckets
+        _fix_buckets(replicated)
     return replicated
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, units: Units) -> nn.Module:
+def shard(model: nn.Module, mesh: DeviceMesh, units: Iterable[nn.Module], options: Mapping[str, Any]) -> nn.Module:
     """`model` sharded over the dimension "shard" of `mesh`, unit by unit, with gradients that are summed.
 
     Where the mesh has a dimension "sync" before it, its ranks hold replicas of each other's shards, and gradients are
-    summed over them too. Collective.
+    summed over them too. `options`: of FSDP2's fully_shard. Collective.
     """
     names = mesh.mesh_dim_names or ()
     shards = mesh["shard"] if "sync" in names else mesh
-    for unit in units(model):
-        fully_shard(unit, mesh=shards)
-    fully_shard(model, mesh=shards)
+    for unit in units:
+        fully_shard(unit, mesh=shards, **options)
+    fully_shard(model, mesh=shards, **options)
     over_replicas = _SumOverReplicas(mesh.get_group("sync")) if "sync" in names and mesh["sync"].size() > 1 else None
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -105,6 +144,14 @@ class _SumOverReplicas:
 
 def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _check(call: str, options: Mapping[str, Any], known: Iterable[str], refused: Mapping[str, str]) -> None:
+    for name in options:
+        if name in refused:
+            raise InputError(f"{call}: {name} {refused[name]}")
+        if name not in known:
+            raise InputError(f"{call}: the option {name!r} is unknown; it takes units, {', '.join(known)}")
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pacekeeper_analysis.errors import InputError
 
 from . import parallel
-from .local_sgd import OuterSGD, Replicas, Synchronisation, equalise
+from .local_sgd import ForwardPass, OuterSGD, Replicas, Synchronisation, equalise
 
 _SYNC, _SHARD = "sync", "shard"
 
@@ -23,12 +23,16 @@ _SYNC, _SHARD = "sync", "shard"
 class Replication:
     """One rank's part of it."""
 
-    def __init__(self, rank: int, shape: Mapping[str, int]) -> None:
-        """`shape`: ranks in the dimensions "sync" and "shard"; shard groups are of neighbouring ranks."""
+    def __init__(self, rank: int, shape: Mapping[str, int], device: torch.device) -> None:
+        """
+        shape: ranks in the dimensions "sync" and "shard"; shard groups are of neighbouring ranks.
+        device: on which this rank trains.
+        """
         self.shape = dict(shape)
         self.local = False
         """Whether the replicas train by themselves."""
         self._rank = rank
+        self._device = device
         self._models: list[_Model] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._outer = OuterSGD()
@@ -37,10 +41,9 @@ class Replication:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Both dimensions. Collective where it is made."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         ranks = torch.arange(self.shape[_SYNC] * self.shape[_SHARD]).view(self.shape[_SYNC], self.shape[_SHARD])
         return DeviceMesh.from_group(
-            [self.sync_group, self.shard_group], device, mesh=ranks, mesh_dim_names=(_SYNC, _SHARD)
+            [self.sync_group, self.shard_group], self._device.type, mesh=ranks, mesh_dim_names=(_SYNC, _SHARD)
         )
 
     @cached_property
@@ -57,15 +60,18 @@ class Replication:
 
     # What the script gives
 
-    def replicate(self, model: nn.Module, units: parallel.Units, bucket_mb: float | None) -> nn.Module:
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise InputError(f"bucket_mb={bucket_mb} must be above 0, or None for 25 MiB")
+    def replicate(self, model: nn.Module, units: parallel.Units, options: Mapping[str, Any]) -> nn.Module:
+        parallel.check_replicate(options)
         if self.shape[_SHARD] > 1:
             raise InputError('mesh: it has "shard" ranks; use job.fully_shard(model, units=…), or leave "shard" out')
-        return self._add(model, parallel.replicate(model, bucket_mb), units)
+        forward = ForwardPass(model.to(self._device), units(model))
+        return self._add(forward, parallel.replicate(model, options))
 
-    def fully_shard(self, model: nn.Module, units: parallel.Units) -> nn.Module:
-        return self._add(model, parallel.shard(model, self.mesh, units), units)
+    def fully_shard(self, model: nn.Module, units: parallel.Units, options: Mapping[str, Any]) -> nn.Module:
+        parallel.check_shard(options)
+        modules = list(units(model))
+        sharded = parallel.shard(model, self.mesh, modules, options)
+        return self._add(ForwardPass(model, modules), sharded)
 
     def train_with(self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None) -> None:
         """`outer`: of all models; None: as it is."""
@@ -114,7 +120,7 @@ class Replication:
         self.finish()
         if not self.local or self.shape[_SYNC] == 1:
             return
-        modules = [model.module for model in self._models]
+        modules = [model.forward.model for model in self._models]
         for optimizer in self._optimizers:
             equalise(optimizer, modules, self.sync_group)
             modules = []  # buffers once
@@ -137,8 +143,7 @@ class Replication:
         if not self._replicas:
             shards = self.shard_group if self.shape[_SHARD] > 1 else None
             for model in self._models:
-                units = [unit for unit in model.units(model.module) if any(p.requires_grad for p in unit.parameters())]
-                replicas = Replicas(model.module, units, self.sync_group, shards, self._outer)
+                replicas = Replicas(model.forward, self.sync_group, shards, self._outer)
                 for optimizer in self._optimizers:
                     replicas.attach(optimizer)
                 self._replicas.append(replicas)
@@ -161,21 +166,20 @@ class Replication:
     def has_outer_state(self) -> bool:
         return bool(self._replicas)
 
-    def _add(self, module: nn.Module, wrapped: nn.Module, units: parallel.Units) -> nn.Module:
-        self._models.append(_Model(module, wrapped, units))
+    def _add(self, forward: ForwardPass, wrapped: nn.Module) -> nn.Module:
+        self._models.append(_Model(forward, wrapped))
         return wrapped
 
 
 @dataclass(frozen=True)
 class _Model:
-    module: nn.Module
-    """The script's own."""
+    forward: ForwardPass
+    """Of the script's own module."""
     wrapped: nn.Module
-    units: parallel.Units
 
 
 def _group(ranks: range, name: str) -> dist.ProcessGroup:
-    """Collective over its ranks."""
+    """Collective over all ranks, each of which makes its own: NCCL splits the communicator of all by their groups."""
     if len(ranks) == dist.get_world_size():
         group: Any = dist.group.WORLD
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .equalise import equalise, reset_moments
+from .forward import ForwardPass
 from .outer import OuterOptimizer
 from .replicas import Replicas, Synchronisation
 from .settings import OuterSGD
 
-__all__ = ["OuterOptimizer", "OuterSGD", "Replicas", "Synchronisation", "equalise", "reset_moments"]
+__all__ = ["ForwardPass", "OuterOptimizer", "OuterSGD", "Replicas", "Synchronisation", "equalise", "reset_moments"]

@@ -8,7 +8,6 @@ the next units are under way meanwhile. `finish` completes the rest at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Statistics, Weights, weigh
 
 from .equalise import reset_moments
+from .forward import ForwardPass
 from .outer import OuterOptimizer
 from .settings import OuterSGD
 from .units import make_units
@@ -79,25 +79,22 @@ class Replicas:
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Iterable[nn.Module],
+        forward: ForwardPass,
         sync_group: dist.ProcessGroup,
         shard_group: dist.ProcessGroup | None,
         settings: OuterSGD,
     ) -> None:
         """
-        model: the script's own module, after sharding, without DistributedDataParallel around it.
-        units: parts of it that are synchronised one at a time, in the order of the forward pass; its blocks, say.
-        What none of them has is one more, and comes first. Parameters that need no gradient are left out. Modules that
-        torch.compile has compiled are compiled once more, so that they are waited for.
+        forward: of the model, with the units that are synchronised one at a time; its blocks, say. What none of them
+        has is one more, and comes first. Parameters that need no gradient are left out.
         sync_group: ranks with the same position in their shard groups; every rank's parameters have the same shapes.
         shard_group: ranks that share this replica; None: it is whole.
-        Raises InputError for units that are not the model's.
         """
         self.settings = settings
-        self._model = model
-        _reshard(model)
-        self._units = make_units(model, units, settings.offload)
+        self._forward = forward
+        self._model = forward.model
+        _reshard(self._model)
+        self._units = make_units(self._model, forward.units, settings.offload)
         if not self._units:
             raise InputError("model: no parameter needs a gradient; there is nothing to synchronise")
         self.outer = OuterOptimizer([p for unit in self._units for p in unit.parameters], settings)
@@ -115,9 +112,7 @@ class Replicas:
         self._launched = 0
         self._inner: list[torch.optim.Optimizer] = []
         self._running = False
-        for unit in self._units:
-            unit.module.register_forward_pre_hook(self._before_forward, prepend=True)
-        torch_internals.forget_compiled_code()
+        forward.complete = self._complete_up_to
 
     @property
     def running(self) -> bool:
@@ -164,8 +159,9 @@ class Replicas:
         asynchronous: replicas may have done different numbers of steps (A-EDiT).
         samples: that this replica (all its shards together) has used since then, or their weight, such as valid
         tokens; None: every step has used as many.
-        One that is still pending is finished before. Raises RuntimeError before `start`, or where the numbers of steps
-        must be equal and are not.
+        One that is still pending is finished before. Units whose forward passes run in compiled code, or did not come
+        since the last one, are complete when this returns. Raises RuntimeError before `start`, or where the numbers of
+        steps must be equal and are not.
         """
         self.finish()
         clock = present()
@@ -185,8 +181,11 @@ class Replicas:
             for optimizer in self._inner:
                 reset_moments(optimizer)
         self._waiting.extend(range(len(self._units)))
+        self._forward.pending = True
         self._launch()
         self.last.held_up.add(started, clock.mark())
+        begun, self._forward.begun = self._forward.begun, set()
+        self._complete_units({index for index, unit in enumerate(self._units) if unit.module not in begun})
         return self.last
 
     def finish(self) -> Synchronisation | None:
@@ -206,13 +205,6 @@ class Replicas:
         fits = statistics.shape == self._statistics.shape
         self._statistics = statistics if fits else Statistics.fresh(*self._statistics.shape)
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """Runs before FSDP2 gathers the module's parameters."""
-        if torch.compiler.is_compiling():
-            torch_internals.uncompiled(self._complete_up_to)(module)
-        else:
-            self._complete_up_to(module)
-
     def _complete_up_to(self, module: nn.Module) -> None:
         """Every unit that the forward pass of `module` needs, and those before it.
 
@@ -221,10 +213,13 @@ class Replicas:
         if not self._waiting:
             return
         needed = {module, *_gathered_with(module)}
-        last = max(index for index, unit in enumerate(self._units) if unit.module in needed)
-        while self._waiting and self._waiting[0] <= last:
-            self._complete_first()
+        self._complete_units({index for index, unit in enumerate(self._units) if unit.module in needed})
         _gather_after_update(module)
+
+    def _complete_units(self, indices: set[int]) -> None:
+        """These, and all before them."""
+        while self._waiting and self._waiting[0] <= max(indices, default=-1):
+            self._complete_first()
 
     def _before_step(self, *_: Any) -> None:
         self.finish()
@@ -282,6 +277,7 @@ class Replicas:
         self.last.held_up.add(began, ended)
         if not self._waiting:
             self.last.ended = ended
+            self._forward.pending = False
 
     def _clip(self, mean: torch.Tensor, index: int) -> None:
         """Scales a unit's mean pseudo-gradient down to the norm φ.

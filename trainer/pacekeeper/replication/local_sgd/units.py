@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pacekeeper_analysis.errors import InputError
-
 from .outer import OuterOptimizer, exchange_type, local
 
 ROOT = "(root)"
@@ -19,16 +17,11 @@ first."""
 
 
 def make_units(model: nn.Module, modules: Iterable[nn.Module], offload: bool) -> list[Unit]:
-    """The root unit and one for each of `modules`, with each trained parameter in exactly one of them.
-
-    Raises InputError where a module is not part of the model.
-    """
+    """The root unit and one for each of `modules`, with each trained parameter in exactly one of them."""
     names = {module: name for name, module in model.named_modules()}
     taken: set[nn.Parameter] = set()
     units = []
     for module in modules:
-        if module not in names:
-            raise InputError(f"units: {type(module).__name__} is not a part of the model; give its own modules")
         units.append(Unit(names[module], module, _take(module, taken), offload))
     units.insert(0, Unit(ROOT, model, _take(model, taken), offload))
     return [unit for unit in units if unit.parameters]
