@@ -30,6 +30,10 @@ $(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
 
+# Doubles of libraries for hardware that is not here are written in C.
+compiler:
+	@command -v cc > /dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q gcc libc6-dev; }
+
 cluster: venv ## Bring up a real Kubernetes with six nodes on this machine
 	$(BIN)/python -m testcluster up
 
@@ -44,23 +48,23 @@ lint: venv ## Style, types, import contracts
 format: venv ## Bring the code into its standard form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-test-unit: venv ## Tests of decisions: no cluster, no ranks
+test-unit: venv compiler ## Tests of decisions: no cluster, no ranks
 	$(BIN)/pytest tests/unit
 
-test-distributed: venv ## Real torch ranks over gloo
+test-distributed: venv compiler ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed
 
 test-cluster: venv ## The real cluster
 	$(BIN)/pytest tests/cluster
 
-test-torch: $(OLDEST)/.ready ## All of the trainer's with the oldest torch
+test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest torch
 	$(OLDEST)/bin/pytest tests/unit/trainer tests/distributed
 
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
-test: venv $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests
+test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests
 	$(MAKE) --jobs=2 --output-sync=target lint test-unit
-	$(BIN)/pytest tests/distributed tests/cluster
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed
+	$(BIN)/pytest tests/distributed tests/cluster
 
 demo: venv ## The main job: a training job that heals itself (build/demo/report.html)
 	$(BIN)/python -m demo
@@ -80,4 +84,4 @@ bench: venv
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help venv cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test-gpu test demo bench
+.PHONY: help venv compiler cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test-gpu test demo bench

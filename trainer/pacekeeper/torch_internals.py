@@ -93,6 +93,11 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+def backends() -> list[str]:
+    """Of all process groups, by device: `cpu:gloo,cuda:nccl`."""
+    return list(distributed_c10d._world.pg_backend_config.values())
+
+
 def on_new_process_group(made: Callable[[Any], None]) -> None:
     """Calls `made` with each process group that is made from now on."""
     create = distributed_c10d._new_process_group_helper

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper_analysis.records import Collective, Device, Phase
@@ -48,23 +47,10 @@ class Flight:
 
 
 def watch_flight(state: Any) -> None:
-    """Looks from the first process group on, where torch knows of GPUs. `state`: the ring's (`ring.StateFields`)."""
-    watch = FlightWatch(state)
-    started = False
-
-    def made(group: Any) -> None:
-        nonlocal started
-        if not torch_internals.is_process_group(group):
-            return  # this rank is no member
-        watch.nccl |= "nccl" in dist.get_backend_config(group)
-        if not started:
-            started = True
-            threading.Thread(target=_keep_looking, args=(watch,), name="pacekeeper-flight", daemon=True).start()
-
+    """Looks from now on, in a thread, where torch knows of GPUs. `state`: the ring's (`ring.StateFields`)."""
     if torch.backends.cuda.is_built():
-        torch_internals.on_new_process_group(made)
-        for group in torch_internals.process_groups():
-            made(group)
+        watch = FlightWatch(state)
+        threading.Thread(target=_keep_looking, args=(watch,), name="pacekeeper-flight", daemon=True).start()
 
 
 def oldest(record: bytes) -> Flight:
@@ -97,14 +83,11 @@ def patience(steps_in_round: int, step_seconds: float) -> float:
 
 @dataclass
 class FlightWatch:
-    """Writes to the ring's state how far the GPU is.
-
-    nccl: whether there is a process group of NCCL's, whose flight recorder then says it.
-    """
+    """Writes to the ring's state how far the GPU is."""
 
     state: Any
-    nccl: bool = False
     uses_gpu: Callable[[], bool] = lambda: torch.cuda.is_initialized()
+    uses_nccl: Callable[[], bool] = lambda: any("nccl" in backends for backends in torch_internals.backends())
     record: Callable[[], bytes | None] = lambda: torch_internals.flight_record()
     _progress: tuple[int, ...] = ()
     _since: float = 0.0
@@ -126,7 +109,7 @@ class FlightWatch:
             self._write(self._flight())
 
     def _flight(self) -> Flight:
-        if not self.nccl:
+        if not self.uses_nccl():
             return Flight(Device.IDLE)
         record = self.record()
         return Flight(Device.RUNNING) if record is None else oldest(record)

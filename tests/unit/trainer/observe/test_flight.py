@@ -115,6 +115,7 @@ def test_it_reads_what_this_torch_writes() -> None:
     assert oldest(record).device is Device.RUNNING
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     try:
+        assert torch_internals.backends() == ["cpu:gloo,cuda:gloo"]
         dist.all_reduce(torch.ones(3))
         content = json.loads(_distributed_c10d._dump_fr_trace_json(True, True))
     finally:
@@ -136,8 +137,8 @@ class Rank:
     def __init__(self, path: Path) -> None:
         create_ring(path, rank=0, round_=1, capacity=64)
         self.writer, self.reader = RingWriter(path), RingReader(path)
-        self.record, self.asked, self.uses_gpu = record(), 0, True
-        self.watch = FlightWatch(self.writer.state, True, lambda: self.uses_gpu, self._answer)
+        self.record, self.asked, self.uses_gpu, self.uses_nccl = record(), 0, True, True
+        self.watch = FlightWatch(self.writer.state, lambda: self.uses_gpu, lambda: self.uses_nccl, self._answer)
         self.writer.enter_phase(Phase.TRAIN)
         self.now = 100.0
 
@@ -200,7 +201,7 @@ def test_long_phases_and_ranks_without_a_gpu_are_left_alone(rank: Rank) -> None:
 
 
 def test_without_nccl_nothing_is_under_way_on_the_gpu(rank: Rank) -> None:
-    rank.watch.nccl = False
+    rank.uses_nccl = False
     for _ in range(10):
         rank.step(0.1)
     assert rank.look(2.0) is Device.IDLE
