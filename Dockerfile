@@ -3,7 +3,7 @@
 #   docker build --target operator --tag registry.example/pacekeeper/operator:0.1.0 .
 #   docker build --target trainer  --tag registry.example/pacekeeper/trainer:0.1.0 .
 # Build a training image FROM the trainer, or `pip install pacekeeper[trainer]` into one of your own: any image with Python
-# 3.11 and PyTorch will do.
+# 3.11 to 3.13 and PyTorch 2.9 to 2.15 will do, and keeps its PyTorch.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS source

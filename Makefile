@@ -21,11 +21,11 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
 	@touch $@
 
-# The trainer with the oldest torch that pyproject.toml allows.
+# The trainer with the oldest torch and numpy that pyproject.toml allows.
 $(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
 	@echo "Python environment with the oldest torch: installing ..." >&2
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0'
+	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0' 'numpy==1.26.*'
 	@touch $@
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
@@ -58,7 +58,7 @@ test-cluster: venv ## The real cluster
 	$(BIN)/pytest tests/cluster
 
 test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest torch
-	$(OLDEST)/bin/pytest tests/unit/trainer tests/distributed
+	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed
 
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
 test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from pacekeeper.observe import dispatcher, hooks
@@ -176,6 +178,20 @@ def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
     assert run_ranks(rank_main, 2) == [["ALLREDUCE", "ALLREDUCE"]] * 2
 
 
+@pytest.mark.parametrize("told_by", [hooks, dispatcher])
+def test_calls_that_only_ask_for_shapes_are_none(told_by: ModuleType) -> None:
+    def rank_main(_: int) -> list[Heard]:
+        dist.init_process_group("gloo")
+        listener = Listener(told_by, dist.group.WORLD)
+        with suppress(RuntimeError), FakeTensorMode():  # not every torch has an answer
+            dist.all_reduce(torch.ones(3))
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(3, device="meta"))
+        return listener.heard
+
+    assert run_ranks(rank_main, 1) == [[]]
+
+
 def test_objects_coalesced_collectives_and_monitored_barriers_come_through() -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
@@ -230,6 +246,7 @@ def test_a_time_out_is_the_callers() -> None:
         store = default_store()
         if rank == 1:
             store.wait(["timed out"], timedelta(seconds=20))
+            store.set("heard", "")
             return "never came"
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
@@ -239,6 +256,7 @@ def test_a_time_out_is_the_callers() -> None:
             return str(error)
         finally:
             store.set("timed out", "")
+            store.wait(["heard"], timedelta(seconds=20))  # the store is in this process
         return "waited"
 
     said, _ = run_ranks(rank_main, 2)

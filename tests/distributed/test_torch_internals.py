@@ -75,6 +75,7 @@ def test_on_new_process_group() -> None:
         torch_internals.on_new_process_group(made.append)
         groups = [_alone(), dist.new_group([rank], use_local_synchronization=True)]
         groups += init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_all_groups()
+        dist.barrier()
         return {id(group) for group in groups} <= {id(group) for group in made}
 
     assert run_ranks(rank_main, 2) == [True, True]

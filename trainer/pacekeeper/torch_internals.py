@@ -62,6 +62,7 @@ def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[
     """Has every call of `torch.ops.c10d.<operator>` come to `kernel` first, and return what that returns.
 
     `kernel` is given the arguments by name (those left out are at their defaults) and what calls torch's own kernel.
+    Calls with tensors without content, which only ask for shapes, go by.
     """
     overload = getattr(torch.ops.c10d, operator).default
     names = [argument.name for argument in overload._schema.arguments]
@@ -70,8 +71,12 @@ def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[
     below = torch._C._dispatch_keyset_full_after(own)
 
     def dispatched(keys: Any, *values: Any, **options: Any) -> Any:
-        arguments = dict(zip(names, values, strict=False)) | options
-        return kernel(arguments, lambda: overload.redispatch(keys & below, *values, **options))
+        def proceed() -> Any:
+            return overload.redispatch(keys & below, *values, **options)
+
+        if keys.has(torch._C.DispatchKey.Meta):
+            return proceed()
+        return kernel(dict(zip(names, values, strict=False)) | options, proceed)
 
     library = torch.library.Library("c10d", "IMPL", own.name)
     library.impl(operator, dispatched, with_keyset=True)
