@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from pacekeeper.observe.clock import Clock, DeviceClock, HostClock
-from pacekeeper.torch_internals import HookOpName
 
 PATIENCE = 30.0
 """Seconds of real time after which a rank that waits for the baton gives up."""
@@ -285,7 +284,7 @@ class Group:
         rank, on_device = self._rank, self._rank.world.asynchronous
         tensor = SimpleNamespace(nbytes=1 << 20, is_cpu=not on_device)
         call = SimpleNamespace(
-            name=HookOpName.ALLREDUCE, async_op=async_op, input_tensors=[tensor], output_tensors=[], work=None
+            name="ALLREDUCE", async_op=async_op, input_tensors=[tensor], output_tensors=[], work=None
         )
         self._before(call)
         if async_op or not on_device:

@@ -249,10 +249,6 @@ _FSDP_WAITS: tuple[tuple[type, str], ...] = (
 """In which the stream that computes waits for those that communicate."""
 
 
-def is_process_group(group: Any) -> bool:
-    return isinstance(group, ProcessGroup)
-
-
 def _parameter_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
