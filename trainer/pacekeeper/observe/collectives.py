@@ -103,14 +103,15 @@ class Watcher:
     def watch(self, group: dist.ProcessGroup) -> None:
         recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
         identity, sequence = group_identity(group), itertools.count(1)
-        now, graph_task, collectives = time.monotonic_ns, torch_internals.graph_task, COLLECTIVES
+        now, graph_task = time.monotonic_ns, torch_internals.graph_task
+        collectives = {int(name): collective for name, collective in COLLECTIVES.items()}  # names are slow to look up
         entry: _Entry | None = None
         begun: Mark | None = None
         """Of `entry`, where a stream may be going to wait for it at once."""
 
         def enter(call: Any) -> None:
             nonlocal entry, begun
-            collective = collectives.get(call.name)
+            collective = collectives.get(int(call.name))
             if collective is None:
                 entry = None
                 return

@@ -49,16 +49,21 @@ class PlannedCollection:
             gc.enable()
 
 
-def time_collections(report: Report, at_least_ns: int = 0) -> Callable[[], None]:
+def time_collections(
+    report: Report, at_least_ns: int = 0, begins: Callable[[int], None] | None = None
+) -> Callable[[], None]:
     """Calls `report` after each collection of this process that took `at_least_ns`; returns what ends that.
 
-    The youngest generation is collected many times a step: what is called must be quick, and must not fail.
+    begins: called before each collection, with its generation. The youngest generation is collected many times a step:
+    what is called must be quick, and must not fail.
     """
     clock, began = time.monotonic_ns, 0
 
     def collecting(event: str, facts: dict[str, int]) -> None:
         nonlocal began
         if event == "start":
+            if begins is not None:
+                begins(facts["generation"])
             began = clock()
         elif (now := clock()) - began >= at_least_ns:
             report(began, now, facts["generation"])

@@ -38,7 +38,8 @@ AHEAD = 2
 Loaded = TypeVar("Loaded")
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
-_STEP, _COMPUTE, _DATA, _LENGTHS = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA), int(Kind.LENGTHS)
+_STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
+_GARBAGE, _LENGTHS = int(Kind.GARBAGE), int(Kind.LENGTHS)
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class _Step:
     """For peers."""
     away: Spans = field(default_factory=Spans)
     """In other phases, waits included."""
+    garbage: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Collections that have left the device without work."""
     end: Mark | None = None
     number: int = 0
     phase: Phase = Phase.START
@@ -233,6 +236,10 @@ class Recorder:
         self._step.waits.add(start, end)
         self._unwaited = False
 
+    def collected(self, start: Mark, end: Mark) -> None:
+        """Python has collected garbage, while the device went on with what it had."""
+        self._step.garbage.append((start, end))
+
     def entered(self, in_backward: bool) -> None:
         """The rank has entered a collective in which the last to arrive makes the others wait, and goes on."""
         if in_backward:
@@ -270,6 +277,8 @@ class Recorder:
         write = self.ring.write
         start, end = step.start.ns + step.away.ns, step.end.ns
         own = max(0, end - start - step.waits.ns)
+        for begun, ended in step.garbage:
+            write(_GARBAGE, begun.ns, ended.ns, step.number, step.phase)
         if step.lengths is not None:
             tokens, squares = step.lengths
             write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares))

@@ -14,6 +14,7 @@ from pacekeeper import torch_internals
 from pacekeeper.environment import Environment
 from pacekeeper_analysis.records import Kind, Phase
 
+from .clock import HostClock, Mark
 from .collectives import watch_collectives
 from .flight import watch_flight
 from .garbage import time_collections
@@ -21,6 +22,9 @@ from .recorder import Begun, NoRing, Recorder, open_recorder
 
 GARBAGE_NS = 100_000
 """Collections below this are noise: the youngest generation is collected many times a step."""
+
+_EVERYTHING = 2
+"""The generation of garbage that has all objects."""
 
 _recorder: Recorder | None = None
 
@@ -66,10 +70,20 @@ def _watch_loaders(watched: Recorder) -> None:
 
 
 def _watch_garbage(watched: Recorder) -> None:
-    def collected(start: int, end: int, _: int) -> None:
-        watched.ring.write(Kind.GARBAGE, start, end, watched.step, watched.phase)
+    """On a device, only collections of everything, and as long as they leave it without work."""
+    begun: Mark | None = None
 
-    time_collections(collected, at_least_ns=GARBAGE_NS)
+    def begins(generation: int) -> None:
+        nonlocal begun
+        begun = watched.clock.mark() if generation == _EVERYTHING and watched.counts else None
+
+    def collected(start: int, end: int, _: int) -> None:
+        if isinstance(watched.clock, HostClock):
+            watched.ring.write(Kind.GARBAGE, start, end, watched.step, watched.phase)
+        elif begun is not None:
+            watched.collected(begun, watched.clock.mark())
+
+    time_collections(collected, at_least_ns=GARBAGE_NS, begins=begins)
 
 
 def _watch_compilation(watched: Recorder) -> None:

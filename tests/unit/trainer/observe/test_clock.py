@@ -148,6 +148,26 @@ def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
     assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
 
 
+def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_path: Path) -> None:
+    def script(rank: Rank) -> None:
+        create_ring(tmp_path / "ring", 0, 1)
+        recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
+        for work in (20 * MS, 100 * MS):
+            rank.launch(work)
+            begun = recorder.clock.mark()
+            rank.busy(50 * MS)
+            recorder.collected(begun, recorder.clock.mark())
+            recorder.end_step()
+            rank.wait_for(rank.computing.tail[0])
+        recorder.finish()
+
+    World().run(script)
+    found = RingReader(tmp_path / "ring").records()
+    garbage = found[found["kind"] == Kind.GARBAGE]
+    assert ((garbage["end_ns"] - garbage["start_ns"]) / MS).tolist() == pytest.approx([30.0, 0.0])
+    assert found["kind"].tolist() == [Kind.GARBAGE, Kind.STEP, Kind.COMPUTE] * 2
+
+
 class ReportedStep:
     """What `Losses` needs of a step."""
 
