@@ -125,9 +125,7 @@ def test_ranks_wait_for_the_last_one_at_a_synchronisation() -> None:
     assert bounds.local_sgd(costs, 1, 1, 5) == pytest.approx(4 / 6)  # at 4, next is nearer to 5: at 6 (two) and 4 …
 
 
-@pytest.mark.parametrize(
-    ("scenario", "whole", "fine"), [(Scenario.RANDOM, 0.945, 0.98), (Scenario.NOISE, 0.998, 0.99)]
-)
+@pytest.mark.parametrize(("scenario", "whole", "fine"), [(Scenario.RANDOM, 0.945, 0.98), (Scenario.NOISE, 0.998, 0.99)])
 def test_what_aedit_can_reach_at_best(scenario: Scenario, whole: float, fine: float) -> None:
     """By leases of a whole step it cannot come to 0.95 of the bound where draws are random; by small ones it can."""
     of_bound = {}
