@@ -49,8 +49,6 @@ def main() -> int:
     return 0
 
 
-
-
 def times_alone() -> tuple[dict[str, Any], dict[str, bool]]:
     """Own work of a rank whose kernels take a known time."""
     errors = {}
@@ -106,7 +104,7 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
 
 def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
     """The share of a synchronisation that the forward pass hides."""
-    size = {"blocks": 8, "width": 2048 if ON_GPU else 256, "repeats": 3 * REPEATS}
+    size: dict[str, Any] = {"blocks": 8, "width": 2048 if ON_GPU else 256, "repeats": 3 * REPEATS}
     ranks = run_workers(f"{measures.__name__}:overlap", 2, **size)
     alone, off, on = (max(rank[side] for rank in ranks) for side in ("alone", "off", "on"))
     hidden = 1 - (on - alone) / (off - alone) if off > alone else 0.0

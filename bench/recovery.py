@@ -9,6 +9,7 @@ as it comes: there the restarted ranks read the dead ones' addresses from the st
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -75,12 +76,13 @@ def main() -> None:
         "torchrun": theirs.to_json(),
         "torchrun_as_it_comes": as_it_comes.to_json(),
     }
-    ratio = statistics.median(theirs.seconds) / statistics.median(ours.seconds) if ours.seconds and theirs.seconds else None
-    result["ratio"] = ratio and round(ratio, 1)
+    median, its_median = (statistics.median(side.seconds) if side.seconds else math.inf for side in (ours, theirs))
+    if ours.seconds and theirs.seconds:
+        result["ratio"] = round(its_median / median, 1)
     result["holds"] = {
         "all_recovered": len(ours.seconds) == TRIES,
-        "median_half_a_second": bool(ours.seconds) and statistics.median(ours.seconds) <= MEDIAN_TO_REACH,
-        "ratio_6": ratio is not None and ratio >= RATIO_TO_REACH,
+        "median_half_a_second": median <= MEDIAN_TO_REACH,
+        "ratio_6": "ratio" in result and its_median / median >= RATIO_TO_REACH,
     }
     print(json.dumps(result))
 
@@ -176,8 +178,9 @@ def _end(run: subprocess.Popen[bytes]) -> None:
 
 
 def _newest(side: Side) -> str:
-    counts = f"{len(side.seconds)} recovered, {side.failed} failed, {side.hung} hung, {len(side.not_started)} not started"
-    return f"{side.seconds[-1]:.2f} s ({counts})" if side.seconds else f"({counts})"
+    counts = f"({len(side.seconds)} recovered, {side.failed} failed, {side.hung} hung, "
+    counts += f"{len(side.not_started)} not started)"
+    return f"{side.seconds[-1]:.2f} s {counts}" if side.seconds else counts
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu [TEST …]`: all tests, or those named (tests.gpu.test_modes, say). Exit status 77: no GPU here."""
+"""`python -m tests.gpu [TEST …]`: all tests, or those named (tests.gpu.test_modes). Exit status 77: no GPU here."""
 
 from __future__ import annotations
 

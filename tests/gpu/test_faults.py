@@ -46,9 +46,7 @@ class Faults(unittest.TestCase):
             environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1", **sockets},
         )
 
-    def check_hang(
-        self, backend: str, *, reads_loss: bool, kind: HangKind | None, environment: dict[str, str]
-    ) -> None:
+    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind | None, environment: dict[str, str]) -> None:
         """Rank 1 hangs: it is named, ended, and the job trains on. kind: None: any that names it."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")

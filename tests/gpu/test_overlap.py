@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from typing import Any
 
 from bench.scripts.gpu import measures
 from bench.scripts.gpu.machine import ON_GPU
@@ -11,7 +12,9 @@ from bench.scripts.gpu.workers import run_workers
 
 class Overlap(unittest.TestCase):
     def test_half_of_a_synchronisation_is_hidden_at_least(self) -> None:
-        size = {"blocks": 8, "width": 2048, "repeats": 5} if ON_GPU else {"blocks": 2, "width": 64, "repeats": 1}
+        size: dict[str, Any] = (
+            {"blocks": 8, "width": 2048, "repeats": 5} if ON_GPU else {"blocks": 2, "width": 64, "repeats": 1}
+        )
         for rank in run_workers(f"{measures.__name__}:overlap", 2, **size):
             whole, exposed = rank["off"] - rank["alone"], rank["on"] - rank["alone"]
             if ON_GPU:

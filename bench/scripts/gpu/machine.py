@@ -55,7 +55,8 @@ def why_not() -> str:
     found = facts()
     if found["available"]:
         return ""
-    return f"no GPU here that torch {found['torch']} (CUDA {found.get('cuda')}) can use. {found.get('error', '')}".strip()
+    reason = f"no GPU here that torch {found['torch']} (CUDA {found.get('cuda')}) can use"
+    return f"{reason}: {found['error']}" if "error" in found else reason
 
 
 def wait_until_done() -> None:
@@ -89,7 +90,7 @@ class Busy:
 def _cycles_a_second() -> float:
     """Median of a few kernels, once the clock has come to its speed. Processes that share the GPU take turns."""
     cycles = 100_000_000
-    rates = []
+    rates: list[float] = []
     with Path(tempfile.gettempdir(), "pacekeeper-gpu-clock.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         for _ in range(8):

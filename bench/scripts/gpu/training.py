@@ -50,7 +50,8 @@ def make_net() -> nn.Sequential:
 
 
 def loss_sum(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (net(x) - y).square().sum()
+    loss: Tensor = (net(x) - y).square().sum()
+    return loss
 
 
 def train(until: int, modes: dict[str, str], backend: str = "gloo", sharded: bool = False) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _step(net: nn.Module, data: Samples, samples: Sequence[int]) -> None:
     gradients = torch.autograd.grad(loss_sum(net, data.x[index], data.y[index]) / len(index), list(net.parameters()))
     with torch.no_grad():
         for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-            parameter -= LEARNING_RATE * gradient
+            parameter.sub_(gradient, alpha=LEARNING_RATE)
 
 
 def _numbers(net: nn.Module) -> list[list[float]]:

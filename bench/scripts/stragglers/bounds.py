@@ -3,13 +3,16 @@
 All take whole samples in the order of the stream, and no sample twice. The bound is the better of two: shares of each
 global batch that are chosen with that batch's draws known beforehand, and leases of a single sample, taken whenever a
 rank is free. Both are better than what a system can do that learns of a draw by waiting for it, or that works in
-local batches; `fixed_shares` and `leases` of a local batch tell how much of the bound is within reach of those.
+local batches; `fixed_shares`, `leases` of a local batch and `local_sgd` tell how much of the bound is within reach of
+those.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +64,38 @@ def leases(costs: Costs, lease: int) -> float:
         busy[rank] += seconds
         heapq.heappush(free, (at + seconds, rank))
     return float((taken[busy > 0] / busy[busy > 0]).sum())
+
+
+def local_sgd(costs: Costs, lease: int, batch: int, sync_every: int) -> float:
+    """Samples a unit of time of ranks that lease as in `leases`, in steps of `batch` samples, and synchronise.
+
+    A rank joins a synchronisation with the step that ends nearest to `sync_every` undisturbed steps after the last one,
+    as AsyncEDiT does, and waits there for the others. A lease of `batch` samples is a whole step's.
+    """
+    ranks, samples = costs.shape
+    summed = np.concatenate([np.zeros((ranks, 1)), costs.cumsum(axis=1)], axis=1)
+    recent = [deque[float](maxlen=8) for _ in range(ranks)]
+    began, next_, taken, finished = 0.0, 0, 0, 0.0
+    while True:
+        # When a rank is free, which one, when its step began, and how many of its samples are done.
+        free = [(began, rank, began, 0) for rank in range(ranks)]
+        last, of_period = began, 0
+        while free:
+            at, rank, step_began, done = heapq.heappop(free)
+            end = min(next_ + lease, next_ + batch - done)
+            if end > samples:
+                return taken / finished
+            at += float(summed[rank, end] - summed[rank, next_])
+            of_period, done, next_ = of_period + end - next_, done + end - next_, end
+            if done < batch:
+                heapq.heappush(free, (at, rank, step_began, done))
+                continue
+            recent[rank].append(at - step_began)
+            if at - began + median(recent[rank]) / 2 >= sync_every * batch:
+                last = max(last, at)
+            else:
+                heapq.heappush(free, (at, rank, at, 0))
+        began, taken, finished = last, taken + of_period, last
 
 
 def step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_batch: int) -> Costs:

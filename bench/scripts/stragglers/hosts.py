@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,27 @@ from .sides import LEAVING_OUT
 from .sides import TORCHFT as TORCHFT_SIDES
 
 TORCHFT = "0.2.0"
+LAST_WORDS = 2000
+"""Characters of a failure that are kept."""
 PREIMPORTS = {
     "torchft": ("torchft.local_sgd", "torchft.coordination"),
     "pacekeeper": ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pacekeeper.job"),
 }
+
+
+class RunFailedError(RuntimeError):
+    """A run gave no result, twice. That is a result of its side too."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that gave no result, in one of its tries."""
+
+    side: str
+    scenario: str
+    seed: int
+    attempt: int
+    reason: str
 
 
 class Hosts:
@@ -31,33 +50,37 @@ class Hosts:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._processes: dict[str, subprocess.Popen[str]] = {}
-        self.failures: list[str] = []
-        """Runs that had to be tried again."""
+        self.failures: list[Failure] = []
 
     def perform(self, run: Run, timeout: float, tries: int = 2) -> list[Outcome]:
-        """The outcomes in rank order. Raises RuntimeError with the first rank's traceback, or the host's last words."""
-        for _ in range(tries - 1):
+        """The outcomes in rank order. Raises RunFailedError with the first rank's traceback, or the host's words."""
+        for attempt in range(1, tries + 1):
             try:
                 return self._perform(run, timeout)
-            except RuntimeError as error:
-                say(f"failed, and tried again: {error}")
-                self.failures.append(f"{run.scenario}, {run.side}, seed {run.seed}")
-        return self._perform(run, timeout)
+            except RunFailedError as error:
+                say(f"failed, attempt {attempt} of {tries}: {error}")
+                self.failures.append(Failure(run.side, run.scenario, run.seed, attempt, str(error)[-LAST_WORDS:]))
+        raise RunFailedError(self.failures[-1].reason)
 
     def _perform(self, run: Run, timeout: float) -> list[Outcome]:
         kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT) else "pacekeeper"
-        process = self._processes.get(kind) or self._start(kind)
+        try:
+            process = self._processes.get(kind) or self._start(kind)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RunFailedError(f"its environment cannot be made: {error}") from error
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({"run": run.to_json(), "timeout": timeout}) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):  # it has ended since the last run
+            process.stdin.write(json.dumps({"run": run.to_json(), "timeout": timeout}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
         if not line:
             del self._processes[kind]
-            raise RuntimeError(f"{run}: its host has ended: {(self._logs / f'{kind}.log').read_text()[-4000:]}")
+            raise RunFailedError(f"{run}: its host has ended: {(self._logs / f'{kind}.log').read_text()[-4000:]}")
         answer: Any = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(f"{run}: {answer['error']}")
+            raise RunFailedError(f"{run}: {answer['error']}")
         return [Outcome.from_json(outcome) for outcome in answer]
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ GLOBAL_BATCH = 28
 """With one rank half as fast as the others, integer shares of 28 samples (8, 8, 8, 4) reach the bound; of 32 they
 would be capped at 91.4 % of it."""
 LOCAL_BATCH = GLOBAL_BATCH // RANKS
+AEDIT_LEASE = 2
+"""Samples of a microbatch in A-EDiT: with leases so small it reaches what leases of single samples do."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pacekeeper.observe.ring import create_ring
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 
-from .run import GLOBAL_BATCH, Outcome, Place, Run
+from .run import AEDIT_LEASE, GLOBAL_BATCH, Outcome, Place, Run
 from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
 
 
@@ -52,7 +52,8 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
     inner = make_optimizer(model, run.learning_rate)
     optimizer = job.optimizer(inner, outer=pk.OuterSGD(), warmup_steps=run.warmup_steps)
     schedule = job.lr_lambda(inner, run.rate_left)
-    loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH, shuffle=False)
+    microbatch = AEDIT_LEASE if mode is SyncMode.ASYNC_EDIT else GLOBAL_BATCH
+    loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=microbatch, shuffle=False)
     periods = Periods(job, pace)
     for step in job.steps(loader, until=run.steps):
         periods.begin_step()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.scripts.stragglers import bounds, diaries
+from bench import stragglers
+from bench.scripts.stragglers import bounds, diaries, hosts
 from bench.scripts.stragglers.diaries import Entry
 from bench.scripts.stragglers.draws import Costs, Scenario, draw_costs
+from bench.scripts.stragglers.run import Run
 
 RANKS, BATCH, LEASE = 4, 28, 7
 
@@ -106,6 +109,68 @@ def test_no_rank_waits_under_leases() -> None:
     assert bounds.leases(costs, 1) == pytest.approx(2.0)
     costs[1] = 3.0
     assert bounds.leases(costs, 1) == pytest.approx(1 + 1 / 3)
+
+
+@pytest.mark.parametrize("scenario", [Scenario.NONE, Scenario.CONSTANT])
+def test_local_sgd_wastes_nothing_where_steps_fit_the_clock(scenario: Scenario) -> None:
+    costs = costs_of(scenario)
+    for lease in (1, LEASE):
+        assert bounds.local_sgd(costs, lease, LEASE, 16) == pytest.approx(bounds.bound(costs, BATCH))
+
+
+def test_ranks_wait_for_the_last_one_at_a_synchronisation() -> None:
+    """Steps of 2 and 3 units; the clock is up after 4: the second rank makes one step, or two, and the first waits."""
+    costs = np.array([[2.0] * 100, [3.0] * 100])
+    assert bounds.local_sgd(costs, 1, 1, 4) == pytest.approx(3 / 4)  # ends at 4 (two samples) and at 3 (one)
+    assert bounds.local_sgd(costs, 1, 1, 5) == pytest.approx(4 / 6)  # at 4, next is nearer to 5: at 6 (two) and 4 …
+
+
+@pytest.mark.parametrize(("scenario", "whole", "fine"), [(Scenario.RANDOM, 0.945, 0.98), (Scenario.NOISE, 0.998, 0.99)])
+def test_what_aedit_can_reach_at_best(scenario: Scenario, whole: float, fine: float) -> None:
+    """By leases of a whole step it cannot come to 0.95 of the bound where draws are random; by small ones it can."""
+    of_bound = {}
+    for lease in (2, LEASE):
+        costs = [costs_of(scenario, 400, seed) for seed in range(1, 5)]
+        of_bound[lease] = np.mean(
+            [bounds.local_sgd(its, lease, LEASE, 128) / bounds.bound(its, BATCH) for its in costs]
+        )
+    assert of_bound[LEASE] < whole
+    assert of_bound[2] > fine
+
+
+def test_a_failed_side_is_left_out_and_its_goals_are_not_reached() -> None:
+    run = stragglers.Measured(0.97, 10.0, 1.0, [0.25] * 4, 0.05, 0)
+    found = stragglers.summary(Scenario.CONSTANT, {"ddp": {0: run, 1: run}, "aedit": {1: run}, "torchft_diloco": {}})
+    assert found["aedit"] == found["ddp"] == 0.97
+    assert found["against_ddp"] == {"aedit": {"ratio": 1.0, "interval": None}}  # of the repeat that both have
+    assert found["torchft_best"] is None
+    assert "torchft_diloco" not in found
+    holds = stragglers.holds({"constant": found, "random": {"aedit": 0.96}, "loss": {"against_ddp": {}}})
+    assert not holds["constant_1.4_torchft"]
+    assert not holds["constant_95_percent"]  # `shares` is missing
+    assert holds["random_95_percent"]
+    assert not holds["aedit_loss_1_percent"]
+
+
+def test_the_whole_interval_of_the_loss_must_be_within_a_percent() -> None:
+    def goal(ratio: float, interval: float | None) -> bool:
+        of_pairs = {"ratio": ratio, "interval": interval}
+        return stragglers.holds({"loss": {"against_ddp": {"aedit": of_pairs}}})["aedit_loss_1_percent"]
+
+    assert goal(1.0, 0.009)
+    assert not goal(1.0, 0.02)
+    assert not goal(1.0, None)
+
+
+def test_a_host_that_ends_is_a_failure_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a side; the next run has a host again."""
+    monkeypatch.setitem(hosts.PREIMPORTS, "pacekeeper", ("no_such_module",))
+    started = hosts.Hosts(tmp_path)
+    run = Run("ddp", Scenario.NONE, seed=1, steps=1, unit_seconds=0.0, sync_every=1)
+    with pytest.raises(hosts.RunFailedError, match="no_such_module"):
+        started.perform(run, timeout=60)
+    assert [(failure.side, failure.attempt) for failure in started.failures] == [("ddp", 1), ("ddp", 2)]
+    started.close()
 
 
 def diary(*steps: tuple[float, int, float, int]) -> list[Entry]:
