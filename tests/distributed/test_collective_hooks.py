@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class Listener:
         self.threads.add(threading.get_ident())
         name = call.name if isinstance(call.name, str) else call.name.name
         sizes = [tensor.numel() for tensor in call.input_tensors], [tensor.numel() for tensor in call.output_tensors]
-        assert hooks.COLLECTIVES[call.name] == hooks.COLLECTIVES[name]
+        assert hooks.collective_of(call) == hooks.collective_of(SimpleNamespace(name=name))
         self.heard.append((name, call.async_op, *sizes))
 
     def _issued(self, call: Any) -> None:

@@ -30,7 +30,7 @@ from pacekeeper.torch_internals import ProcessGroup, Work, engine
 from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Kind, Phase
 
 from .clock import Mark
-from .hooks import COLLECTIVES, hook, unhook
+from .hooks import collective_of, hook, unhook
 from .recorder import Recorder
 
 _Entry = tuple[int, int, int, int, int, int, Phase, bool]
@@ -104,14 +104,13 @@ class Watcher:
         recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
         identity, sequence = group_identity(group), itertools.count(1)
         now, graph_task = time.monotonic_ns, torch_internals.graph_task
-        collectives = {int(name): collective for name, collective in COLLECTIVES.items()}  # names are slow to look up
         entry: _Entry | None = None
         begun: Mark | None = None
         """Of `entry`, where a stream may be going to wait for it at once."""
 
         def enter(call: Any) -> None:
             nonlocal entry, begun
-            collective = collectives.get(int(call.name))
+            collective = collective_of(call)
             if collective is None:
                 entry = None
                 return

@@ -38,12 +38,9 @@ _FORMS = {
     "GATHER": Collective.GATHER,
 }
 
-# Plain numbers: an enumeration's member takes a call in Python to be looked up.
-COLLECTIVES: dict[Any, int] = {
-    **{name: int(collective) for name, collective in _FORMS.items()},
-    **({} if HookOpName is None else {HookOpName.__members__[name]: int(its) for name, its in _FORMS.items()}),
-}
-"""By `Call.name`, torch's or the dispatcher's: the collective that it is a form of."""
+_COLLECTIVES: dict[str | int, int] = {name: int(collective) for name, collective in _FORMS.items()}
+if HookOpName is not None:  # by numbers: an enumeration's member is slow to look up
+    _COLLECTIVES |= {int(HookOpName.__members__[name]): int(collective) for name, collective in _FORMS.items()}
 
 Enter = Callable[[Any], None]
 """Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`. `Issued` of the same call follows
@@ -59,6 +56,12 @@ def hook(group: ProcessGroup, enter: Enter, issued: Issued) -> None:
     else:
         group.register_pre_hook(_HOOK, enter)
         group.register_post_hook(_HOOK, issued)
+
+
+def collective_of(call: Any) -> int | None:
+    """What `call` is a form of (a `Collective`), by the name that torch or the dispatcher gives it."""
+    name = call.name
+    return _COLLECTIVES.get(name if name.__class__ is str else int(name))
 
 
 def unhook(group: ProcessGroup) -> None:
