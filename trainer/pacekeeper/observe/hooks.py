@@ -40,7 +40,7 @@ _FORMS = {
 
 _COLLECTIVES: dict[str | int, int] = {name: int(collective) for name, collective in _FORMS.items()}
 if HookOpName is not None:  # by numbers: an enumeration's member is slow to look up
-    _COLLECTIVES |= {int(HookOpName.__members__[name]): int(collective) for name, collective in _FORMS.items()}
+    _COLLECTIVES |= {int(HookOpName.__members__[name]): int(its) for name, its in _FORMS.items()}  # type: ignore[call-overload]  # it is one
 
 Enter = Callable[[Any], None]
 """Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`. `Issued` of the same call follows
