@@ -403,6 +403,7 @@ def test_the_mesh_has_both_dimensions() -> None:
         mesh = pk.init(mesh={"sync": -1, "shard": 2}).mesh
         told = torch.tensor([rank])
         torch.distributed.all_reduce(told, group=mesh.get_group("shard"))
+        torch.distributed.barrier()  # rank 0 has the store, which the other shards' groups may still need
         return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), told.item()
 
     for rank, (names, ranks, place, summed) in enumerate(run_ranks(rank_main, RANKS)):
