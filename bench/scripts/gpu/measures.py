@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pacekeeper as pk
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.windows import RankHistory
-from pacekeeper.replication.local_sgd import OuterSGD, Replicas
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas
 from pacekeeper.runtime import Runtime
 
 from .machine import DEVICE, Busy, wait_until_done
@@ -51,7 +51,7 @@ def steps(own_seconds: Sequence[float], count: int, backend: str = "gloo", layer
     rank = int(os.environ["RANK"])
     busy = Busy()
     job = pk.init(backend=backend)
-    model = job.replicate(Slow(busy, own_seconds[rank], layers).to(DEVICE), bucket_mb=0.05)
+    model = job.replicate(Slow(busy, own_seconds[rank], layers).to(DEVICE), bucket_cap_mb=0.05)
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     loader = job.dataloader(torch.utils.data.TensorDataset(torch.randn(BATCH * 4, 64)), BATCH, max_microbatch=BATCH)
     host: list[float] = []
@@ -103,23 +103,22 @@ def overlap(blocks: int, width: int, repeats: int) -> dict[str, float]:
     sides: dict[str, tuple[nn.Sequential, Replicas | None]] = {"alone": (make(), None)}
     for name, settings in {"off": OuterSGD(prefetch=0), "on": OuterSGD()}.items():
         model = make()
-        replicas = Replicas(model, list(model)[1:-1], group, None, settings)
+        replicas = Replicas(ForwardPass(model, list(model)[1:-1]), group, None, settings)
         replicas.start()
         sides[name] = model, replicas
     took: dict[str, list[float]] = {name: [] for name in sides}
     batch = torch.ones(4, width, device=DEVICE)
-    with torch.no_grad():
-        for repeat in range(1 + repeats):
-            for name, (model, its) in sides.items():
-                wait_until_done()
-                dist.barrier()
-                start = time.perf_counter()
-                if its is not None:
-                    its.begin(steps=1)
-                model(batch)
-                wait_until_done()
-                if repeat:  # the first one warms up
-                    took[name].append(time.perf_counter() - start)
+    for repeat in range(1 + repeats):
+        for name, (model, its) in sides.items():
+            wait_until_done()
+            dist.barrier()
+            start = time.perf_counter()
+            if its is not None:
+                its.begin(steps=1)
+            model(batch)
+            wait_until_done()
+            if repeat:  # the first one warms up
+                took[name].append(time.perf_counter() - start)
     dist.barrier()
     return {name: statistics.median(values) for name, values in took.items()} | {"block": block_seconds}
 
