@@ -131,8 +131,7 @@ def main() -> None:
     training = Subset(source, range(len(source) - held_out))
     evaluation = Subset(source, range(len(source) - held_out, len(source)))
     loader = job.dataloader(training, arguments.global_batch, max_microbatch=arguments.max_microbatch)
-    job.register(model=model, optimizer=optimizer, schedule=schedule, loader=loader)
-    restored = job.restore()
+    restored = job.restore(model=model, optimizer=optimizer, schedule=schedule, loader=loader)
     if job.rank == 0:
         print(f"{len(training)} sequences, {job.world_size} ranks, beginning behind step {restored}", flush=True)
 
@@ -141,8 +140,7 @@ def main() -> None:
         for x, y in step.microbatches():
             with mixed:
                 loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / config.context
-            step.add_loss(loss)
-            (loss / step.total_weight).backward()
+            step.backward(loss)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
