@@ -1,9 +1,9 @@
 """What always-on recording costs: microseconds a record, and the share of a 50 ms training step.
 
 One process trains a model under DistributedDataParallel over gloo, with recording on and off step by step, so that both
-sides see the same machine. The script's own part of a step takes a few milliseconds, and the rest of the 50 ms it
-sleeps, as a rank does that waits for its GPU; so caches are cold when recording comes, which is the dearer case. What
-is compared is the wall time of the script's part: the median over pairs of steps, with its standard error.
+sides see the same machine and the same model. The script's own part of a step takes a few milliseconds, and the rest of
+the 50 ms it sleeps, as a rank does that waits for its GPU; so caches are cold when recording comes, which is the dearer
+case. What is compared is the wall time of the script's part: the median over pairs of steps, with its standard error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch._C._distributed_c10d import HashStore, Work
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, dataloader
 
-from pacekeeper.observe import watching
-from pacekeeper.observe.collectives import unwatch
+from pacekeeper.observe import collectives, watching
+from pacekeeper.observe.hooks import hook, unhook
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Kind
 
@@ -77,7 +77,9 @@ def compare(ring: Path) -> dict[str, Any]:
     watching.watch_steps()
     watched = saved_functions()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    steps = {recording: make_step(recording) for recording in (True, False)}
+    hooks: list[tuple[Any, ...]] = []
+    collectives.hook = lambda *given: hooks.append(given)  # type: ignore[attr-defined]
+    step = make_step()
     reader = RingReader(ring)
     took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     before = 0
@@ -87,7 +89,10 @@ def compare(ring: Path) -> dict[str, Any]:
             before = int(reader.records()["index"].max())
         for recording in (True, False) if pair % 2 else (False, True):
             restore_functions(watched if recording else plain)
-            took[recording].append(timed(steps[recording]))
+            if recording:
+                hook(*hooks[-1])
+            took[recording].append(timed(step))
+            unhook(hooks[-1][0])
     records = int(reader.records()["index"].max()) - before
     assert records > 0
     differences = [
@@ -109,14 +114,10 @@ def compare(ring: Path) -> dict[str, Any]:
     }
 
 
-def make_step(recording: bool) -> Callable[[], None]:
+def make_step() -> Callable[[], None]:
     """One training step: a batch from a DataLoader, forward, backward with overlapped all-reduces, optimizer."""
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    if not recording:
-        unwatch(group)
     model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(*[nn.Linear(64, 64) for _ in range(LAYERS)]), bucket_cap_mb=0.05, process_group=group
+        nn.Sequential(*[nn.Linear(64, 64) for _ in range(LAYERS)]), bucket_cap_mb=0.05, process_group=dist.new_group()
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = itertools.chain.from_iterable(DataLoader(torch.randn(64, 64), batch_size=8) for _ in itertools.count())  # type: ignore[arg-type]

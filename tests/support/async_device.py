@@ -209,6 +209,10 @@ class Rank:
     def stream(self) -> Stream:
         return self.current
 
+    @property
+    def captures(self) -> bool:
+        return False
+
     def to_host(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
 

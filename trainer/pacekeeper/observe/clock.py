@@ -152,6 +152,10 @@ class Device(Protocol):
     def stream(self) -> object:
         """The current one of the calling thread."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether what is launched goes into a graph, to run some other time."""
+
     def to_host(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the host that has `value` once the current stream has come here."""
 
@@ -164,6 +168,10 @@ class CudaDevice:
 
     def stream(self) -> object:
         return torch.cuda.current_stream()
+
+    @property
+    def captures(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def to_host(self, value: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
@@ -189,6 +197,8 @@ class DeviceClock:
         self._anchor_ns = self.now()
 
     def mark(self) -> Mark:
+        if self._device.captures:  # an event would become part of the graph, and asking for it would fail
+            return HostMark(self.now())
         event = self._unused.pop() if self._unused else self._device.event()
         recorded = self.now()
         event.record()

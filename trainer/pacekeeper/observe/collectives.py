@@ -145,6 +145,8 @@ class Watcher:
                 timed.append((entered, begun, end))
                 if recorder.counts:
                     recorder.waited(begun, end)
+            elif not pending and not timed:
+                ring.leave_collective()
 
         hook(group, enter, issued)
         self._groups.add(group)
