@@ -24,7 +24,8 @@ STEPS = 10 if os.environ.get("QUICK") else 60
 REPEATS = 1 if os.environ.get("QUICK") else 5
 TOLERANCE = 0.03
 STEP_SECONDS = 0.05
-LAYERS = 24
+LAYERS, WIDTH = 24, 1024 if ON_GPU else 64
+"""Some 100 MB of gradients: several all-reduces a step."""
 OVERHEAD = 0.005
 HIDDEN = 0.5
 NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
@@ -87,6 +88,7 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
                 count=2 * STEPS,
                 backend=NCCL,
                 layers=LAYERS,
+                width=WIDTH,
             )
             wall[watched].append(found["mean"])
             host[watched].append(_median(found["host"]))

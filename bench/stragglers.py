@@ -67,8 +67,8 @@ FULL = Sizes(
     repeats=5,
     unit_seconds=0.03,
     sync_every=64,
-    drawn_sync_every=128,
-    drawn_unit_seconds=0.06,
+    drawn_sync_every=96,
+    drawn_unit_seconds=0.08,
     periods=1,
     loss_sync_every=12,
     loss_periods=40,
@@ -132,7 +132,11 @@ def main() -> None:
         loss = measure_loss(started, others)
         failures = started.failures + others.failures
     say("overlap …")
-    overlap = measure_overlap()
+    try:
+        hidden = measure_overlap()["overlap_hidden"]
+    except TimeoutError as error:
+        say(f"left out: {error}")
+        hidden = None
     for scenario, of_sides in throughput.items():
         if of_sides:
             print(throughput_table(scenario, of_sides))
@@ -140,7 +144,7 @@ def main() -> None:
     result: dict[str, Any] = {scenario: summary(scenario, of) for scenario, of in throughput.items() if of}
     result["cost_against_ddp"] = cost
     stall = {"median": statistics.median(stalls), "longest": max(stalls)} if stalls else {}
-    result |= {"switch_stall_steps": stall, "overlap_hidden": overlap["overlap_hidden"], "loss": loss}
+    result |= {"switch_stall_steps": stall, "overlap_hidden": hidden, "loss": loss}
     result |= {"failed_runs": [asdict(failure) for failure in failures], "made": MADE, "sizes": asdict(SIZES)}
     result |= {"holds": holds(result)}
     print(json.dumps({"bench": "stragglers", **result}))

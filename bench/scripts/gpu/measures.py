@@ -28,9 +28,9 @@ FIRST_STEPS = 6
 class Slow(nn.Module):
     """Linear layers, the first of which keeps the device busy for so many seconds before it computes."""
 
-    def __init__(self, busy: Busy, seconds: float, layers: int) -> None:
+    def __init__(self, busy: Busy, seconds: float, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.seconds = seconds
         self._busy = busy
 
@@ -41,7 +41,9 @@ class Slow(nn.Module):
         return x
 
 
-def steps(own_seconds: Sequence[float], count: int, backend: str = "gloo", layers: int = 2) -> dict[str, Any]:
+def steps(
+    own_seconds: Sequence[float], count: int, backend: str = "gloo", layers: int = 2, width: int = 64
+) -> dict[str, Any]:
     """A steered job in Sync whose ranks have a kernel of `own_seconds[rank]` a step.
 
     Returns seconds of each step but the first ones: as recorded (`step`, and `own`: without waits for peers; both empty
@@ -51,9 +53,9 @@ def steps(own_seconds: Sequence[float], count: int, backend: str = "gloo", layer
     rank = int(os.environ["RANK"])
     busy = Busy()
     job = pk.init(backend=backend)
-    model = job.replicate(Slow(busy, own_seconds[rank], layers).to(DEVICE), bucket_cap_mb=0.05)
+    model = job.replicate(Slow(busy, own_seconds[rank], layers, width).to(DEVICE))
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = job.dataloader(torch.utils.data.TensorDataset(torch.randn(BATCH * 4, 64)), BATCH, max_microbatch=BATCH)
+    loader = job.dataloader(torch.utils.data.TensorDataset(torch.randn(BATCH * 4, width)), BATCH, max_microbatch=BATCH)
     host: list[float] = []
     began = 0.0
     for step in job.steps(loader, until=FIRST_STEPS + count):
