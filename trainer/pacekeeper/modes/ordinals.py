@@ -347,9 +347,10 @@ class Ordinals:
     def _start_leases(self, limit: int | None) -> None:
         """`limit`: samples of the job, counted from its origin."""
         store = torch_internals.default_store()
-        tickets = Tickets(store, self._rank, self._replication.shape["shard"])
+        tickets, promises = (Tickets(store, self._rank, self._replication.shape["shard"]) for _ in range(2))
         ahead = 0 if limit is None else limit + self._progress.origin - self._progress.samples
-        self._loader.start_leases(tickets.take, None if limit is None else self._loader.used + ahead)
+        limit = None if limit is None else self._loader.used + ahead
+        self._loader.start_leases(tickets.take, limit, promises.take)
 
     # Telling and recording
 
