@@ -90,17 +90,38 @@ class Leasing:
     """How many there are; None: without end."""
     grain: int = 1
     """Samples that the ranks' parts of the last lease are multiples of, as far as there are so many."""
+    promise: Take | None = None
+    """A counter of its own, by which a step is promised a number of tickets, to take them one microbatch at a time
+    when it comes to it: so a rank that turns slow leaves the others what it has not begun. None: a step takes all of
+    its tickets at once."""
 
     def deal(self, shares: Sequence[int]) -> Deal | None:
         """The replica's next tickets: as many as its ranks' shares, at last perhaps fewer. None: all are taken."""
+        first, parts = self._count(self.take, shares)
+        return None if parts is None else self._deal(first, parts)
+
+    def promised(self, shares: Sequence[int]) -> tuple[int, ...] | None:
+        """How many tickets each of the replica's ranks may `lease` for its next step. None: all are promised."""
+        assert self.promise is not None
+        return self._count(self.promise, shares)[1]
+
+    def lease(self, parts: tuple[int, ...]) -> Deal:
+        """So many of the promised tickets, for each of the replica's ranks."""
+        return self._deal(self.take(sum(parts)), parts)
+
+    def _count(self, counter: Take, shares: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
+        """The counter's answer, and what each of the replica's ranks has of it; None: nothing is left."""
         parts = self.place.of_replica(shares)
-        first = self.take(sum(parts))
+        first = counter(sum(parts))
         count = sum(parts) if self.tickets is None else min(sum(parts), self.tickets - first)
         if count <= 0:
-            return None
+            return first, None
         if count < sum(parts):
             parts = equal_shares(count, self.place.replica_size, self.grain)
-        return Deal(self.start.places(first, first + count), parts, self.place.in_replica, parts)
+        return first, parts
+
+    def _deal(self, first: int, parts: tuple[int, ...]) -> Deal:
+        return Deal(self.start.places(first, first + sum(parts)), parts, self.place.in_replica, parts)
 
 
 def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:

@@ -190,15 +190,17 @@ class Loader:
 
     # Leases
 
-    def start_leases(self, take: Take, limit: int | None) -> None:
+    def start_leases(self, take: Take, limit: int | None, promise: Take | None = None) -> None:
         """From the next step on this rank leases its samples, as many a step as its share. On all ranks alike.
 
         take: the counter that all ranks share; it counts from 0 anew for each call of this. Ranks that share a replica
         take for all of it, each as often as its peers: the first one's answer is for them all.
+        promise: another such counter, by which steps lease one microbatch at a time; None: all of a step at once, as
+        samples that are balanced by their lengths are always.
         limit: how many samples the job may use in all, counted like `used`; tickets beyond it stay; None: no limit.
         """
         tickets = None if limit is None else limit - self.used
-        self._begin(Leasing(self._left, self._place, take, tickets, self._sizes.grain))
+        self._begin(Leasing(self._left, self._place, take, tickets, self._sizes.grain, promise))
 
     def unused(self) -> list[Interval]:
         """Positions [first, end) that this rank has leased and not used in a completed step: prefetched ones, say."""

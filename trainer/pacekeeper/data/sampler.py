@@ -8,7 +8,7 @@ the positions that are left are all that a restart has to know, also in mid-epoc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -100,10 +100,10 @@ class Allotment:
     def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
         """`source`: None: to be set before the first step."""
         self.source = source
-        self.drawn: deque[tuple[Draw, tuple[Interval, ...]]] = deque()
-        """Of the steps that are dealt and have not begun: what this rank takes, and its positions."""
-        self.underway: tuple[Interval, ...] = ()
-        """Positions of the step that has begun and is not complete."""
+        self.drawn: deque[tuple[Draw, Sequence[Interval]]] = deque()
+        """Of the steps that are dealt and have not begun: what this rank takes, and its positions so far."""
+        self.underway: Sequence[Interval] = ()
+        """Positions, so far, of the step that has begun and is not complete."""
         self.begun = 0
         """Steps."""
         self.used = 0
@@ -125,9 +125,22 @@ class Allotment:
     def deal(self) -> Deal | None:
         """The next step's."""
         assert self.source is not None
+        self._next_terms()
+        return self.source.deal(self.terms.shares)
+
+    @property
+    def by_microbatch(self) -> Leasing | None:
+        """The source, where steps take their samples from it one microbatch at a time."""
+        return self.source if isinstance(self.source, Leasing) and self.source.promise is not None else None
+
+    def promised(self, source: Leasing) -> tuple[int, ...] | None:
+        """To the next step."""
+        self._next_terms()
+        return source.promised(self.terms.shares)
+
+    def _next_terms(self) -> None:
         self.terms = self._changes.pop(self._dealt, self.terms)
         self._dealt += 1
-        return self.source.deal(self.terms.shares)
 
 
 class MicrobatchSampler:
@@ -149,16 +162,42 @@ class MicrobatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         self.asked, self.ended = 0, False
-        while (deal := (allotment := self.allotment).deal()) is not None:
-            draw, positions, indices = self._of_this_rank(deal, allotment.terms.cost)
-            allotment.drawn.append((draw, positions))
-            rest = iter(indices)
-            for size in draw.sizes:
-                if allotment is not self.allotment:
-                    break
+        while (batches := self._next_step(allotment := self.allotment)) is not None:
+            while allotment is self.allotment and (batch := next(batches, None)) is not None:
                 self.asked += 1
-                yield list(islice(rest, size)) or self._indices(deal.positions)[: self._sizes.grain]
+                yield batch
         self.ended = True
+
+    def _next_step(self, allotment: Allotment) -> Iterator[list[int]] | None:
+        """Its microbatches. None: there are no samples left for it. Balanced ones are known only all together."""
+        source = allotment.by_microbatch
+        if source is not None and self._sequences is None:
+            parts = allotment.promised(source)
+            return None if parts is None else self._leased(allotment, source, parts)
+        deal = allotment.deal()
+        return None if deal is None else self._dealt(allotment, deal)
+
+    def _dealt(self, allotment: Allotment, deal: Deal) -> Iterator[list[int]]:
+        draw, positions, indices = self._of_this_rank(deal, allotment.terms.cost)
+        allotment.drawn.append((draw, positions))
+        rest = iter(indices)
+        for size in draw.sizes:
+            yield list(islice(rest, size)) or self._standing_in(deal)
+
+    def _leased(self, allotment: Allotment, source: Leasing, parts: tuple[int, ...]) -> Iterator[list[int]]:
+        count = self._sizes.microbatch_count(parts)
+        of_ranks = [self._sizes.microbatches(part, count) for part in parts]
+        positions: list[Interval] = []
+        allotment.drawn.append((Draw(of_ranks[source.place.in_replica]), positions))
+        for of_microbatch in zip(*of_ranks, strict=True):
+            deal = source.lease(of_microbatch)
+            mine = cut(deal.positions, *rank_interval(deal.shares, deal.place))
+            positions += mine
+            yield self._indices(mine) or self._standing_in(deal)
+
+    def _standing_in(self, deal: Deal) -> list[int]:
+        """For a rank that has no sample in a microbatch of its replica: of those that others train on."""
+        return self._indices(deal.positions)[: self._sizes.grain]
 
     def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
         """What it takes, at which positions, and their indices in the order of the microbatches."""

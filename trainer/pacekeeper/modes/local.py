@@ -44,9 +44,10 @@ class LocalSGD(Mode):
     def start_leases(self, limit: int | None) -> None:
         """`limit`: samples of the job, counted from its origin."""
         loader, progress, agreement = self._parts.loader, self._parts.progress, self._parts.agreement
-        tickets = Tickets(torch_internals.default_store(), agreement.rank, self._parts.replication.shape["shard"])
+        store, replica_size = torch_internals.default_store(), self._parts.replication.shape["shard"]
+        tickets, promises = (Tickets(store, agreement.rank, replica_size) for _ in range(2))
         ahead = 0 if limit is None else limit + progress.origin - progress.samples
-        loader.start_leases(tickets.take, None if limit is None else loader.used + ahead)
+        loader.start_leases(tickets.take, None if limit is None else loader.used + ahead, promises.take)
 
     # Between two ordinals
 

@@ -34,8 +34,12 @@ class Job:
         kind: Callable[[int], Any] = lambda size: torch.utils.data.Subset(NUMBERS, range(size)),
         lengths: Callable[[int], float] | None = None,
         static: int = 0,
+        by_microbatch: bool = False,
     ) -> None:
-        """static: samples of each microbatch, in shares of whole ones; 0: with each start another number at most."""
+        """static: samples of each microbatch, in shares of whole ones; 0: with each start another number at most.
+        by_microbatch: what a step leases, instead of all its samples at once.
+        """
+        self.by_microbatch = by_microbatch
         self.static = static
         self.rng, self.kind, self.lengths = rng, kind, lengths
         self.size, self.batch, self.replica_size, self.workers = size, batch, replica_size, workers
@@ -99,11 +103,13 @@ class Job:
             assert {loader.used for loader in self.loaders} == {self.used}
 
     def lease(self, limit: int | None = None) -> None:
-        counter = [0]
+        counter, promises = [0], [0]
         for replica in self.replicas:
             answers: dict[int, int] = {}
+            promised: dict[int, int] = {}
             for loader in replica:
-                loader.start_leases(Follower(counter, answers), limit)
+                promise = Follower(promises, promised) if self.by_microbatch else None
+                loader.start_leases(Follower(counter, answers), limit, promise)
         self.leasing = True
 
     def deal(self) -> None:
@@ -234,6 +240,7 @@ def run_at_random(seed: int, replica_size: int, workers: int, events: int, **opt
     size, batch = rng.randint(15, 60), rng.randint(8, 20)
     if static := options.get("static"):
         batch -= batch % (static * replica_size)
+    options = {"by_microbatch": seed % 2 == 1} | options
     job = Job(rng, size, batch, replica_size=replica_size, workers=workers, **options)
     for _ in range(events):
         job.some_steps()
@@ -256,9 +263,9 @@ def run_at_random(seed: int, replica_size: int, workers: int, events: int, **opt
     assert job.used > 3 * job.batch
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_last_lease_takes_what_is_left_below_the_limit(workers: int) -> None:
-    job = Job(random.Random(1), size=50, batch=8, workers=workers)
+@pytest.mark.parametrize(("workers", "by_microbatch"), [(0, False), (0, True), (2, True)])
+def test_the_last_lease_takes_what_is_left_below_the_limit(workers: int, by_microbatch: bool) -> None:
+    job = Job(random.Random(1), size=50, batch=8, workers=workers, by_microbatch=by_microbatch)
     job.step(job.loaders)
     job.meet()
     job.lease(limit=101)
@@ -280,7 +287,7 @@ def test_the_last_lease_takes_what_is_left_below_the_limit(workers: int) -> None
 def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(
     left: int, lengths: Callable[[int], float] | None
 ) -> None:
-    job = Job(random.Random(3), size=50, batch=16, replica_size=4, lengths=lengths)
+    job = Job(random.Random(3), size=50, batch=16, replica_size=4, lengths=lengths, by_microbatch=left % 2 == 1)
     job.lease(limit=16 + left)
     for _ in range(5):
         for replica in job.replicas:
@@ -293,7 +300,7 @@ def test_the_last_lease_of_a_sharded_replica_may_leave_ranks_without_samples(
 @pytest.mark.parametrize("left", range(2, 17, 2))
 def test_the_last_lease_keeps_the_shape_of_microbatches(left: int) -> None:
     """Of 8 ranks in replicas of 4, in leases of whole microbatches: who has none left stands in with a whole one."""
-    job = Job(random.Random(3), size=50, batch=32, replica_size=4, static=2)
+    job = Job(random.Random(3), size=50, batch=32, replica_size=4, static=2, by_microbatch=left % 4 == 0)
     job.lease(limit=32 + left)
     for _ in range(5):
         for replica in job.replicas:
@@ -329,6 +336,29 @@ def test_a_fast_rank_takes_more() -> None:
         positions.append(list(next(drawn[1]).tolist()))
         loader.complete_step()
     assert positions == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_a_rank_that_turns_slow_leaves_the_others_what_it_has_not_begun() -> None:
+    """By microbatches; and what a step was promised it gets, though the others have come to the limit meanwhile."""
+    counter, promises = [0], [0]
+    fast, slow = (Loader(NUMBERS, BatchSizes(12, 2), Place(rank, 2), shuffle=False) for rank in range(2))
+    for loader in (fast, slow):
+        loader.start_leases(Follower(counter, {}), 17, Follower(promises, {}))
+    its, begun = slow.next_step() or (None, None)
+    assert its is not None
+    assert begun is not None
+    assert (its.sizes, next(begun).tolist()) == ((2, 2, 2), [0, 1])
+    taken = []
+    while (drawn := fast.next_step()) is not None:
+        taken.append([position for batch in drawn[1] for position in batch.tolist()])
+        fast.complete_step()
+    assert taken == [[2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
+    assert [batch.tolist() for batch in begun] == [[13, 14], [15, 16]]
+    slow.complete_step()
+    assert slow.next_step() is None
+    for loader in (fast, slow):
+        loader.meet(17, [*fast.unused(), *slow.unused()])
+        assert loader.used == 17
 
 
 def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
