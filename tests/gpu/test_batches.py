@@ -2,87 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import unittest
 
-import pytest
-import torch
-
-from pacekeeper.data.device import CudaCopies, mover
-from pacekeeper.data.loader import BatchSizes, Loader, Place
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
-
-NUMBERS: Any = torch.arange(64.0)
+from bench.scripts.gpu import batches
+from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.workers import run_workers
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+@unittest.skipUnless(ON_GPU, "a CPU has its batches at once")
+class Batches(unittest.TestCase):
+    """In processes of their own: this one forks others, and must not have used CUDA before."""
 
+    def test_a_copy_waits_for_nothing_and_what_uses_it_waits_for_the_copy(self) -> None:
+        run_workers(f"{batches.__name__}:copies_beside_work", 1)
 
-def compute(device: torch.device, seconds: float) -> torch.cuda.Event:
-    """Launches work that takes about so long at least, and returns before it is done. Its end is the event."""
-    matrix = torch.zeros(4096, 4096, device=device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    matrix @ matrix  # the first one loads libraries
-    start.record()
-    matrix @ matrix
-    end.record()
-    end.synchronize()
-    for _ in range(int(1e3 * seconds / start.elapsed_time(end)) + 1):
-        matrix @ matrix
-    done = torch.cuda.Event()
-    done.record()
-    return done
+    def test_memory_is_used_again_only_behind_its_last_use(self) -> None:
+        run_workers(f"{batches.__name__}:memory_is_kept", 1)
 
-
-def test_a_copy_waits_for_nothing_and_what_uses_it_waits_for_the_copy(device: torch.device) -> None:
-    host = torch.arange(float(1 << 20)).pin_memory()
-    copies = CudaCopies(device)
-    copies.begin(host)
-    copies.join()
-    torch.cuda.synchronize()
-    done = compute(device, 0.5)
-    tensor = copies.begin(host)
-    copied = torch.cuda.Event()
-    copied.record(copies._stream)
-    deadline = time.monotonic() + 10
-    while not copied.query():
-        assert time.monotonic() < deadline
-    assert not done.query(), "the copy was over when the computation was, and not before"
-    copies.join()
-    assert torch.equal(tensor.cpu(), host)
-
-
-def test_memory_is_used_again_only_behind_its_last_use(device: torch.device) -> None:
-    """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
-    move, sums = mover(device), []
-    on_host = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
-    done = compute(device, 0.5)
-    for tensor in on_host:
-        batch = move({"x": tensor})
-        sums.append(batch["x"].sum())
-        del batch
-    assert not done.query(), "the device has caught up: this shows nothing"
-    assert [float(each) for each in sums] == [float(number) * (1 << 18) for number in range(50)]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_gives_batches_on_the_device_from_pinned_memory(device: torch.device, workers: int) -> None:
-    pinned = []
-
-    def weight(batch: torch.Tensor) -> float:
-        pinned.append(batch.is_pinned())
-        return float(batch.sum())
-
-    loader = Loader(
-        NUMBERS, BatchSizes(8, 4), Place(), shuffle=False, weight=weight, device=device, num_workers=workers
-    )
-    drawn = loader.next_step()
-    assert drawn is not None
-    assert drawn[0].weight == sum(range(8))
-    batches = list(drawn[1])
-    assert [batch.device for batch in batches] == [device] * 2
-    assert torch.cat(batches).tolist() == list(range(8))
-    assert pinned == [True, True]
+    def test_a_loader_gives_batches_on_the_device_from_pinned_memory(self) -> None:
+        for workers in (0, 2):
+            with self.subTest(workers=workers):
+                run_workers(f"{batches.__name__}:loader_gives", 1, workers=workers)

@@ -1,0 +1,88 @@
+"""Batches on their way to a GPU that computes. Each function fails by an AssertionError."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pacekeeper.data.device import CudaCopies, mover
+from pacekeeper.data.loader import BatchSizes, Loader, Place
+
+NUMBERS: Any = torch.arange(64.0)
+
+
+def copies_beside_work() -> None:
+    """A copy waits for nothing, and what uses it waits for the copy."""
+    device = current()
+    host = torch.arange(float(1 << 20)).pin_memory()
+    copies = CudaCopies(device)
+    copies.begin(host)
+    copies.join()
+    torch.cuda.synchronize()
+    done = compute(device, 0.5)
+    tensor = copies.begin(host)
+    copied = torch.cuda.Event()
+    copied.record(copies._stream)
+    deadline = time.monotonic() + 10
+    while not copied.query():
+        assert time.monotonic() < deadline
+    assert not done.query(), "the copy was over when the computation was, and not before"
+    copies.join()
+    assert torch.equal(tensor.cpu(), host)
+
+
+def memory_is_kept() -> None:
+    """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
+    device = current()
+    move, sums = mover(device), []
+    on_host = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
+    done = compute(device, 0.5)
+    for tensor in on_host:
+        batch = move({"x": tensor})
+        sums.append(batch["x"].sum())
+        del batch
+    assert not done.query(), "the device has caught up: this shows nothing"
+    assert [float(each) for each in sums] == [float(number) * (1 << 18) for number in range(50)]
+
+
+def loader_gives(workers: int) -> None:
+    """Batches on the device, from pinned memory, with so many workers of torch's DataLoader."""
+    device = current()
+    pinned = []
+
+    def weight(batch: torch.Tensor) -> float:
+        pinned.append(batch.is_pinned())
+        return float(batch.sum())
+
+    loader = Loader(
+        NUMBERS, BatchSizes(8, 4), Place(), shuffle=False, weight=weight, device=device, num_workers=workers
+    )
+    drawn = loader.next_step()
+    assert drawn is not None
+    assert drawn[0].weight == sum(range(8))
+    batches = list(drawn[1])
+    assert [batch.device for batch in batches] == [device] * 2
+    assert torch.cat(batches).tolist() == list(range(8))
+    assert pinned == [True, True]
+
+
+def current() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def compute(device: torch.device, seconds: float) -> torch.cuda.Event:
+    """Launches work that takes about so long at least, and returns before it is done. Its end is the event."""
+    matrix = torch.zeros(4096, 4096, device=device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    matrix @ matrix  # the first one loads libraries
+    start.record()
+    matrix @ matrix
+    end.record()
+    end.synchronize()
+    for _ in range(int(1e3 * seconds / start.elapsed_time(end)) + 1):
+        matrix @ matrix
+    done = torch.cuda.Event()
+    done.record()
+    return done
