@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
 def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path: Path) -> None:
     """More units than the two whose synchronisation is under way at a time. Were the rest completed on the asking rank
-    alone, it would wait for its sync group, which waits for shards that the asking rank has to gather."""
+    alone, it would wait for its sync group, which waits for shards that the asking rank has to gather. One of the units
+    has no parameters, as those of `nn.Module.children` may."""
 
     def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
         if rank == 0:
             write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
         job = pk.init(mesh={"sync": 2, "shard": 2})
-        net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 1)))
+        net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Tanh(), nn.Linear(4, 1)))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
         due, parameters = [], {}
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=24):
@@ -48,6 +50,36 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
         assert due == [8, 12, 20, 24]
     sync_groups_other = others[1][1]
     assert [parameters[step] for step in due] == [sync_groups_other[step] for step in due]
+
+
+def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up() -> None:
+    """Two models of more units than are under way at a time. Rank 0 has used up all samples while rank 1 has two steps
+    to go, so it comes to a synchronisation without a forward pass. Then rank 1 must not wait for it in anything but
+    this synchronisation. And rank 1 evaluates the second model first."""
+
+    def rank_main(rank: int) -> tuple[list[int], int, str]:
+        job = pk.init(sync_mode=ASYNC_EDIT, sync_seconds=0.05)
+        nets = [job.replicate(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 1))) for _ in range(2)]
+        parameters = [parameter for net in nets for parameter in net.parameters()]
+        optimizer = job.optimizer(torch.optim.SGD(parameters, lr=0.001), warmup_steps=0)
+        loader = job.dataloader(Numbers(), BATCH, max_microbatch=8, num_workers=1)  # promises two steps in advance
+        own = []
+        for step in job.steps(loader, until=6):
+            if rank == 1:
+                with torch.no_grad():
+                    nets[1](torch.zeros(1, 4))
+                time.sleep(0.1)
+            for _, x in step.microbatches():
+                step.backward(sum(net(x).sum() for net in nets))
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(step.samples)
+        return own, job.samples, digest(parameters)
+
+    (zero, used, parameters), (one, used_too, parameters_too) = run_ranks(rank_main, 2, patience=30)
+    assert sum(zero) + sum(one) == used == used_too == 6 * BATCH
+    assert len(one) >= 3
+    assert parameters == parameters_too
 
 
 def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) -> None:
