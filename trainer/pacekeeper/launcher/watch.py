@@ -40,8 +40,8 @@ BETWEEN_LOOKS = 0.5
 TICKS_OF_A_LOOK = 2
 """Processor time that the rank may be charged for writing its stack at the first look."""
 LONGEST_HOST_WORK = 30.0
-"""A rank with a GPU that keeps a processor busy for longer does not work, it spins for its GPU, unless its stack changes.
-Before that it may be either, as long as no collective waits on the GPU."""
+"""Seconds for which a rank whose GPU is idle may keep a processor busy at one place of its script: it works. After that
+it spins for a kernel of its own that never ends."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 _PROBE_TIMEOUT = 1.0

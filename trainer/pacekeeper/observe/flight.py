@@ -55,9 +55,11 @@ def watch_flight(state: Any) -> None:
 
 
 def ask() -> bytes | None:
-    """What the recorder tells; None: nothing. Its questions to CUDA are asked as NCCL's own watchdog asks them: on a GPU
-    that this process uses, or they would make a context of half a GiB on the first one; and without invalidating the
-    CUDA graph that another thread may be capturing."""
+    """What the recorder tells; None: nothing.
+
+    It queries CUDA's events, and does that as NCCL's own watchdog does: on a GPU that this process uses, or it would
+    make a context of half a GiB on the first one; and without invalidating a CUDA graph that another thread captures.
+    """
     used = torch_internals.used_gpus()
     if not used:
         return None
@@ -67,8 +69,11 @@ def ask() -> bytes | None:
 
 
 def leave_captures_alone(driver: str = "libcuda.so.1") -> None:
-    """What the calling thread asks of CUDA counts no longer as part of what other threads capture. `driver`: its library;
-    CUDA's runtime would make a context for the same call."""
+    """From now on no call of this thread invalidates what other threads capture.
+
+    driver: CUDA's, since its runtime would make a context for the same call. Raises OSError without it, RuntimeError
+    where it refuses.
+    """
     thread_local = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL; the call leaves the mode of before in it
     error = ctypes.CDLL(driver).cuThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))
     if error:
