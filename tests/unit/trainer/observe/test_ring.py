@@ -154,7 +154,7 @@ def test_a_ring_of_the_first_version_is_read_and_one_of_this_version_by_that(pat
     writer.state.share_grain, writer.state.device = 4, Device.STARTED
     content = path.read_bytes()
     seen_by_the_first = np.frombuffer(content[: first.itemsize], first)[0]
-    assert seen_by_the_first.tolist() == RingReader(path).state().tolist()[: len(first)]
+    assert seen_by_the_first.tolist() == RingReader(path).state().tolist()[: len(first.names or ())]
     path.write_bytes(content[: first.itemsize].ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
     state = RingReader(path).state()
     assert (state["step"], state["share_grain"], state["device"], state["longest_load_ns"]) == (11, 0, Device.NONE, 0)
