@@ -27,6 +27,8 @@ Count = Annotated[int, Within(0)]
 Position = Annotated[int, Within(-1)]
 """A step, or a rank; -1: none."""
 Seconds = Annotated[float, Within(0, 1e12)]
+Samples = Annotated[int, Within(0, 2**31)]
+"""Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
 ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
 
@@ -59,7 +61,7 @@ class Heartbeat:
     snapshot_step: Position = -1
     restored_step: Position = -1  # that the round started from
     checkpoint_request: Count = 0  # last one answered
-    global_batch: Count = 0
+    global_batch: Annotated[int, Within(0, 2**40)] = 0
     round_started_at: Seconds = 0.0
     first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
@@ -159,7 +161,7 @@ class RankWindow:
     steps: Annotated[tuple[Count, ...], Longest(LONGEST_WINDOW)]
     step_seconds: ByStep
     compute_seconds: ByStep  # own work, without the waits for peers
-    samples: Annotated[tuple[Count, ...], Longest(LONGEST_WINDOW)]
+    samples: Annotated[tuple[Samples, ...], Longest(LONGEST_WINDOW)]
     garbage_seconds: ByStep = ()  # of each step; (): not recorded
     lengths: ByStep = ()  # of each step's samples, in sum (tokens, say); (): not known
     squares: ByStep = ()  # of these lengths, in sum; (): only the sums of the lengths are known
@@ -167,7 +169,7 @@ class RankWindow:
     transfers: ByStep = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps as seen here; 0: not known
     baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
-    share_grain: Annotated[int, Within(1)] = 1  # samples that a rank's share is a multiple of (static shapes)
+    share_grain: Annotated[int, Within(1, 2**31)] = 1  # samples that a rank's share is a multiple of (static shapes)
 
     def __post_init__(self) -> None:
         """Raises InputError where the lists by step differ in length."""

@@ -273,11 +273,14 @@ def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int
         return np.clip((finish - fixed) / cost, minimum, maximum).astype(np.int64)
 
     low, high = 0.0, float((fixed + total * cost).max())
-    for _ in range(60):
-        middle = (low + high) / 2
+    while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if fitting(middle).sum() <= total else (low, middle)
     shares = fitting(low)
-    for _ in range(total - int(shares.sum())):
+    left = total - int(shares.sum())
+    if left > len(shares):  # many samples take less than the least time that numbers tell apart: no rank is done first
+        room = np.minimum(np.cumsum(fitting(high) - shares), left)
+        return shares + np.diff(room, prepend=0)
+    for _ in range(left):
         finish = np.where(shares < maximum, fixed + (shares + 1) * cost, np.inf)
         shares[int(finish.argmin())] += 1
     return shares
