@@ -60,6 +60,11 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         assert (fault.xid, fault.worker, fault.round, fault.error) == (79, "a", 1, "XID 79 on GPU-1")
         step = worker.heartbeat().step
         one.wait_for(lambda: worker.heartbeat().step > step, "the ranks train on")
+        for xid in (31, 31, 31, 13, 31):  # a kernel with a wild pointer
+            double.tell(0, XID, xid)
+        double.tell(0, XID, 62)
+        one.wait_for(lambda: 62 in [fault.xid for fault in worker.faults(FaultKind.GPU_ERROR)], "the last of them")
+        assert sorted(fault.xid for fault in worker.faults(FaultKind.GPU_ERROR)) == [13, 31, 62, 79]
 
 
 def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:

@@ -125,6 +125,12 @@ def test_flight_record() -> None:
     assert json.loads(record)["version"].startswith("2.")
 
 
+def test_used_gpus() -> None:
+    """Of one that is used, tests.gpu.test_faults asks."""
+    assert callable(torch._C._cuda_hasPrimaryContext)
+    assert torch_internals.used_gpus() == []
+
+
 def test_graph_task() -> None:
     passes = []
     x = torch.ones(2, requires_grad=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -17,6 +20,48 @@ PATIENCE_SECONDS = 180.0
 PORT = 29571
 MULTI_RANK_NCCL = (2, 30)
 """From this version on NCCL takes several ranks on one GPU."""
+
+
+CAPTURING = """
+import json, threading
+import torch
+import torch.distributed as dist
+from pacekeeper import torch_internals
+from pacekeeper.observe.flight import ask
+
+gpu = torch.device("cuda", 0)
+torch.cuda.set_device(gpu)
+dist.init_process_group("nccl", store=torch_internals.HashStore(), rank=0, world_size=1, device_id=gpu)
+x, y, side, graph = torch.ones(1024, device=gpu), torch.ones(8, device=gpu), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+dist.all_reduce(x)
+torch.cuda.synchronize()
+assert torch_internals.used_gpus() == [0], torch_internals.used_gpus()
+records = []
+torch.cuda._sleep(4_000_000_000)  # clock ticks
+work = dist.all_reduce(x, async_op=True)
+with torch.cuda.stream(side):
+    graph.capture_begin()
+    y *= 3
+    thread = threading.Thread(target=lambda: records.append(ask()))
+    thread.start()
+    thread.join()
+    graph.capture_end()
+assert [entry["state"] for entry in json.loads(records[0])["entries"]] == ["scheduled"], records
+work.wait()
+graph.replay()
+torch.cuda.synchronize()
+assert y.tolist() == [3.0] * 8, y
+dist.destroy_process_group()
+"""
+"""A rank captures a CUDA graph while its collective waits for a kernel, and the flight recorder is asked."""
+
+
+class FlightRecorder(unittest.TestCase):
+    def test_it_is_asked_while_a_graph_is_captured(self) -> None:
+        if not ON_GPU:
+            self.skipTest("it takes NCCL")
+        recorder = {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_ENABLE_TIMING": "1"}
+        subprocess.run([sys.executable, "-c", CAPTURING], env=os.environ | recorder, check=True, timeout=120)
 
 
 class Faults(unittest.TestCase):

@@ -124,6 +124,11 @@ def flight_record() -> bytes | None:
     return None if dump is None else dump(includeCollectives=True, onlyActive=True)
 
 
+def used_gpus() -> list[int]:
+    """The numbers of those on which this process has a context. It makes none."""
+    return [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
+
+
 def on_compilation(started: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
     """Calls both around each compilation of torch.compile. It imports the compiler, which takes seconds."""
     from torch._dynamo.callback import callback_handler

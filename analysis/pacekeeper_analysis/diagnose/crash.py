@@ -6,11 +6,12 @@ import re
 import signal
 
 _CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|connection.*\bpeer|broken pipe|no route to host|nccl(Remote|System)Error"
+    r"connection (closed|reset|refused)|connection.{0,200}\bpeer|broken pipe|no route to host|nccl(Remote|System)Error"
     r"|remote process exited",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the sockets below them say when a peer has gone."""
+"""What gloo, NCCL and the sockets below them say when a peer has gone. It looks so far behind each `connection` only,
+since scripts may write anything: to the end of the line, a MiB of that word would take minutes."""
 _WATCHDOG = re.compile(
     r"watchdog thread terminated with exception|watchdog caught collective operation timeout"
     r"|ProcessGroupNCCL('s)? watchdog (got stuck|hang)",

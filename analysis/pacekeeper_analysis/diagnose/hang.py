@@ -10,7 +10,7 @@ culprit has not begun the oldest of them, since a kernel before it never ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,8 +19,6 @@ from ..reports import Fault, FaultKind, RankState
 
 COMMUNICATION_SECONDS = 10.0
 """So long all ranks must have been inside the same collective before it is taken for one that never ends."""
-
-
 LOOK_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
@@ -79,7 +77,8 @@ def _beyond_ceiling(ranks: Sequence[RankState], ceiling: float) -> HangVerdict |
 
 def _busy(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
     """A rank in a long phase, or one that works outside of collectives, keeps the others waiting rightly."""
-    busy = [rank for rank in ranks if _has_own_deadline(rank) or (not _waits(rank, ranks) and rank.moving)]
+    newest = _newest(ranks)
+    busy = [rank for rank in ranks if _has_own_deadline(rank) or (not _waits(rank, newest) and rank.moving)]
     return _NO_VERDICT if busy else None
 
 
@@ -94,21 +93,24 @@ def _kernel(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
 
 
 def _never_entered(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    behind = [rank for rank in ranks if not _waits(rank, ranks)]
+    newest = _newest(ranks)
+    behind = [rank for rank in ranks if not _waits(rank, newest)]
     return _blame(HangKind.NEVER_ENTERED, behind) if len(behind) < len(ranks) else _blame(HangKind.STOPPED, behind)
 
 
 def _mismatch(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
     """All are inside a collective, but not the same one: the fewest are wrong; in a group, those that lag behind."""
     odd: list[RankState] = []
-    places = {rank: place for rank in ranks if (place := _place(rank)) is not None}
-    for where in {(place.on_gpu, place.group) for place in places.values()}:
-        inside = {rank: place for rank, place in places.items() if (place.on_gpu, place.group) == where}
-        newest = max(place.sequence for place in inside.values())
-        odd += [rank for rank, place in inside.items() if place.sequence < newest]
-        there = {rank: place for rank, place in inside.items() if place.sequence == newest}
-        (usual, _), *others = Counter(place.collective for place in there.values()).most_common()
-        odd += [rank for rank, place in there.items() if others and place.collective != usual]
+    groups: dict[tuple[bool, int], list[tuple[RankState, _Place]]] = {}
+    for rank in ranks:
+        if (place := _place(rank)) is not None:
+            groups.setdefault((place.on_gpu, place.group), []).append((rank, place))
+    for inside in groups.values():
+        newest = max(place.sequence for _, place in inside)
+        odd += [rank for rank, place in inside if place.sequence < newest]
+        there = [(rank, place) for rank, place in inside if place.sequence == newest]
+        (usual, _), *others = Counter(place.collective for _, place in there).most_common()
+        odd += [rank for rank, place in there if others and place.collective != usual]
     return _blame(HangKind.MISMATCH, odd)
 
 
@@ -145,7 +147,15 @@ def _where(rank: RankState) -> str:
     return f"inside {rank.collective} {rank.sequence}"
 
 
-def _waits(rank: RankState, ranks: Sequence[RankState]) -> bool:
+def _newest(ranks: Sequence[RankState]) -> Mapping[int, int]:
+    """The newest collective that a host speaks of, by group."""
+    newest: dict[int, int] = {}
+    for rank in ranks:
+        newest[rank.group] = max(rank.sequence, newest.get(rank.group, rank.sequence))
+    return newest
+
+
+def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
     """Whether it is inside of a collective, where a rank may stand still for as long as another one does."""
     match Device[rank.device]:
         case Device.STARTED:
@@ -154,8 +164,7 @@ def _waits(rank: RankState, ranks: Sequence[RankState]) -> bool:
             return False
         case Device.IDLE:
             # It may have left the collective that its host speaks of: on a GPU nobody tells the host of the end.
-            peers = [peer for peer in ranks if peer.group == rank.group]
-            return rank.collective != Collective.NONE.name and rank.sequence == max(peer.sequence for peer in peers)
+            return rank.collective != Collective.NONE.name and rank.sequence == newest[rank.group]
         case Device.NONE | Device.RUNNING:
             return rank.collective != Collective.NONE.name
 

@@ -114,8 +114,10 @@ class Sidecars:
         job = self._job(caller)
         if _settled(job, fault):
             return
+        member = None if job.plan is None else _member(job.plan, caller)
+        fault = _fault_by_our_clock(_about_its_own(fault, member), self._runtime.now())
         workers = 0 if job.draft is None else len(job.draft.state.placement.workers)
-        if why := job.faults.take(_fault_by_our_clock(fault, self._runtime.now()), workers):
+        if why := job.faults.take(fault, workers):
             raise TooMany(f"{why}: send fault {fault.name} again later")
         job.wake.set()
         try:
@@ -211,6 +213,12 @@ def _names_its_own(fault: Fault) -> None:
     """So that no worker takes another's names, and with them the answers that the other gets."""
     if not fault.name.startswith(f"{fault.worker}-") or len(fault.name) > MAX_NAME:
         raise InputError(f"name: {fault.name[:MAX_NAME]!r} must begin with {fault.worker}-, in {MAX_NAME} characters")
+
+
+def _about_its_own(fault: Fault, member: Member | None) -> Fault:
+    """Without words about others' ranks, and with one about each rank: the last."""
+    states = {state.rank: state for state in fault.ranks if member is not None and state.rank in member.ranks}
+    return replace(fault, ranks=tuple(states.values()))
 
 
 def _heartbeat_by_our_clock(said: Heartbeat, before: Contact | None, received: float) -> Heartbeat:

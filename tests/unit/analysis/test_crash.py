@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -33,3 +34,9 @@ TRACE = "\nException raised from checkTimeout\nframe #0: c10::Error::Error()\n"
 )
 def test_a_lost_peer_is_known_by_the_words_and_the_exit_code(exit_code: int, error: str, consequence: bool) -> None:
     assert lost_a_peer(exit_code, error) is consequence
+
+
+def test_a_line_without_an_end_is_searched_in_a_moment() -> None:
+    began = time.monotonic()
+    assert not lost_a_peer(1, "connection" * 20_000)
+    assert time.monotonic() - began < 3.0, "it takes 0.05 s; by the square of the length, 15 s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -196,3 +197,13 @@ def test_a_loader_that_takes_longer_than_it_may_is_blamed() -> None:
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
     assert "in phase DATA" in found.evidence[0]
     assert verdict(stalls(WAITING, replace(stuck, moving=True), WAITING), world_size=3) is None
+
+
+@pytest.mark.parametrize("device", ["NONE", "IDLE"])
+def test_thousands_of_ranks_are_judged_in_a_moment(device: str) -> None:
+    """Each in a group of its own, or each with a host that has to be compared with all others of its group."""
+    groups = 8192 if device == "NONE" else 1
+    ranks = tuple(replace(WAITING, rank=rank, group=rank % groups, device=device) for rank in range(8192))
+    began = time.monotonic()
+    assert verdict(stalls(*ranks), world_size=len(ranks)) is None
+    assert time.monotonic() - began < 3.0, "it takes 0.1 s; by the square of the ranks, 8 s"

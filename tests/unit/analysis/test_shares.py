@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -243,3 +244,16 @@ def test_a_rare_pause_moves_no_shares() -> None:
 def test_bad_windows_are_refused(seconds: np.ndarray, samples: np.ndarray, words: str) -> None:
     with pytest.raises(InputError, match=words):
         rebalance(seconds, samples)
+
+
+@pytest.mark.parametrize("fixed", [0.0, 1e9])
+def test_numbers_beyond_reason_are_shared_out_in_a_moment(fixed: float) -> None:
+    """As a script may have its rank tell: a sample costs less than the least time that can be told from the fixed one,
+    or 10¹⁵ times as much as on another rank."""
+    cost = np.full((8, 3), 1e-14)
+    cost[:, 2] *= 1e15
+    began = time.monotonic()
+    found = balance(cost, (2**31, 2**31, 2**31), fixed=np.full(3, fixed))
+    assert sum(found.shares) == 3 * 2**31
+    assert min(found.shares) >= 1
+    assert time.monotonic() - began < 5.0, "it takes 0.1 s; sample by sample, hours"

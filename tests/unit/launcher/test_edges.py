@@ -13,7 +13,7 @@ import pytest
 from pacekeeper import cli
 from pacekeeper.launcher import cgroup, network
 from pacekeeper.launcher.launcher import Script, rank_starts
-from pacekeeper.launcher.output import TAIL_LINES, Stream
+from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, Stream
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.launcher.rounds import Start
 from pacekeeper.launcher.settings import LauncherSettings
@@ -81,6 +81,18 @@ async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is
     lines = target.getvalue().splitlines()
     assert (lines[0], lines[-1], len(lines)) == (b"[3] line 0", b"[3] no end", 101)
     assert stream.tail().splitlines()[0] == f"line {101 - TAIL_LINES}"
+
+
+async def test_of_lines_without_an_end_only_so_much_is_kept() -> None:
+    stream = Stream(io.BytesIO())
+    for _ in range(40):
+        os.write(stream.write_end, b"x" * 2**15)
+        stream.pump()
+    os.write(stream.write_end, b"\nValueError: 3")
+    os.close(stream.write_end)
+    stream.pump()
+    assert len(stream.tail()) == TAIL_BYTES
+    assert stream.tail().endswith("x\nValueError: 3")
 
 
 async def test_a_single_ranks_output_is_passed_on_at_once() -> None:

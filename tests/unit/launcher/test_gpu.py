@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -143,12 +143,16 @@ def test_a_gpu_that_falls_off_the_bus_is_told_once_and_the_others_are_watched_on
     assert len(one.said) == 1, "an NVML in trouble is spoken of once"
 
 
-def test_a_gpu_that_is_gone_when_nvml_is_opened_again_is_told_by_its_name_of_before(double: NvmlDouble) -> None:
+@pytest.mark.parametrize("gone", ["GPU-0", "GPU-1"])
+def test_a_gpu_that_is_gone_when_nvml_is_opened_again_is_told_by_its_name_of_before(
+    double: NvmlDouble, gone: str
+) -> None:
     with watching(double) as one:
         one.goes_on()
+        double.state.gpus[0].uuid = b"GPU-1" if gone == "GPU-0" else b"GPU-0"  # which moves up
         double.state.count, double.state.wait_error = 1, UNKNOWN
         one.until(lambda: bool(one.events), "the loss is told")
-    assert one.events == [OFF_THE_BUS]
+    assert one.events == [replace(OFF_THE_BUS, gpu=gone, text=OFF_THE_BUS.text.replace("GPU-1", gone))]
 
 
 def test_an_nvml_that_never_answers_stops_nothing_and_is_asked_again(double: NvmlDouble) -> None:

@@ -207,9 +207,11 @@ def test_a_rank_that_spins_for_its_gpu_does_not_move(tmp_path: Path, device: Dev
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     RingWriter(tmp_path / "0").state.device = device
     state = RingReader(tmp_path / "0").state()
-    spins = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=91.0, now=100.0, overdue=False)
-    moves = rank_state(state, Look("R", 3, "a"), Look("R", 50, "b"), since=91.0, now=100.0, overdue=False)
+    spins = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=69.0, now=100.0, overdue=False)
+    moves = rank_state(state, Look("R", 3, "a"), Look("R", 50, "b"), since=69.0, now=100.0, overdue=False)
     assert (spins.moving, moves.moving) == (False, True)
+    young = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=91.0, now=100.0, overdue=False)
+    assert young.moving is (device is Device.IDLE), "with nothing under way on its GPU it may work on its host"
 
 
 DUMP = """Thread 0x00007f0000000002 (most recent call first):

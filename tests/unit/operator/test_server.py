@@ -34,7 +34,7 @@ from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.server import MAX_EVIDENCE_BYTES, MAX_FAULT_BYTES, MAX_HEARTBEAT_BYTES, application, serve
 from pacekeeper_operator.services import sidecars, tokens
 from pacekeeper_operator.services.sidecars import Sidecars
-from tests.support.worlds import NOW, crash, training
+from tests.support.worlds import NOW, crash, stall, training
 
 WORLD = training(replicas=2, spares=1)
 Client = TestClient[web.Request, web.Application]
@@ -541,6 +541,13 @@ class TestFaults:
         for name in ("j-w1-0-rank-1-round-1", "x", "j-w0-0", "j-w0-0-" + "x" * 300):
             assert await self.send(client, name) == 400
         assert not job.faults
+
+    async def test_a_worker_tells_of_its_own_ranks_only_and_of_each_once(self, client: Client, job: JobMemory) -> None:
+        stalled, others = stall("j-w0-0", 0), stall("j-w1-0", 1).ranks
+        earlier = replace(stalled.ranks[0], step=1)
+        told = replace(stalled, ranks=(earlier, *stalled.ranks, *others))
+        assert (await client.post("/v1/faults", json=told.to_json(), **W0)).status == 503
+        assert job.faults[stalled.name].ranks == stalled.ranks
 
     async def test_of_too_many_the_oldest_stay(
         self, client: Client, job: JobMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -208,10 +208,11 @@ class Opening:
         self.found: list[GpuEvent] = []
         """Losses that showed on the way."""
         self.count: int = nvml.nvmlDeviceGetCount()
+        before = set(census.names.values())  # where one is gone, those behind it move up
         for index in range(self.count):
             self.found += self._add(index)
-        if self.count < len(census.names):
-            for gpu in set(census.names.values()) - self.handles.keys():
+        if self.count < len(before):
+            for gpu in before - self.handles.keys():
                 self.found += census.failed(gpu, lost=True)
 
     def wait(self, seconds: float) -> Iterator[GpuEvent]:

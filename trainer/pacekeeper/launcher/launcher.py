@@ -87,6 +87,7 @@ class Launcher:
         self._watch = Watch(settings, self._ranks.records, self.notify)
         self._gpus = open_gpus()
         self._gpus_at = 0.0
+        self._gpu_faults: set[str] = set()
         self._told_to_end = False
         self._exit: Exit | None = None
 
@@ -155,7 +156,10 @@ class Launcher:
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
             for event in self._gpus.poll(now):
-                self.notify(gpu_fault(event, self._state, self._settings))
+                fault = gpu_fault(event, self._state, self._settings)
+                if fault.name not in self._gpu_faults:
+                    self._gpu_faults.add(fault.name)
+                    self.notify(fault)
 
     def _refused(self) -> str:
         try:
@@ -277,9 +281,11 @@ class Launcher:
 
 
 def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings) -> Fault:
-    """One fault an event: the same XID again is another one."""
+    """The same XID of the same GPU is the same fault for as long as the round lasts: a kernel with a wild pointer makes
+    thousands of them, before which the operator would never come to the rank's own end."""
+    place = f"{event.gpu}-xid-{event.xid}".replace(" ", "-")
     return Fault(
-        name=f"{settings.worker}-{settings.incarnation}-r{state.round}-gpu-{time.time_ns():x}".lower(),
+        name=f"{settings.worker}-{settings.incarnation}-r{state.round}-gpu-{place}".lower(),
         kind=FaultKind.GPU_ERROR,
         worker=settings.worker,
         round=state.round,
@@ -334,8 +340,13 @@ def rank_starts(command: Start, script: Script, settings: LauncherSettings, runt
 
 
 def _flight_recorder(given: Mapping[str, str]) -> dict[str, str]:
-    """What has NCCL's flight recorder keep its last collectives, and when each of them began (`observe.flight`), unless
-    the variables are `given` otherwise."""
+    """What has NCCL's flight recorder keep its last collectives, and whether each of them has begun (`observe.flight`),
+    unless the variables are `given` otherwise.
+
+    Timing costs one more event a collective, and has NCCL's watchdog thread ask for each one's duration, which may hang
+    in the CUDA driver (so torch warns). It is worth it: nothing else tells a kernel that never ends from a wait, the
+    watchdog asks the same driver without timing, too, and where that hangs, the rank does, which is found sooner.
+    """
     sizes = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
     wanted = {"TORCH_NCCL_ENABLE_TIMING": "1"}
     if not sizes & given.keys():

@@ -8,6 +8,7 @@ from collections import deque
 from typing import BinaryIO
 
 TAIL_LINES = 50
+TAIL_BYTES = 64 * 2**10
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 20  # a line beyond this is passed on in pieces
 
@@ -47,8 +48,8 @@ class Stream:
                 self._rest = b""
 
     def tail(self) -> str:
-        """The last lines that came through."""
-        return b"".join(self._tail).decode(errors="replace")
+        """The last lines that came through, but `TAIL_BYTES` at most: a line may be as long as it likes."""
+        return b"".join(self._tail)[-TAIL_BYTES:].decode(errors="replace")
 
     def close(self) -> None:
         if self._open:

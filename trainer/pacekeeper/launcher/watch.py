@@ -39,6 +39,9 @@ BETWEEN_LOOKS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
 TICKS_OF_A_LOOK = 2
 """Processor time that the rank may be charged for writing its stack at the first look."""
+LONGEST_HOST_WORK = 30.0
+"""Seconds for which a rank whose GPU is idle may keep a processor busy at one place of its script: it works. After that
+it spins for a kernel of its own that never ends."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 _PROBE_TIMEOUT = 1.0
@@ -198,7 +201,9 @@ class Watch:
 def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float, *, overdue: bool) -> RankState:
     """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic."""
     device = Device(int(rank["device"]))
-    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK and device is Device.NONE  # CUDA spins where it waits
+    # CUDA spins where it waits, so that a processor at work is no sign of life for ever.
+    may_work = device is Device.NONE or (device is Device.IDLE and now - since < LONGEST_HOST_WORK)
+    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK and may_work
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
     return RankState(

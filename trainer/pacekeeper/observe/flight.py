@@ -11,6 +11,7 @@ state; whether somebody hangs, and who, is judged by others (`launcher.watch`, `
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import threading
@@ -53,6 +54,32 @@ def watch_flight(state: Any) -> None:
         threading.Thread(target=_keep_looking, args=(watch,), name="pacekeeper-flight", daemon=True).start()
 
 
+def ask() -> bytes | None:
+    """What the recorder tells; None: nothing.
+
+    It queries CUDA's events, and does that as NCCL's own watchdog does: on a GPU that this process uses, or it would
+    make a context of half a GiB on the first one; and without invalidating a CUDA graph that another thread captures.
+    """
+    used = torch_internals.used_gpus()
+    if not used:
+        return None
+    leave_captures_alone()
+    torch.cuda.set_device(used[0])
+    return torch_internals.flight_record()
+
+
+def leave_captures_alone(driver: str = "libcuda.so.1") -> None:
+    """From now on no call of this thread invalidates what other threads capture.
+
+    driver: CUDA's, since its runtime would make a context for the same call. Raises OSError without it, RuntimeError
+    where it refuses.
+    """
+    thread_local = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL; the call leaves the mode of before in it
+    error = ctypes.CDLL(driver).cuThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))
+    if error:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode fails with error {error} of the CUDA driver")
+
+
 def oldest(record: bytes) -> Flight:
     """The oldest collective in what the flight recorder has written of those that are not complete (its JSON, 2.x)."""
     try:
@@ -88,7 +115,7 @@ class FlightWatch:
     state: Any
     uses_gpu: Callable[[], bool] = lambda: torch.cuda.is_initialized()
     uses_nccl: Callable[[], bool] = lambda: any("nccl" in backends for backends in torch_internals.backends())
-    record: Callable[[], bytes | None] = lambda: torch_internals.flight_record()
+    record: Callable[[], bytes | None] = ask
     _progress: tuple[int, ...] = ()
     _since: float = 0.0
     _step_seconds: float = 0.0

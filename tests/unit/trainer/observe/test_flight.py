@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch._C import _distributed_c10d
 from pacekeeper import torch_internals
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.watch import deadline
-from pacekeeper.observe.flight import PERIOD, FlightWatch, oldest, patience
+from pacekeeper.observe.flight import PERIOD, FlightWatch, leave_captures_alone, oldest, patience
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Collective, Device, Phase
 
@@ -207,3 +209,25 @@ def test_without_nccl_nothing_is_under_way_on_the_gpu(rank: Rank) -> None:
         rank.step(0.1)
     assert rank.look(2.0) is Device.IDLE
     assert rank.asked == 0
+
+
+DRIVER = """
+static __thread int now;
+int refusal;
+int cuThreadExchangeStreamCaptureMode(int *mode) { int before = now; now = *mode; *mode = before; return refusal; }
+"""
+"""A double of the CUDA driver's one call."""
+
+
+def test_a_thread_keeps_its_questions_out_of_what_others_capture(tmp_path: Path) -> None:
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=60)
+    driver = ctypes.CDLL(str(library))
+    leave_captures_alone(str(library))
+    mode = ctypes.c_int(0)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 1
+    ctypes.c_int.in_dll(driver, "refusal").value = 3
+    with pytest.raises(RuntimeError, match="error 3"):
+        leave_captures_alone(str(library))

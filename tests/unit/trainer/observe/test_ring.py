@@ -8,11 +8,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import STATE, Collective, Kind, Phase
+from pacekeeper_analysis.records import HEADER_BYTES, STATE, Collective, Device, Kind, Phase
 
 
 @pytest.fixture
@@ -135,3 +136,25 @@ def test_what_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "0").write_bytes(content)
     with pytest.raises(InputError, match="ring of records"):
         RingReader(tmp_path / "0")
+
+
+FIRST_LAYOUT = """
+magic:u8 capacity:u8 rank:i4 round:i4 pid:i4 phase:i4 phase_since_ns:i8 step:i8 step_end_ns:i8 steps_in_round:i8
+collective:i4 group:u4 sequence:i8 collective_since_ns:i8 collectives_entered:i8 checkpoint_step:i8 snapshot_step:i8
+restored_step:i8 samples:i8 global_batch:i8 loss:f8 plan_version:i8 checkpoint_request:i8 share:i8 sync_mode:i8
+bad_loss_step:i8
+"""
+"""Of the state, when MAGIC was given to it. A sidecar's image may be older or newer than the trainer's."""
+
+
+def test_a_ring_of_the_first_version_is_read_and_one_of_this_version_by_that(path: Path) -> None:
+    first = np.dtype([(name, f"<{kind}") for name, _, kind in (item.partition(":") for item in FIRST_LAYOUT.split())])
+    writer = RingWriter(path)
+    writer.end_step(11, 2_000)
+    writer.state.share_grain, writer.state.device = 4, Device.STARTED
+    content = path.read_bytes()
+    seen_by_the_first = np.frombuffer(content[: first.itemsize], first)[0]
+    assert seen_by_the_first.tolist() == RingReader(path).state().tolist()[: len(first.names or ())]
+    path.write_bytes(content[: first.itemsize].ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
+    state = RingReader(path).state()
+    assert (state["step"], state["share_grain"], state["device"], state["longest_load_ns"]) == (11, 0, Device.NONE, 0)
