@@ -224,8 +224,9 @@ class Event:
         self._rank = rank
         self._task: Task | None = None
 
-    def record(self) -> None:
-        self._task = self._rank.task(0)
+    def record(self, stream: Stream) -> None:
+        with self._rank.on(stream):
+            self._task = self._rank.task(0)
 
     def query(self) -> bool:
         done = self.task.done
@@ -300,6 +301,13 @@ class Group:
         self._after(call)
         work: Work | None = call.work
         return work
+
+    def barrier(self) -> None:
+        """As NCCL's: the current stream waits for it, and then the host."""
+        call = SimpleNamespace(name="BARRIER", async_op=False, input_tensors=[], output_tensors=[], work=None)
+        self._before(call)
+        self._rank.wait_for(self._join(0))
+        self._after(call)
 
     def _join(self, ns: int) -> Task:
         meeting = self._links.meeting(self._entered)

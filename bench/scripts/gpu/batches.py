@@ -38,6 +38,7 @@ def memory_is_kept() -> None:
     device = current()
     move, sums = mover(device), []
     on_host = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
+    move(on_host[0]).sum()  # the first one loads its kernel, which may wait for what the device is at
     done = compute(device, 0.5)
     for tensor in on_host:
         batch = move({"x": tensor})

@@ -50,7 +50,7 @@ def capture_rank_state(samples: int) -> bytes:
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),  # the global generator is what scripts use
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # asking would start a GPU
         "samples": samples,
     }
     packed = pack(state)

@@ -58,6 +58,10 @@ class Clock(Protocol):
     def stream(self) -> object:
         """The current stream of the calling thread: equal to itself, and to no other."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether what the calling thread launches goes into a graph, to run some other time."""
+
 
 class Spans:
     """Stretches of the rank's work, each from one mark to another, and how long they are altogether."""
@@ -127,12 +131,16 @@ class HostClock:
     def stream(self) -> object:
         return None
 
+    @property
+    def captures(self) -> bool:
+        return False
+
 
 class Event(Protocol):
     """As torch.cuda.Event, with timing."""
 
-    def record(self) -> None:
-        """Here, on the current stream of the calling thread; from now on it is this point."""
+    def record(self, stream: Any) -> None:
+        """Here, on a stream of its device; from now on it is this point."""
 
     def query(self) -> bool:
         """Whether the device has come to it."""
@@ -161,13 +169,16 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The current one of this process."""
+    """The current one of the thread that makes this. Other threads may have another one, which is none of ours."""
+
+    def __init__(self) -> None:
+        self._index = torch.cuda.current_device()
 
     def event(self) -> Event:
         return torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it leaves the core to others
 
     def stream(self) -> object:
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self._index)
 
     @property
     def captures(self) -> bool:
@@ -192,16 +203,19 @@ class DeviceClock:
         self._device = device
         self._unused: list[Event] = []
         self._anchor = device.event()
-        self._anchor.record()
+        self._anchor.record(device.stream())
         self._anchor.synchronize()
         self._anchor_ns = self.now()
 
     def mark(self) -> Mark:
-        if self._device.captures:  # an event would become part of the graph, and asking for it would fail
+        if self.captures:  # an event would become part of the graph, and asking for it would fail
             return HostMark(self.now())
-        event = self._unused.pop() if self._unused else self._device.event()
+        try:
+            event = self._unused.pop()
+        except IndexError:
+            event = self._device.event()
         recorded = self.now()
-        event.record()
+        event.record(self._device.stream())
         return _DeviceMark(self, event, recorded)
 
     def fetch(self, value: torch.Tensor) -> Fetched:
@@ -213,6 +227,10 @@ class DeviceClock:
     @property
     def stream(self) -> object:
         return self._device.stream()
+
+    @property
+    def captures(self) -> bool:
+        return self._device.captures
 
     def read(self, event: Event, recorded: int) -> int:
         """The time of an event that the device has come to. It may be recorded anew from now on."""

@@ -3,7 +3,7 @@
 A hook (hooks.py) tells of the entry. The end is noticed without a callback from the backend's threads, which
 would cost tens of microseconds each in contention for Python's lock:
 
-- exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU),
+- exactly, when `Work.wait` returns (FSDP2 and the script's own collectives on CPU), or by a mark behind it,
 - exactly, at the end of a backward pass, where DDP's reducer has waited for what was still under way,
 - exactly, by marks around it, of one that a stream waits for as soon as it is launched (it has no `Work`),
 - at a later collective, for those that ended in between: an upper bound, flagged NOTICED_LATE. Those under way are
@@ -29,7 +29,7 @@ from pacekeeper import torch_internals
 from pacekeeper.torch_internals import ProcessGroup, Work, engine
 from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Kind, Phase
 
-from .clock import Mark
+from .clock import HostMark, Mark
 from .hooks import collective_of, hook, unhook
 from .recorder import Recorder
 
@@ -91,7 +91,7 @@ class Watcher:
         self._pending: dict[Work, _Entry] = {}
         """In the order in which they were entered."""
         self._timed: deque[tuple[_Entry, Mark, Mark]] = deque()
-        """Without a `Work`: from one mark to the other."""
+        """Without a `Work`, or waited for by a stream: from one mark to the other."""
         self._noticed = 0
         """When we last looked for ends."""
         self._without_future: set[int] = set()
@@ -111,7 +111,7 @@ class Watcher:
         def enter(call: Any) -> None:
             nonlocal entry, begun
             collective = collective_of(call)
-            if collective is None:
+            if collective is None or recorder.clock.captures:  # to ask how far works are would break the capture
                 entry = None
                 return
             number, start = next(sequence), now()
@@ -130,7 +130,7 @@ class Watcher:
                     engine.queue_callback(self.backward_computed)
                 if collective in _SYMMETRIC:
                     recorder.entered(backward != -1)
-            elif not on_host:
+            elif not on_host or not tensors:  # a barrier has none, wherever it is
                 begun = recorder.clock.mark()
 
         def issued(call: Any) -> None:
@@ -158,10 +158,11 @@ class Watcher:
             return wait()
         finally:
             self._recorder.end_wait(start)
-            entry = self._pending.get(work)
-            if entry is not None and (entry[-1] or work.is_completed()):
-                del self._pending[work]
+            entry = self._pending.pop(work, None)  # a device's work would keep its output's memory from being used
+            if entry is not None and entry[-1]:
                 self._end(entry, time.monotonic_ns())
+            elif entry is not None:
+                self._timed.append((entry, HostMark(entry[3]), self._recorder.clock.mark()))
 
     @contextmanager
     def broadcasting(self) -> Iterator[None]:

@@ -65,7 +65,9 @@ class _Step:
         """Whether its end is."""
         assert self.end is not None
         # In the order of the work, by which the times of a device's marks are counted.
-        return self.start.reached and self.waits.reached and self.away.reached and self.end.reached
+        if not (self.start.reached and self.waits.reached and self.away.reached and self.end.reached):
+            return False
+        return all(begun.reached and ended.reached for begun, ended in self.garbage)  # may come just behind the end
 
 
 @dataclass(frozen=True, slots=True)

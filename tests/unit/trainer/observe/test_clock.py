@@ -168,6 +168,29 @@ def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_pa
     assert found["kind"].tolist() == [Kind.GARBAGE, Kind.STEP, Kind.COMPUTE] * 2
 
 
+def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> None:
+    """Python collects where it likes: also where the end of the step is marked and the next one has not begun."""
+
+    def script(rank: Rank) -> None:
+        create_ring(tmp_path / "ring", 0, 1)
+        recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
+        recorder.end_step()
+        step = recorder._step
+        rank.launch(20 * MS)
+        recorder.end_step()
+        (end,) = rank.computing.tail
+        rank.launch(20 * MS)
+        step.garbage.append((recorder.clock.mark(), recorder.clock.mark()))
+        rank.wait_for(end)
+        recorder.write_reached()
+        rank.wait_for(rank.computing.tail[0])
+        recorder.finish()
+
+    World().run(script)
+    found = RingReader(tmp_path / "ring").records()
+    assert found["kind"].tolist() == [Kind.STEP, Kind.COMPUTE, Kind.GARBAGE, Kind.STEP, Kind.COMPUTE]
+
+
 class ReportedStep:
     """What `Losses` needs of a step."""
 

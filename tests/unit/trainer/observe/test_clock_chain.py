@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from pacekeeper_analysis.diagnose.work import Work as OwnWork
 from pacekeeper_analysis.records import NOTICED_LATE, Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_analysis.whatif import data_parallel
-from tests.support.async_device import Group, Links, Rank, Stream, World
+from tests.support.async_device import Event, Group, Links, Rank, Stream, Work, World
 
 pytestmark = pytest.mark.skipif(
     torch_internals.HookOpName is None, reason="the double has process groups' own hooks, which torch has from 2.15 on"
@@ -261,6 +262,83 @@ def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_
         lengths[rank] = ((collectives["end_ns"] - collectives["start_ns"]) / MS).tolist()
     assert lengths[SLOW] == pytest.approx([3.0] * len(lengths[SLOW]))
     assert lengths[0] == pytest.approx([63.0] * len(lengths[0]))
+
+
+def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device_s(
+    tmp_path: Path, virtual_time: Callable[[World], World]
+) -> None:
+    """A work has its output's memory, and the host may be steps ahead of the device's end of it."""
+    gone = []
+
+    def reduce(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+        rank.launch(10 * MS)
+        work = under_test.group.all_reduce(3 * MS)
+        assert work is not None
+        under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+        weak = weakref.ref(work)
+        del work
+        gone.append(weak() is None)
+        rank.wait_for(rank.task(0))
+        under_test.watcher.notice_ends()
+
+    virtual_time(World()).run(reduce)
+    assert gone == [True]
+    (found,) = RingReader(tmp_path / "ring").records()
+    assert found["end_ns"] - found["start_ns"] == pytest.approx(13 * MS)
+    assert not found["flags"] & NOTICED_LATE
+
+
+def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callable[[World], World]) -> None:
+    """NCCL's has no tensors, and no `Work` where the host waits for it."""
+
+    def meet(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, links, tmp_path / str(rank.number))
+        under_test.recorder.end_step()
+        rank.launch((20 if rank.number == SLOW else 10) * MS)
+        under_test.group.barrier()
+        under_test.recorder.end_step()
+        under_test.recorder.finish()
+
+    links = Links(RANKS)
+    virtual_time(World()).run(*[meet] * RANKS)
+    for rank in (0, SLOW):
+        records = RingReader(tmp_path / f"{rank}").records()
+        (barrier,) = records[records["kind"] == Kind.COLLECTIVE]
+        own = records[(records["kind"] == Kind.COMPUTE) & (records["step"] == 1)]
+        assert (barrier["end_ns"] - barrier["start_ns"]) / MS == pytest.approx(0 if rank == SLOW else 10)
+        assert (own["end_ns"] - own["start_ns"]) / MS == pytest.approx([20 if rank == SLOW else 10])
+
+
+def test_nothing_is_asked_while_a_graph_is_captured(
+    tmp_path: Path, virtual_time: Callable[[World], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA breaks a capture off where events are asked for; and what is captured does not run."""
+
+    def capture(rank: Rank) -> None:
+        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+        for wait in (True, False):
+            work = under_test.group.all_reduce(3 * MS)
+            assert work is not None
+            if wait:
+                under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+        rank.busy(10 * MS)
+        with monkeypatch.context() as patch:
+            patch.setattr(Rank, "captures", True)
+            patch.setattr(Event, "query", forbidden)
+            patch.setattr(Work, "is_completed", forbidden)
+            for _ in range(2):
+                work = under_test.group.all_reduce(3 * MS)
+                assert work is not None
+                under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+        rank.busy(100 * MS)
+        under_test.watcher.notice_ends()
+
+    def forbidden(*_: object) -> bool:
+        raise AssertionError("asked within a capture")
+
+    virtual_time(World()).run(capture)
+    assert len(RingReader(tmp_path / "ring").records()) == 2
 
 
 def test_what_is_done_in_another_phase_is_no_part_of_the_step(

@@ -232,7 +232,8 @@ class Replicas:
         squares = torch.stack([unit.squared_norm().to(self._units[0].device) for unit in self._units])
         if self._shard_group is not None:
             dist.all_reduce(squares, group=self._shard_group)
-        mine = torch.cat([squares.sqrt(), squares.new_tensor([steps, samples])])
+        # Filled, not copied from the host, which would have to wait until the device has done all before it.
+        mine = torch.cat([squares.sqrt(), squares.new_full((1,), steps), squares.new_full((1,), samples)])
         everybody = mine.new_empty(self._sync_group.size() * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._sync_group)
         table = everybody.view(-1, len(mine)).T.cpu().numpy()
@@ -290,7 +291,7 @@ class Replicas:
         square = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
         if self._shard_group is not None:
             dist.all_reduce(square, group=self._shard_group)
-        mean.mul_(min(1.0, penalty.clip / (float(square.sqrt()) + 1e-6)))
+        mean.mul_((penalty.clip / (square.sqrt() + 1e-6)).clamp(max=1.0))  # on the device: the host goes on
 
     def _report(self, norms: NDArray[np.float64], steps: NDArray[np.float64], started: Mark) -> Synchronisation:
         weights, anomalous, rolled_back = self._weights
