@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ from .torch_internals import HashStore
 
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
+
+_OWN = "job"
+"""Name of the job's own progress among what a checkpoint holds."""
 
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
@@ -94,9 +98,15 @@ def init(
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
+    if checkpoints is not None and checkpoints.every < 0:
+        raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
     course = checked_course(sync_mode, sync_every, sync_seconds)
-    folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
+    folder = CheckpointFolder(Path(checkpoints.path), environment.round, checkpoints.keep) if checkpoints else None
     selected = select_device(device, environment.local_rank)
+    if selected.type == "cpu" and "nccl" in (backend or ""):
+        raise InputError(
+            f'backend={backend!r}: NCCL needs a GPU, this rank trains on the CPU; leave it out, or say "gloo"'
+        )
     recorder = watch()
     if not dist.is_initialized():
         backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
@@ -258,6 +268,8 @@ class Job:
         """
         if self._retention is not None:
             raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
+        if _OWN in objects:
+            raise InputError(f"{_OWN}: under this name the job keeps its own progress; take another one")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
@@ -274,7 +286,7 @@ class Job:
             raise InputError("restore(): the job's state is restored already; call it once, before the first step")
         self.register(**objects)
         settings = self._settings
-        state = TrainingState({**self._objects, "job": self._progress}, self._replication, self.rank)
+        state = TrainingState({**self._objects, _OWN: self._progress}, self._replication, self.rank)
         store = Store(self.environment, self._agreement, state, settings.folder)
         snapshot_every = settings.snapshot_every if self._objects else 0
         retention = Retention(
