@@ -5,6 +5,7 @@ Everything that the ranks do together happens between two steps, in `Job.steps`:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -53,6 +54,8 @@ from .torch_internals import HashStore
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
+_log = logging.getLogger(__name__)
+
 _OWN = "job"
 """Name of the job's own progress among what a checkpoint holds."""
 
@@ -83,7 +86,8 @@ def init(
     snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time
     allows.
     sync_mode, sync_every, sync_seconds: "Sync", "EDiT" (synchronises every so many steps) or "AsyncEDiT" (every so many
-    seconds), where no operator says otherwise, such as under torchrun; None: as the checkpoint says, at first "Sync".
+    seconds), where no plan says so (spec.syncMode, `pacekeeper run --local N --sync-mode`), such as under torchrun;
+    None: as the checkpoint says, at first "Sync".
     device: that this rank trains on, `Job.device`: "cpu", "cuda" (the GPU with the number of LOCAL_RANK) or one GPU,
     such as "cuda:0"; None: a GPU where there is one.
     backend: of the process group; by default nccl for tensors on GPUs and gloo for those on CPUs.
@@ -354,6 +358,12 @@ class Job:
         if self._settings.course is not None:
             check(self._settings.course)
             progress.course = self._settings.course
+            runtime = self.environment.runtime
+            if self.rank == 0 and runtime is not None and runtime.plan.exists():
+                _log.warning(
+                    "sync_mode of pk.init is passed over: the plan says how to train; see spec.syncMode of the "
+                    "TrainingJob, or pacekeeper run --local N --sync-mode"
+                )
         parts = Parts(
             agreement=self._agreement,
             recorder=self.recorder,
