@@ -73,15 +73,18 @@ demo: venv ## The main job: a training job that heals itself (build/demo/report.
 GPU_PYTHON ?= python3
 FROM_CHECKOUT := PYTHONPATH=analysis:trainer
 
-test-gpu: ## What only a GPU can prove: one NVIDIA GPU, by a GPU_PYTHON that has torch (docs/gpu.md)
+has-torch:
+	@$(GPU_PYTHON) -c 'import numpy, torch' || { echo "make: $(GPU_PYTHON) has not both torch and numpy; name a Python that has: GPU_PYTHON=/path/to/python3" >&2; exit 1; }
+
+test-gpu: has-torch ## What only a GPU can prove: one NVIDIA GPU, by a GPU_PYTHON that has torch (docs/gpu.md)
 	$(FROM_CHECKOUT) $(GPU_PYTHON) -m tests.gpu
 
 ifeq ($(NAME),gpu)
-bench: ## All benches, or one: make bench NAME=recovery
+bench: has-torch ## All benches, or one: make bench NAME=recovery
 	$(FROM_CHECKOUT) $(GPU_PYTHON) -m bench gpu
 else
 bench: venv
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help venv compiler cluster cluster-down lint format test-unit test-distributed test-cluster test-torch test-gpu test demo bench
+.PHONY: help venv compiler cluster cluster-down lint format test-unit test-distributed test-cluster test-torch has-torch test-gpu test demo bench

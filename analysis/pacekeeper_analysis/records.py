@@ -39,9 +39,10 @@ class Phase(IntEnum):
     COMPILE = 2
     EVALUATE = 3
     CHECKPOINT = 4
-    DATA = 5
+    DATA = 5  # of the script's own, by its word
     RESTORE = 6
     FINISHED = 7
+    LOAD = 8  # waits for a batch of its loader
 
 
 class Collective(IntEnum):

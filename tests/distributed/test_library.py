@@ -366,6 +366,8 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
         ({"snapshot_every": -1}, "snapshot_every=-1"),
         ({"sync_mode": "DiLoCo"}, "sync_mode='DiLoCo' is unknown; take one of Sync, EDiT, AsyncEDiT"),
         ({"sync_mode": "EDiT", "sync_every": 0}, "sync_every=0 must be 1 step or more"),
+        ({"checkpoints": pk.Checkpoints("folder", every=-1)}, "checkpoints.every=-1"),
+        ({"device": "cpu", "backend": "nccl"}, "NCCL needs a GPU"),
     ],
 )
 def test_bad_arguments_of_init_are_named(
@@ -498,6 +500,7 @@ def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: 
             errors.append(str(caught.value))
 
         fails(lambda: next(job.steps(loader)))
+        fails(lambda: job.register(job=model))
         job.register(net=model.module)
         fails(lambda: next(job.steps(loader)))
         job.restore(opt=optimizer, samples=loader)
@@ -506,8 +509,9 @@ def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: 
         fails(job.restore)
         return errors
 
-    ((nothing, a_part, late, twice),) = run_ranks(rank_main, 1)
+    ((nothing, taken, a_part, late, twice),) = run_ranks(rank_main, 1)
     assert nothing.endswith("say job.restore(model=model, optimizer=optimizer, loader=loader)")
+    assert taken == "job: under this name the job keeps its own progress; take another one"
     assert a_part.endswith("say job.restore(optimizer=optimizer, loader=loader)")
     assert late == "schedule: the job's state is restored already; register it before restore()"
     assert "call it once" in twice

@@ -136,17 +136,22 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
     assert len(set(zero)) == 3
 
 
-def test_who_asks_before_the_optimizers_step_is_told_so() -> None:
-    """He would synchronise without it, and its peers with it."""
+@pytest.mark.parametrize("mode", SyncMode)
+@pytest.mark.parametrize("before_the_microbatches", [False, True])
+def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_the_microbatches: bool) -> None:
+    """In the first step, in Sync too: in a Local-SGD mode he would synchronise without it, and its peers with it."""
 
     def rank_main(_: int) -> str:
-        job = pk.init(sync_mode="EDiT", sync_every=3)
+        job = pk.init(sync_mode=mode, sync_every=3)
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=6):
+            if before_the_microbatches:
+                step.due("early", every=1)
             for _, x in step.microbatches():
                 step.backward(net(x).sum())
-            step.due("early", every=1)
+            if not before_the_microbatches:
+                step.due("early", every=1)
             try:
                 optimizer.step()
             except RuntimeError as error:
@@ -154,4 +159,4 @@ def test_who_asks_before_the_optimizers_step_is_told_so() -> None:
         return "nothing was said"
 
     (said,) = run_ranks(rank_main, 1, patience=30)
-    assert said == "step 3: step.due was asked before optimizer.step(); ask behind it"
+    assert said == "step 1: step.due was asked before optimizer.step(); ask behind it"

@@ -117,3 +117,29 @@ def test_private_names_of_torch_stand_in_one_module() -> None:
             if name not in own and not {(place, name), (place, "")} & FOREIGN.keys():
                 found.append(f"{place}:{line} {name}")
     assert not found
+
+
+def _classes_of_the_trainer() -> Iterator[tuple[Path, ast.ClassDef]]:
+    """And of what it takes from the analysis package: all of that but the what-if engine."""
+    trainer, analysis = ROOT / "trainer/pacekeeper", ROOT / "analysis/pacekeeper_analysis"
+    for path in sorted({*trainer.rglob("*.py"), *analysis.rglob("*.py")} - {*(analysis / "whatif").rglob("*.py")}):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                yield path, node
+
+
+def test_one_name_has_one_meaning_in_the_trainer() -> None:
+    places: dict[str, list[str]] = {}
+    for path, found in _classes_of_the_trainer():
+        if not found.name.startswith("_"):
+            places.setdefault(found.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_class_of_the_trainer_takes_twelve_arguments() -> None:
+    """What needs so many parts is more than one thing. (What is written down of something may have many fields.)"""
+    for path, found in _classes_of_the_trainer():
+        for method in found.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                count = len(method.args.posonlyargs + method.args.args + method.args.kwonlyargs) - 1
+                assert count < 12, f"{path}: {found.name}"

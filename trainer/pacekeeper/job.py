@@ -5,12 +5,14 @@ Everything that the ranks do together happens between two steps, in `Job.steps`:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,11 @@ from .torch_internals import HashStore
 Schedule = Callable[[int], float]
 """From the job's samples so far to a factor of the learning rate."""
 
+_log = logging.getLogger(__name__)
+
+_OWN = "job"
+"""Name of the job's own progress among what a checkpoint holds."""
+
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
 
@@ -79,7 +86,8 @@ def init(
     snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time
     allows.
     sync_mode, sync_every, sync_seconds: "Sync", "EDiT" (synchronises every so many steps) or "AsyncEDiT" (every so many
-    seconds), where no operator says otherwise, such as under torchrun; None: as the checkpoint says, at first "Sync".
+    seconds), where no plan says so (spec.syncMode, `pacekeeper run --local N --sync-mode`), such as under torchrun;
+    None: as the checkpoint says, at first "Sync".
     device: that this rank trains on, `Job.device`: "cpu", "cuda" (the GPU with the number of LOCAL_RANK) or one GPU,
     such as "cuda:0"; None: a GPU where there is one.
     backend: of the process group; by default nccl for tensors on GPUs and gloo for those on CPUs.
@@ -94,9 +102,15 @@ def init(
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
+    if checkpoints is not None and checkpoints.every < 0:
+        raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
     course = checked_course(sync_mode, sync_every, sync_seconds)
-    folder = CheckpointFolder(checkpoints.path, environment.round, checkpoints.keep) if checkpoints else None
+    folder = CheckpointFolder(Path(checkpoints.path), environment.round, checkpoints.keep) if checkpoints else None
     selected = select_device(device, environment.local_rank)
+    if selected.type == "cpu" and "nccl" in (backend or ""):
+        raise InputError(
+            f'backend={backend!r}: NCCL needs a GPU, this rank trains on the CPU; leave it out, or say "gloo"'
+        )
     recorder = watch()
     if not dist.is_initialized():
         backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
@@ -258,6 +272,8 @@ class Job:
         """
         if self._retention is not None:
             raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
+        if _OWN in objects:
+            raise InputError(f"{_OWN}: under this name the job keeps its own progress; take another one")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
@@ -274,7 +290,7 @@ class Job:
             raise InputError("restore(): the job's state is restored already; call it once, before the first step")
         self.register(**objects)
         settings = self._settings
-        state = TrainingState({**self._objects, "job": self._progress}, self._replication, self.rank)
+        state = TrainingState({**self._objects, _OWN: self._progress}, self._replication, self.rank)
         store = Store(self.environment, self._agreement, state, settings.folder)
         snapshot_every = settings.snapshot_every if self._objects else 0
         retention = Retention(
@@ -342,6 +358,12 @@ class Job:
         if self._settings.course is not None:
             check(self._settings.course)
             progress.course = self._settings.course
+            runtime = self.environment.runtime
+            if self.rank == 0 and runtime is not None and runtime.plan.exists():
+                _log.warning(
+                    "sync_mode of pk.init is passed over: the plan says how to train; see spec.syncMode of the "
+                    "TrainingJob, or pacekeeper run --local N --sync-mode"
+                )
         parts = Parts(
             agreement=self._agreement,
             recorder=self.recorder,

@@ -19,9 +19,9 @@ from .modes.course import Course
 class Checkpoints:
     """Where checkpoints go, and how often. A TrainingJob says it in spec.checkpoint; here for scripts without one."""
 
-    path: Path
+    path: Path | str
     every: int = 100
-    """Steps."""
+    """Steps; 0: only those that are asked for."""
     keep: int = 3
     """The newest ones; older ones are deleted."""
 

@@ -118,7 +118,8 @@ class Step:
 
         Ask when the optimizer has stepped, on the ranks that want to know: on one of them alone, if you like. In
         Local-SGD modes the answer is yes at the next synchronisation, and the parameters are the same on all ranks
-        then; what is asked for the first time at a synchronisation is due at the one after it.
+        then; what is asked for the first time at a synchronisation is due at the one after it. Who asks before the
+        optimizer has stepped gets a RuntimeError from `optimizer.step`.
         """
         if every < 1:
             raise InputError(f"every={every} of {name!r} must be at least 1 step")

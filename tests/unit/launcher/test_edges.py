@@ -13,7 +13,7 @@ import pytest
 from pacekeeper import cli
 from pacekeeper.launcher import cgroup, network
 from pacekeeper.launcher.launcher import Script, rank_starts
-from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, Stream
+from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.launcher.rounds import Start
 from pacekeeper.launcher.settings import LauncherSettings
@@ -73,7 +73,7 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is_kept() -> None:
     target = io.BytesIO()
-    stream = Stream(target, b"[3] ")
+    stream = OutputPipe(target, b"[3] ")
     os.write(stream.write_end, b"".join(b"line %d\n" % number for number in range(100)) + b"no end")
     os.close(stream.write_end)
     await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is
 
 
 async def test_of_lines_without_an_end_only_so_much_is_kept() -> None:
-    stream = Stream(io.BytesIO())
+    stream = OutputPipe(io.BytesIO())
     for _ in range(40):
         os.write(stream.write_end, b"x" * 2**15)
         stream.pump()
@@ -97,7 +97,7 @@ async def test_of_lines_without_an_end_only_so_much_is_kept() -> None:
 
 async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
     target = io.BytesIO()
-    stream = Stream(target)
+    stream = OutputPipe(target)
     os.write(stream.write_end, b"\r 10 %")
     stream.pump()
     assert target.getvalue() == b"\r 10 %"

@@ -23,10 +23,10 @@ PROGRAM = """
 import dataclasses, json, logging, sys, threading, time
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='"%(message)s"')
 import pynvml
-from pacekeeper.launcher.gpu import GpuWatch, Pace
+from pacekeeper.launcher.gpu import GpuWatch, Timing
 over = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-watch = GpuWatch(pynvml, Pace(wait=0.02, check=0.05, hung=0.2, pause=0.02, longest_pause=0.1))
+watch = GpuWatch(pynvml, Timing(wait=0.02, check=0.05, hung=0.2, pause=0.02, longest_pause=0.1))
 while not over.wait(0.01):
     for event in watch.poll(time.monotonic()):
         print(json.dumps(dataclasses.asdict(event)), flush=True)

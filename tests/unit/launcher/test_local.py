@@ -189,6 +189,15 @@ def test_nothing_is_judged_while_the_ranks_are_in_another_mode_than_the_plan() -
     assert repeatedly(PLAN, mixed).plan is PLAN
 
 
+def test_a_mode_that_the_user_has_chosen_stays() -> None:
+    fixed = replace(AFTER_A_WHILE, fixed=True)
+    assert repeatedly(ASYNC, local(windows(0.01, 0.01, 0.01, 0.01)), fixed, now=1e6).plan is ASYNC
+    assert repeatedly(PLAN, volatile(), fixed, now=1e6).plan is PLAN
+    shares = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01), fixed).plan.shares
+    assert shares is not None
+    assert shares[2] == min(shares)
+
+
 def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
     beat = replace(BEAT, refused="plan 3: no replicas to average", plan_version=ASYNC.version)
     before = replace(PLAN, version=2)
@@ -205,6 +214,13 @@ def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
     beat = replace(BEAT, refused="plan 2: …", plan_version=ASYNC.version - 1)
     assert judge_refusal(ASYNC, PLAN, beat, Adapting()).plan is ASYNC
     assert judge_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), Adapting()).plan is ASYNC
+
+
+@pytest.mark.parametrize("mode", [None, *SyncMode])
+def test_the_first_plan_has_the_users_mode(mode: SyncMode | None, tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path).make()
+    LocalController(runtime, 2, 5, lambda words: pytest.fail(words), mode)
+    assert json.loads(runtime.plan.read_text())["sync_mode"] == (mode or SyncMode.SYNC)
 
 
 def test_each_membership_of_a_local_job_gets_a_secret_of_its_own(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import MODES, SyncMode
 
 from .heartbeat import HeartbeatFile, SignOfLife
 from .launcher import Launcher, Script
@@ -22,6 +23,7 @@ from .rounds import LEFT_EXIT_CODE
 from .settings import LauncherSettings
 from .warm import Warm, preimport, start_warm
 
+AUTO = "Auto"
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
 follows the operator's plan; with --local it needs no cluster and decides by itself."""
 
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.local is None:
         settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
-    return launch_locally(script, arguments.local, arguments.max_restarts)
+    mode = None if arguments.sync_mode == AUTO else SyncMode(arguments.sync_mode)
+    return launch_locally(script, arguments.local, arguments.max_restarts, mode)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,6 +48,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-restarts", type=int, default=10, metavar="K", help="with --local: rounds after the first (default 10)"
+    )
+    parser.add_argument(
+        "--sync-mode",
+        choices=[AUTO, *MODES],
+        default=AUTO,
+        help="with --local: how to train, as spec.syncMode of a TrainingJob (default Auto: Sync, until another wins)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", help="the training script, or a module with -m")
@@ -59,8 +68,11 @@ def launch(script: Script, settings: LauncherSettings, runtime: Runtime) -> int:
     return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, sign).run())
 
 
-def launch_locally(script: Script, ranks: int, restarts: int) -> int:
-    """The same on this machine, with a controller in place of operator and sidecar; the exit code."""
+def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | None = None) -> int:
+    """The same on this machine, with a controller in place of operator and sidecar; the exit code.
+
+    mode: to train in; None: the controller decides.
+    """
     with local_runtime() as runtime:
         settings = local_settings(dict(os.environ))
         sign = SignOfLife(runtime.alive)
@@ -68,7 +80,7 @@ def launch_locally(script: Script, ranks: int, restarts: int) -> int:
 
         async def run() -> int:
             launcher = Launcher(script, settings, runtime, warm, heartbeat, sign)
-            controller = LocalController(runtime, ranks, restarts, give_up=launcher.give_up)
+            controller = LocalController(runtime, ranks, restarts, launcher.give_up, mode)
             controlling = asyncio.create_task(controller.run())
             code = await launcher.run()
             controlling.cancel()

@@ -64,7 +64,7 @@ def open_gpus() -> GpuEvents:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """How often NVML is asked, and how long it is waited for (seconds)."""
 
     wait: float = 1.0  # for the next event
@@ -77,8 +77,8 @@ class Pace:
 class GpuWatch:
     """The launcher's side of the thread that asks NVML. `nvml`: the module pynvml."""
 
-    def __init__(self, nvml: Any, pace: Pace = Pace()) -> None:
-        self._nvml, self._pace = nvml, pace
+    def __init__(self, nvml: Any, timing: Timing = Timing()) -> None:
+        self._nvml, self._timing = nvml, timing
         self._events: queue.SimpleQueue[GpuEvent] = queue.SimpleQueue()
         self._census = Census()
         self._threads = 0
@@ -87,9 +87,9 @@ class GpuWatch:
 
     def poll(self, now: float) -> Sequence[GpuEvent]:
         asked_at = self._asking.since
-        if asked_at is not None and now - asked_at > self._pace.hung * 2 ** (self._threads - 1):
+        if asked_at is not None and now - asked_at > self._timing.hung * 2 ** (self._threads - 1):
             if self._threads < MOST_THREADS:
-                self._say(f"NVML has not answered for {self._pace.hung:g} s: {ASKED_AGAIN}")
+                self._say(f"NVML has not answered for {self._timing.hung:g} s: {ASKED_AGAIN}")
                 self._start_thread()
             else:
                 self._say("NVML does not answer: GPU errors are left to the cluster's own exporter from now on")
@@ -106,7 +106,7 @@ class GpuWatch:
 
     def _watch(self, asking: _Asking) -> None:
         """The thread: opens NVML and looks, again and again, until another thread has taken its place."""
-        pause, opened = self._pace.pause, False
+        pause, opened = self._timing.pause, False
         while self._asking is asking:
             opened_at = time.monotonic()
             try:
@@ -129,10 +129,10 @@ class GpuWatch:
             if self._asking is asking:
                 with asking, contextlib.suppress(self._nvml.NVMLError):
                     self._nvml.nvmlShutdown()
-                if time.monotonic() - opened_at > self._pace.longest_pause:
-                    pause = self._pace.pause  # it went well for long
+                if time.monotonic() - opened_at > self._timing.longest_pause:
+                    pause = self._timing.pause  # it went well for long
                 time.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_pause)
+                pause = min(2 * pause, self._timing.longest_pause)
 
     def _look(self, asking: _Asking, opening: Opening) -> None:
         """Hands on what is seen; raises NVMLError where events cannot be waited for any more."""
@@ -141,9 +141,9 @@ class GpuWatch:
             with asking:
                 for event in events:  # one by one: what was seen before an error counts
                     self._events.put(event)
-            events = opening.wait(self._pace.wait)
+            events = opening.wait(self._timing.wait)
             if time.monotonic() >= check_at:
-                check_at, events = time.monotonic() + self._pace.check, opening.check()
+                check_at, events = time.monotonic() + self._timing.check, opening.check()
 
     def _say(self, what: str) -> None:
         """Once: a driver in trouble is asked again and again."""

@@ -58,6 +58,7 @@ class Adapting:
     trouble: Trouble = Trouble.NONE  # that led to the Local-SGD mode in force
     wanted: int = 0  # judgements in a row that asked for another mode
     changes: Hysteresis = field(default_factory=Hysteresis)
+    fixed: bool = False  # the mode is the user's choice
     refused: str = ""  # why the ranks did not follow a change: nothing is tried any more
 
 
@@ -95,7 +96,9 @@ def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, n
     if adapting.refused or in_force != {plan.sync_mode}:
         return LocalResult(plan, adapting=adapting)  # the ranks do not follow, or not yet
     if plan.sync_mode is SyncMode.SYNC:
-        trouble, way, why = _way_to_adapt(plan, windows)
+        trouble, way, why = _way_to_adapt(plan, windows, adapting.fixed)
+    elif adapting.fixed:
+        return LocalResult(plan, adapting=adapting)
     else:
         trouble, way, why = Trouble.NONE, adapt.way_back(windows, threshold=SLOWDOWN, trouble=adapting.trouble), ()
     if way is None:
@@ -109,14 +112,16 @@ def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, n
     return LocalResult(way.applied_to(plan), words, adapting=Adapting(trouble, changes=adapting.changes.changed(now)))
 
 
-def _way_to_adapt(plan: Plan, windows: Sequence[RankWindow]) -> tuple[Trouble, Way | None, tuple[str, ...]]:
+def _way_to_adapt(
+    plan: Plan, windows: Sequence[RankWindow], fixed: bool
+) -> tuple[Trouble, Way | None, tuple[str, ...]]:
     """The trouble of a synchronous job, what to do about it, and why."""
     found = adapt.diagnose(windows, SLOWDOWN)
     if found is None:
         return Trouble.NONE, None, ()
     ways = adapt.ways(found, threshold=SLOWDOWN, sequence_cost=plan.sequence_cost)
     ways = tuple(way for way in ways if not way.refused)
-    if adapt.exact_helps(found, ways):
+    if fixed or adapt.exact_helps(found, ways):
         ways = tuple(way for way in ways if way.mode is SyncMode.SYNC)
     way = next(iter(ways), None)
     return found.trouble, way, (f"slowdown {found.slowdown:.2f}: {found.evidence[0]}",)
@@ -136,7 +141,15 @@ def judge_refusal(plan: Plan, before: Plan, beat: Heartbeat, adapting: Adapting)
 class LocalController:
     """Plays operator and sidecar through the runtime folder."""
 
-    def __init__(self, runtime: Runtime, ranks: int, restarts: int, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        ranks: int,
+        restarts: int,
+        give_up: Callable[[str], None],
+        mode: SyncMode | None = None,
+    ) -> None:
+        """`mode`: to train in, whatever happens; None: Sync, until another one wins enough."""
         self._runtime = runtime
         self._give_up = give_up
         self._windows = RankWindows(runtime, WINDOW_STEPS)
@@ -144,10 +157,11 @@ class LocalController:
         self._judge_at = 0.0
         self._judge_from = 0  # step
         self._complaint = ""
-        self._adapting = Adapting(changes=Hysteresis(first=HOLD_SECONDS))
+        self._adapting = Adapting(changes=Hysteresis(first=HOLD_SECONDS), fixed=mode is not None)
         member = Member(WORKER, ADDRESS, tuple(range(ranks)))
         self._plan = self._before = Plan()
-        self._publish(Plan(version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts))
+        first = Plan(version=1, membership=1, members=(member,), store_port=_free_port(), restarts=restarts)
+        self._publish(replace(first, sync_mode=mode or SyncMode.SYNC))
         self._before = self._plan
 
     async def run(self) -> None:

@@ -13,7 +13,7 @@ _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 20  # a line beyond this is passed on in pieces
 
 
-class Stream:
+class OutputPipe:
     """One pipe from a rank. Its writing end is for the rank; what comes out goes to `target`."""
 
     def __init__(self, target: BinaryIO, prefix: bytes = b"") -> None:

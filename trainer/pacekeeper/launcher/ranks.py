@@ -16,7 +16,7 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
 
 from . import cgroup, processes
-from .output import Stream
+from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
 from .stacks import StackFile
@@ -28,8 +28,8 @@ _SIGKILL = -signal.SIGKILL
 @dataclass
 class _Rank:
     start: RankStart
-    stdout: Stream
-    stderr: Stream
+    stdout: OutputPipe
+    stderr: OutputPipe
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
     ring: RingReader | None = None
@@ -56,7 +56,7 @@ class RankProcesses:
         self._ranks = []
         for start in starts:
             prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
-            stdout, stderr = Stream(sys.stdout.buffer, prefix), Stream(sys.stderr.buffer, prefix)
+            stdout, stderr = OutputPipe(sys.stdout.buffer, prefix), OutputPipe(sys.stderr.buffer, prefix)
             self.warm.fork(start, stdout.write_end, stderr.write_end)
             os.close(stdout.write_end)
             os.close(stderr.write_end)

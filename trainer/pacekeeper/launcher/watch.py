@@ -63,7 +63,7 @@ def deadline(
     earlier_step_seconds: the same of the round before, or of the plan where there was none here; 0: unknown.
     longest_load: it has waited for its loader in this round; 0: it has not yet, and the first batch may take long.
     """
-    if phase is Phase.DATA and longest_load > 0:
+    if phase is Phase.LOAD and longest_load > 0:
         return min(settings.phase_deadline, max(SHORTEST_LOAD, LOADS_LONG * longest_load))
     if phase is not Phase.TRAIN:
         return settings.phase_deadline

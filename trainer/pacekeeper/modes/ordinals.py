@@ -66,8 +66,8 @@ class Ordinals:
         """Whether it is not counted yet."""
         self._last_microbatch = False
         """Whether it has come to it."""
-        self._met_early = False
-        """Whether a question has brought this rank to the ordinal, before any optimizer had stepped."""
+        self._asked_early = False
+        """Whether the script has asked in this step before any optimizer had stepped."""
         self._ordinal_step = parts.progress.step
         """Steps of the job at the last ordinal."""
 
@@ -91,7 +91,7 @@ class Ordinals:
             self._period.ends = self._period.done = True
             return None
         self._step = Step(self, self._parts.progress.step + 1, *drawn)
-        self._stepping, self._last_microbatch, self._met_early = True, False, False
+        self._stepping, self._last_microbatch, self._asked_early = True, False, False
         self._state.share = self._step.samples
         if self._period.supply.leased:
             self._pace.begin_decision(self._parts.progress.course.sync_seconds)
@@ -119,10 +119,14 @@ class Ordinals:
         self._parts.recorder.end_step(step.samples, lengths=step.lengths)
 
     def optimizer_begins(self) -> None:
-        """The job's optimizer is about to step. Raises RuntimeError where this rank has left its peers behind."""
-        if self._met_early:
-            number = self._parts.progress.step
-            raise RuntimeError(f"step {number}: step.due was asked before optimizer.step(); ask behind it")
+        """The job's optimizer is about to step.
+
+        Raises RuntimeError where the script has asked already, in every mode: in a Local-SGD mode it would have had no
+        answer, or left its peers behind, and the operator may change the mode at any time.
+        """
+        if self._asked_early:
+            assert self._step is not None
+            raise RuntimeError(f"step {self._step.number}: step.due was asked before optimizer.step(); ask behind it")
         if self._stepping:
             self._parts.recorder.optimizer_begins()
 
@@ -170,6 +174,7 @@ class Ordinals:
 
     def due(self, step: Step, name: str, every: int) -> bool:
         question = Question(name, every)
+        self._asked_early |= self._stepping
         self._questions.ask(question)
         if not self._period.supply.local:
             return self._questions.is_due(question, step.number)
@@ -184,12 +189,11 @@ class Ordinals:
         """In Local-SGD modes: of the ordinal that follows this step; None: none follows.
 
         The ranks have met there. Only where a `GradScaler` has left the optimizer's step out, as it may on one replica
-        alone, this rank comes now: all of them answer alike. Who asks before the last microbatch is too early, and gets
-        no for an answer.
+        alone, this rank comes now: all of them answer alike.
         """
         if self._last_microbatch and self._stepping:
             self.complete_step()
-            self._met_early = self._period.ends
+            self._asked_early |= self._period.ends
         return self._meet() if self._period.ends else None
 
     # Ordinals

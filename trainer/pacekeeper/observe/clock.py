@@ -152,7 +152,7 @@ class Event(Protocol):
         """Milliseconds from this event to another one of its kind; below 0 where the other one came first."""
 
 
-class Device(Protocol):
+class Accelerator(Protocol):
     """What a `DeviceClock` needs of a device."""
 
     def event(self) -> Event: ...
@@ -197,7 +197,7 @@ class DeviceClock:
     count says otherwise, since the two clocks drift apart, it goes on from what is possible.
     """
 
-    def __init__(self, device: Device, now: Callable[[], int] | None = None) -> None:
+    def __init__(self, device: Accelerator, now: Callable[[], int] | None = None) -> None:
         """now: nanoseconds on the host; None: of CLOCK_MONOTONIC. Waits until the device has done what it is at."""
         self.now = now or time.monotonic_ns
         self._device = device

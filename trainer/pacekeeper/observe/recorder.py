@@ -189,10 +189,10 @@ class Recorder:
 
     def load(self, fetch: Callable[[], Loaded]) -> Loaded:
         """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
-        if self.phase is Phase.DATA:
+        if self.phase in (Phase.LOAD, Phase.DATA):
             return fetch()
         before, start = self.phase, time.monotonic_ns()
-        self.enter(Phase.DATA, start)
+        self.enter(Phase.LOAD, start)
         try:
             return fetch()
         finally:
