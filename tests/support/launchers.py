@@ -132,7 +132,9 @@ class Team:
         return list(dict.fromkeys(int(line.split()[1]) for line in lines))
 
     def logs(self) -> str:
-        return "\n".join(f"--- {worker.name}\n{worker.log.read_text(errors='replace')}" for worker in self.workers.values())
+        return "\n".join(
+            f"--- {worker.name}\n{worker.log.read_text(errors='replace')}" for worker in self.workers.values()
+        )
 
     def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = PATIENCE) -> Value:
         try:
