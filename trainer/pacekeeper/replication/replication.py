@@ -100,6 +100,7 @@ class Replication:
 
     def begin(self, steps: int, asynchronous: bool, weight: float) -> None:
         """Begins a synchronisation. `steps`, `weight`: of this replica's batches since the last one. Collective."""
+        self.finish()  # of all models, before any begins: peers complete the last one in its forward passes
         for replicas in self._replicas:
             replicas.begin(steps, asynchronous, weight)
 
@@ -143,7 +144,8 @@ class Replication:
         if not self._replicas:
             shards = self.shard_group if self.shape[_SHARD] > 1 else None
             for model in self._models:
-                replicas = Replicas(model.forward, self.sync_group, shards, self._outer)
+                after = self._replicas[-1] if self._replicas else None
+                replicas = Replicas(model.forward, self.sync_group, shards, self._outer, after)
                 for optimizer in self._optimizers:
                     replicas.attach(optimizer)
                 self._replicas.append(replicas)

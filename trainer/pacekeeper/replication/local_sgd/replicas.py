@@ -83,12 +83,15 @@ class Replicas:
         sync_group: dist.ProcessGroup,
         shard_group: dist.ProcessGroup | None,
         settings: OuterSGD,
+        after: Replicas | None = None,
     ) -> None:
         """
         forward: of the model, with the units that are synchronised one at a time; its blocks, say. What none of them
         has is one more, and comes first. Parameters that need no gradient are left out.
         sync_group: ranks with the same position in their shard groups; every rank's parameters have the same shapes.
         shard_group: ranks that share this replica; None: it is whole.
+        after: of the model whose units are complete before any of this one's is, so that all ranks launch the
+        all-reduces of a group in one order, whichever model they call first; None: there is none.
         """
         self.settings = settings
         self._forward = forward
@@ -103,6 +106,7 @@ class Replicas:
         """The newest synchronisation; pending or complete."""
         self._sync_group = sync_group
         self._shard_group = shard_group
+        self._after = after
         self._statistics = Statistics.fresh(len(self._units), sync_group.size())
         self._number = 0
         self._weights: Weights
@@ -159,9 +163,10 @@ class Replicas:
         asynchronous: replicas may have done different numbers of steps (A-EDiT).
         samples: that this replica (all its shards together) has used since then, or their weight, such as valid
         tokens; None: every step has used as many.
-        One that is still pending is finished before. Units whose forward passes run in compiled code, or did not come
-        since the last one, are complete when this returns. Raises RuntimeError before `start`, or where the numbers of
-        steps must be equal and are not.
+        One that is still pending is finished before. Units whose forward passes run in compiled code, or on some
+        replica did not come since the last one, are complete when this returns: on all replicas alike, so that none is
+        left waiting for what its peers launch later. Raises RuntimeError before `start`, or where the numbers of steps
+        must be equal and are not.
         """
         self.finish()
         clock = present()
@@ -169,7 +174,9 @@ class Replicas:
         if not self._running:
             raise RuntimeError("begin(): start() comes first, while the parameters are the same on all replicas")
         _reshard(self._model)
-        norms, done, used = self._exchange(float(steps), float(steps if samples is None else samples))
+        begun, self._forward.begun = self._forward.begun, set()
+        unseen = self._count_up_to({unit.module for unit in self._units} - begun)
+        norms, done, used, unseen = self._exchange(steps, steps if samples is None else samples, unseen)
         if not asynchronous and len(set(done.tolist())) > 1:
             raise RuntimeError(f"replicas did {done.tolist()} steps: only asynchronous ones may differ")
         self._weights, self._statistics = weigh(norms, done, self._statistics, self.settings.penalty, used)
@@ -184,8 +191,7 @@ class Replicas:
         self._forward.pending = True
         self._launch()
         self.last.held_up.add(started, clock.mark())
-        begun, self._forward.begun = self._forward.begun, set()
-        self._complete_units({index for index, unit in enumerate(self._units) if unit.module not in begun})
+        self._complete_units(unseen)
         return self.last
 
     def finish(self) -> Synchronisation | None:
@@ -213,31 +219,48 @@ class Replicas:
         if not self._waiting:
             return
         needed = {module, *_gathered_with(module)}
-        self._complete_units({index for index, unit in enumerate(self._units) if unit.module in needed})
-        _gather_after_update(module)
+        self._complete_units(self._count_up_to(needed))
+        if isinstance(module, FSDPModule):
+            self._gather_after_update(module)
 
-    def _complete_units(self, indices: set[int]) -> None:
-        """These, and all before them."""
-        while self._waiting and self._waiting[0] <= max(indices, default=-1):
+    def _count_up_to(self, modules: set[nn.Module]) -> int:
+        """Of the units, up to the last one that is one of these modules."""
+        return max((number for number, unit in enumerate(self._units, 1) if unit.module in modules), default=0)
+
+    def _complete_units(self, count: int) -> None:
+        """The first `count` of them."""
+        while self._waiting and self._waiting[0] < count:
             self._complete_first()
+
+    def _gather_after_update(self, module: FSDPModule) -> None:
+        """FSDP2 gathers on streams of its own, which wait for updates of parameters only when a forward pass begins.
+
+        module: perhaps one without parameters.
+        """
+        if self._units[0].device.type != "cpu":
+            torch_internals.gather_after(module, torch.accelerator.current_stream().record_event())
 
     def _before_step(self, *_: Any) -> None:
         self.finish()
 
     @torch.no_grad()
     def _exchange(
-        self, steps: float, samples: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Norms [units, replicas], steps [replicas] and samples [replicas], from one all-gather."""
+        self, steps: int, samples: float, unseen: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]:
+        """Norms [units, replicas], steps [replicas], samples [replicas] and the largest `unseen`, from one all-gather.
+
+        unseen: units up to the last one whose forward pass did not come on this replica.
+        """
         squares = torch.stack([unit.squared_norm().to(self._units[0].device) for unit in self._units])
         if self._shard_group is not None:
             dist.all_reduce(squares, group=self._shard_group)
         # Filled, not copied from the host, which would have to wait until the device has done all before it.
-        mine = torch.cat([squares.sqrt(), squares.new_full((1,), steps), squares.new_full((1,), samples)])
+        counts = [squares.new_full((1,), number) for number in (steps, samples, unseen)]
+        mine = torch.cat([squares.sqrt(), *counts])
         everybody = mine.new_empty(self._sync_group.size() * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._sync_group)
         table = everybody.view(-1, len(mine)).T.cpu().numpy()
-        return table[:-2], table[-2], table[-1]
+        return table[:-3], table[-3], table[-2], int(table[-1].max())
 
     def _launch(self) -> None:
         """The all-reduces of the next units, `prefetch` of them."""
@@ -258,6 +281,8 @@ class Replicas:
     @torch.no_grad()
     def _complete_first(self) -> None:
         """Completes the first unit that waits, and launches another one's all-reduce."""
+        if self._after is not None:
+            self._after.finish()
         clock = present()
         began = clock.mark()
         if self._launched == 0:
@@ -319,13 +344,6 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _gather_after_update(module: nn.Module) -> None:
-    """FSDP2 gathers on streams of its own, which wait for updates of parameters only when a forward pass begins."""
-    if isinstance(module, FSDPModule) and next(module.parameters()).device.type != "cpu":
-        updated = torch.accelerator.current_stream().record_event()
-        torch_internals.gather_after(module, updated)
 
 
 def _gathered_with(module: nn.Module) -> set[nn.Module]:
