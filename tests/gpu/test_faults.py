@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,10 +96,10 @@ class Faults(unittest.TestCase):
         """Rank 1 hangs: it is named, ended, and the job trains on. kind: None: any that names it."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
-        with (
-            tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as folder,
-            team(Path(folder), steps=12, faults=[fault], script=script) as one,
-        ):
+        # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.
+        folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
+        self.addCleanup(shutil.rmtree, folder)
+        with team(folder, steps=12, faults=[fault], script=script) as one:
             one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", **environment}
             one.start("a")
             one.start("b")
