@@ -34,8 +34,9 @@ def family(last: str, seconds: float) -> str:
     """A program that has the guard run a command with two generations below it."""
     command = [sys.executable, "-c", FAMILY + last]
     return f"""
-import sys
+import signal, sys
 from bench.scripts.guard import run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started the tests in the background
 sys.exit(run({command!r}, {seconds}, lambda line: print(line, end="", flush=True)))
 """
 
