@@ -36,7 +36,7 @@ def family(last: str, seconds: float) -> str:
     return f"""
 import signal, sys
 from bench.scripts.guard import run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started the tests in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
 sys.exit(run({command!r}, {seconds}, lambda line: print(line, end="", flush=True)))
 """
 
