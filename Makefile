@@ -21,11 +21,11 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
 	@touch $@
 
-# The trainer with the oldest torch and numpy that pyproject.toml allows.
+# The trainer with the oldest torch and numpy that pyproject.toml allows; that torch's compiler imports setuptools.
 $(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
 	@echo "Python environment with the oldest torch: installing ..." >&2
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0' 'numpy==1.26.*'
+	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0' 'numpy==1.26.*' setuptools
 	@touch $@
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)

@@ -191,7 +191,7 @@ def test_leave_uncompiled(left: bool, compiled: int) -> None:
             graphs.append(graph)
             return graph.forward
 
-        @torch.compile(backend=backend)
+        @torch.compile(backend=backend, dynamic=False)
         def all_doubled(all_x: list[Tensor]) -> list[Tensor]:
             found = []
             for x in all_x:

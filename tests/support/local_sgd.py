@@ -134,7 +134,7 @@ class Training:
         forward = ForwardPass(self.net, self.net.blocks)
         compiled: Iterable[nn.Module] = [self.net] if run.compiled == "whole" else self.net.blocks
         for module in compiled if run.compiled else ():
-            module.compile(backend="eager")
+            module.compile(backend="eager", dynamic=False)
         if run.compiled:
             with torch.no_grad():
                 self.net(torch.ones(BATCH, 4, dtype=run.dtype))
