@@ -97,12 +97,12 @@ def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
 
 def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SHORTEST_LOAD", 2.5)
-    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": "DATA", "seconds": 3600}]
+    faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": "LOAD", "seconds": 3600}]
     with team(tmp_path, steps=20, faults=faults) as one:
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
-        assert "in phase DATA" in found.evidence[0]
+        assert "in phase LOAD" in found.evidence[0]
 
 
 def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_hands_on(

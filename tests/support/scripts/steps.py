@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pacekeeper import torch_internals
-from pacekeeper.observe.flight import watch_flight
+from pacekeeper.observe import flight
 from pacekeeper.observe.ring import RingWriter
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
@@ -108,9 +108,15 @@ def stand_in_for_a_gpu(ring: RingWriter) -> None:
         return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": under_way}).encode()
 
     torch.cuda.is_initialized = lambda: True
+    torch.cuda.set_device = nothing
+    torch_internals.used_gpus = lambda: [0]
     torch_internals.flight_record = flight_record
+    flight.leave_captures_alone = nothing
     torch_internals.backends = lambda: [f"cuda:{os.environ['GPU']}"]
-    watch_flight(ring.state)
+    flight.watch_flight(ring.state)
+
+
+def nothing(*_: object) -> None: ...
 
 
 def leave(*_: object) -> None:
