@@ -108,10 +108,10 @@ def stand_in_for_a_gpu(ring: RingWriter) -> None:
         return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": under_way}).encode()
 
     torch.cuda.is_initialized = lambda: True
-    torch.cuda.set_device = nothing
+    torch.cuda.set_device = nothing  # type: ignore[assignment]  # takes any arguments
     torch_internals.used_gpus = lambda: [0]
     torch_internals.flight_record = flight_record
-    flight.leave_captures_alone = nothing
+    flight.leave_captures_alone = nothing  # type: ignore[assignment]  # the same
     torch_internals.backends = lambda: [f"cuda:{os.environ['GPU']}"]
     flight.watch_flight(ring.state)
 
