@@ -38,7 +38,7 @@ class World:
     def __init__(self, seed: int, settings: WorldSettings = WorldSettings()) -> None:  # it is frozen
         self.seed = seed
         self.settings = settings
-        self.loop = VirtualLoop()
+        self.loop = VirtualLoop()  # type: ignore[abstract]  # asyncio itself needs no more of a loop
         self.story = Story(self.loop.time)
         self.network = Network(self.loop, self.random("network"))
         self.clocks: dict[str, float] = {}

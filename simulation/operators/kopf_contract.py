@@ -1,8 +1,8 @@
 """What kopf promises to handlers, as far as the operator's rely on it. A stand-in for kopf itself, nothing more.
 
 Read off kopf 1.45 (reactor/queueing.py, reactor/processing.py, engines/daemons.py, clients/watching.py):
-- a kind's objects are listed (events of type None), then watched; a watch that ends goes on from where it was, one whose
-  past is lost (410) begins with a new list, which tells of nothing that has gone meanwhile;
+- a kind's objects are listed (events of type None), then watched; a watch that ends goes on from where it was, one
+  whose past is lost (410) begins with a new list, which tells of nothing that has gone meanwhile;
 - one object's events are processed one after the other, different objects' at once; errors of event handlers are
   logged, and forgotten;
 - an object with daemons gets a finalizer; its daemon sees a body that is always the newest; once the object is being
@@ -120,7 +120,8 @@ class Kopf:
     async def _activities(self, name: str) -> None:
         for handler in self._registry._activities._handlers:
             if handler.activity is not None and handler.activity.value == name:
-                await handler.fn(memo=self.memo, settings=self.settings)  # type: ignore[misc]
+                call: Callable[..., Any] = handler.fn
+                await call(memo=self.memo, settings=self.settings)
 
     def _resources(self) -> list[Resource]:
         handlers = [*self._registry._watching._handlers, *self._registry._spawning._handlers]
@@ -220,6 +221,7 @@ class Kopf:
         )
 
     async def _keep(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
+        ours = self.settings.persistence.finalizer
         while True:
             try:
                 await handler.fn(memo=self.memo, body=daemon.body, stopped=daemon.stopped)

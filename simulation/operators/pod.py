@@ -130,7 +130,7 @@ class Deployment:
 
     @property
     def leader(self) -> OperatorPod | None:
-        """Whose process acts, if any does; of a frozen one and its successor, the successor."""
+        """Whose process serves, if any does; of a frozen one and its successor, the successor."""
         leading = [pod for pod in self.pods if pod.operator is not None and not pod.process.dead]
         return max(
             leading,
