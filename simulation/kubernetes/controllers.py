@@ -8,8 +8,9 @@ import math
 from typing import TYPE_CHECKING
 
 from .conditions import disrupt, status_of, with_condition
-from .objects import Object, timestamp
+from .objects import KINDS, Object, timestamp
 from .placement import toleration_seconds
+from .pod_status import ENDED
 
 if TYPE_CHECKING:
     from ..world import World
@@ -39,7 +40,6 @@ _PRESSURES = {
     "PIDPressure": "node.kubernetes.io/pid-pressure",
 }
 _OURS = (_NOT_READY, _UNREACHABLE, _CORDONED, *_PRESSURES.values())
-_ENDED = ("Succeeded", "Failed")
 
 
 class NodeLifecycle:
@@ -147,7 +147,7 @@ class TaintEviction:
             self._heard_of_node(change)
         elif change.plural == "pods":
             pod, before = change.object, change.before
-            if change.type == "DELETED" or pod["status"].get("phase") in _ENDED:
+            if change.type == "DELETED" or pod["status"].get("phase") in ENDED:
                 self._call_off(pod["metadata"]["uid"])
             elif pod["spec"].get("nodeName") and (before is None or not before["spec"].get("nodeName")):
                 self._look_at(pod)
@@ -179,7 +179,7 @@ class TaintEviction:
         if uid in self._due and self._due[uid][0] == at:
             return
         self._call_off(uid)
-        if at < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in _ENDED:
+        if at < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ENDED:
             wait = max(0.0, at - self._world.now()) + self._random.uniform(*REACTS)
             name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
             self._due[uid] = (at, self._world.after(wait, self._evict, uid, name, namespace))
@@ -234,7 +234,7 @@ class PodCollector:
         world, metadata, status = self._world, pod["metadata"], pod["status"]
         name, namespace = metadata["name"], metadata["namespace"]
         world.story.tell("pod-collector", f"removes pod {name}: there is no node {pod['spec']['nodeName']}")
-        if status.get("phase") not in _ENDED:
+        if status.get("phase") not in ENDED:
             message = "PodGC: node no longer exists"
             conditions = with_condition(
                 status.get("conditions", ()), "DisruptionTarget", "True", world.wall(), "DeletionByPodGC", message
@@ -242,6 +242,42 @@ class PodCollector:
             patch = {"status": {"phase": "Failed", "conditions": conditions}}
             world.api.patch("pods", name, namespace, patch, subresource="status", manager="pod-collector")
         world.api.delete("pods", name, namespace, uid=metadata["uid"], grace=0)
+
+
+class NamespaceCollector:
+    """Empties namespaces that are deleted, and lets them go when they are empty."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._random = world.random("namespace collector")
+        self._ending: dict[str, None] = {}
+        world.api.subscribe(self._heard)
+
+    def _heard(self, change: Change) -> None:
+        metadata = change.object["metadata"]
+        if change.plural == "namespaces":
+            if change.type == "DELETED":
+                self._ending.pop(metadata["name"], None)
+            elif "deletionTimestamp" in metadata and metadata["name"] not in self._ending:
+                self._ending[metadata["name"]] = None
+                self._world.story.tell("namespace-collector", f"empties namespace {metadata['name']}")
+                kinds = [kind.plural for kind in KINDS.values() if kind.namespaced]
+                self._random.shuffle(kinds)
+                for plural in kinds:
+                    self._world.after(self._random.uniform(*REACTS), self._empty, plural, metadata["name"])
+        elif change.type == "DELETED" and metadata.get("namespace") in self._ending:
+            self._world.after(self._random.uniform(*REACTS), self._let_go, metadata["namespace"])
+
+    def _empty(self, plural: str, namespace: str) -> None:
+        for body in self._world.api.all(plural, namespace):
+            self._world.api.delete(plural, body["metadata"]["name"], namespace, uid=body["metadata"]["uid"])
+        self._let_go(namespace)
+
+    def _let_go(self, namespace: str) -> None:
+        api = self._world.api
+        kinds = [kind.plural for kind in KINDS.values() if kind.namespaced]
+        if namespace in self._ending and not any(api.all(plural, namespace) for plural in kinds):
+            api.patch("namespaces", namespace, "", {"spec": {"finalizers": None}}, subresource="finalize")
 
 
 def _taints(node: Object) -> list[Object]:

@@ -6,19 +6,18 @@ it. What it knows of its pods lies on the node's disk: a restart, or a reboot, d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api import LABEL_PROBE, LABEL_WORKER
 
 from ..network import API
-from .conditions import with_condition
-from .objects import Object, timestamp
+from .containers import KILLED, Containers, Other, Probe
+from .objects import Object
 from .placement import Needs, Offer, refused_resource
+from .pod_status import DEFAULT_GRACE, ENDED, LocalPod, Stage, has_run, pod_status
 
 if TYPE_CHECKING:
     from ..world import World
@@ -36,36 +35,8 @@ PULLS_AGAIN = 10.0
 """Seconds until an image that could not be pulled is tried again."""
 TRIES_RUNTIME_AGAIN = 5.0
 """Seconds until a container runtime that does nothing is asked again."""
-KILLED = 137
-DEFAULT_GRACE = 30.0
 _SIDECAR_PERIOD, _SIDECAR_FAILURES = 10.0, 3  # the liveness probe of `manifests.worker_pod`
-_ENDED = ("Succeeded", "Failed")
-_SANDBOX = "PodReadyToStartContainers"
-_OURS = (_SANDBOX, "Initialized", "Ready", "ContainersReady")
-
-
-class Exited(Protocol):
-    """The main container has ended. Calls after the first one are of no account."""
-
-    def __call__(self, code: int, reason: str, message: str = "") -> None: ...
-
-
-class Containers(Protocol):
-    """What runs of a pod. It tells by `Exited` when its main container has ended."""
-
-    def start(self) -> None: ...
-
-    def terminate(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after so many seconds. Called again, it only shortens the time."""
-
-    def kill(self, code: int = KILLED, reason: str = "") -> None:
-        """All of them, at once."""
-
-    @property
-    def sidecar_answers(self) -> bool:
-        """Whether the sidecar passes its liveness probe. True where there is none."""
-
-    def restart_sidecar(self) -> None: ...
+_LOST = (KILLED, "ContainerStatusUnknown", "The container could not be located when the pod was terminated")
 
 
 class Images(StrEnum):
@@ -76,49 +47,6 @@ class Images(StrEnum):
     HANG = "hang"
 
 
-class Stage(Enum):
-    CREATING = auto()
-    PULLING = auto()  # there is a sandbox, and an image that does not come
-    PULL_FAILED = auto()
-    RUNNING = auto()
-    EXITED = auto()  # the main container; the sidecar is still there
-    ENDED = auto()
-
-
-@dataclass(eq=False)
-class _Pod:
-    """A pod as its kubelet knows it. Times are virtual seconds."""
-
-    body: Object  # as it came
-    stage: Stage = Stage.CREATING
-    began: float = 0.0
-    containers: Containers | None = None
-    address: str = ""
-    started: float = 0.0
-    restarts: int = 0  # of the sidecar
-    exit: tuple[int, str, str] | None = None  # code, reason, message
-    exited: float = 0.0
-    grace: float = math.inf  # seconds that it was given to end
-    reason: str = ""  # why the kubelet itself has ended or refused it
-    message: str = ""
-    disrupted: bool = False  # by the kubelet
-    forgotten: bool = False  # its object is gone
-    told: bool = True  # the API server knows all this
-    tells: bool = False  # it is about to be told
-
-    @property
-    def uid(self) -> str:
-        return str(self.body["metadata"]["uid"])
-
-    @property
-    def name(self) -> str:
-        return str(self.body["metadata"]["name"])
-
-    @property
-    def namespace(self) -> str:
-        return str(self.body["metadata"]["namespace"])
-
-
 class Kubelet:
     """Of one node. It does not run before `start`."""
 
@@ -127,7 +55,7 @@ class Kubelet:
         self._world = world
         self._node = node
         self._random = world.random(f"kubelet of {node.name}")
-        self._pods: dict[str, _Pod] = {}  # by uid
+        self._pods: dict[str, LocalPod] = {}  # by uid
         self._life = 0  # what an earlier life has planned does not come about
         self._registered = False
         self._out_of_touch = False
@@ -168,7 +96,7 @@ class Kubelet:
                 continue
             pod.stage, pod.told = Stage.ENDED, False
             if pod.exit is None:
-                pod.exit = (KILLED, "ContainerStatusUnknown", "The container could not be located")
+                pod.exit = _LOST
                 pod.exited = self._world.now()
             self._release(pod)
             pod.containers.kill()
@@ -222,12 +150,10 @@ class Kubelet:
                     self._tell(known)
         elif deleted:  # nothing of it has ever run here
             self._world.api.delete("pods", metadata["name"], metadata["namespace"], uid=metadata["uid"], grace=0)
-        elif status.get("phase", "Pending") == "Pending" and not _has_run(status):
+        elif status.get("phase", "Pending") == "Pending" and not has_run(status):
             self._admit(stored)
-        elif status["phase"] not in _ENDED:  # it ran on a machine that is no more
-            pod = _Pod(
-                stored, Stage.ENDED, exit=(KILLED, "ContainerStatusUnknown", "The container could not be located")
-            )
+        elif status["phase"] not in ENDED:  # it ran on a machine that is no more
+            pod = LocalPod(stored, Stage.ENDED, exit=_LOST)
             self._pods[pod.uid] = pod
             self._tell(pod)
 
@@ -240,8 +166,7 @@ class Kubelet:
         if known.stage is Stage.ENDED:
             del self._pods[uid]
         else:
-            wanted = float(known.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE))
-            self._terminate(known, self._random.choice((1.0, max(1.0, wanted))))
+            self._terminate(known, self._random.choice((1.0, known.wanted_grace)))
 
     def _wait_for_touch(self) -> None:
         if not self._out_of_touch:
@@ -277,7 +202,7 @@ class Kubelet:
     # What runs.
 
     def _admit(self, body: Object) -> None:
-        pod = _Pod(body, began=self._world.now())
+        pod = LocalPod(body, began=self._world.now())
         self._pods[pod.uid] = pod
         reason, message = self._refusal(body)
         if reason:
@@ -288,7 +213,7 @@ class Kubelet:
             self._later(self._random.uniform(*STARTS), self._start, pod)
         self._tell(pod)
 
-    def _watch_deadline(self, pod: _Pod) -> None:
+    def _watch_deadline(self, pod: LocalPod) -> None:
         deadline = pod.body["spec"].get("activeDeadlineSeconds")
         if deadline is not None and pod.stage is not Stage.ENDED:
             message = "Pod was active on the node longer than the specified deadline"
@@ -304,13 +229,11 @@ class Kubelet:
             if pod.stage is not Stage.ENDED and pod.uid != body["metadata"]["uid"]:
                 offer.add(Needs.parse(pod.body))
         lacking = refused_resource(Needs.parse(body), offer)
-        return (
-            (f"OutOf{lacking}", f"Pod was rejected: Node didn't have enough resource: {lacking}")
-            if lacking
-            else ("", "")
-        )
+        if not lacking:
+            return "", ""
+        return f"OutOf{lacking}", f"Pod was rejected: Node didn't have enough resource: {lacking}"
 
-    def _start(self, pod: _Pod) -> None:
+    def _start(self, pod: LocalPod) -> None:
         if pod.stage not in (Stage.CREATING, Stage.PULLING, Stage.PULL_FAILED):
             return
         match self._node.images:
@@ -324,7 +247,7 @@ class Kubelet:
                 self._run(pod)
         self._tell(pod)
 
-    def _run(self, pod: _Pod) -> None:
+    def _run(self, pod: LocalPod) -> None:
         world, node = self._world, self._node
         if node.stuck_since is not None:
             self._later(TRIES_RUNTIME_AGAIN, self._start, pod)
@@ -337,7 +260,7 @@ class Kubelet:
         pod.containers.start()
         self._watch_sidecar(pod)
 
-    def _containers(self, pod: _Pod) -> Containers:
+    def _containers(self, pod: LocalPod) -> Containers:
         labels = pod.body["metadata"].get("labels") or {}
         exited = partial(self._exited, pod)
         if LABEL_WORKER in labels:
@@ -346,11 +269,11 @@ class Kubelet:
             return Probe(self._world, self._node, exited)
         return Other(self._world, exited)
 
-    def _watch_sidecar(self, pod: _Pod) -> None:
+    def _watch_sidecar(self, pod: LocalPod) -> None:
         if pod.body["spec"].get("initContainers"):
             self._later(_SIDECAR_PERIOD, self._look_at_sidecar, pod, 0)
 
-    def _look_at_sidecar(self, pod: _Pod, failures: int) -> None:
+    def _look_at_sidecar(self, pod: LocalPod, failures: int) -> None:
         if pod.stage is not Stage.RUNNING or pod.containers is None:
             return
         failures = 0 if pod.containers.sidecar_answers else failures + 1
@@ -370,14 +293,13 @@ class Kubelet:
             return
         pod.reason, pod.message, pod.disrupted = reason, message, disrupts
         self._world.story.tell(self._node.name, f"ends pod {pod.name}: {reason}")
-        wanted = float(pod.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE))
-        self._terminate(pod, wanted if grace is None else grace)
+        self._terminate(pod, pod.wanted_grace if grace is None else grace)
 
     def pods(self) -> list[str]:
         """uids of those that run."""
         return [uid for uid, pod in self._pods.items() if pod.stage in (Stage.RUNNING, Stage.EXITED)]
 
-    def _terminate(self, pod: _Pod, grace: float) -> None:
+    def _terminate(self, pod: LocalPod, grace: float) -> None:
         grace = max(1.0, grace)
         if grace >= pod.grace or pod.stage is Stage.ENDED:
             return
@@ -390,7 +312,7 @@ class Kubelet:
         else:
             self._end(pod)
 
-    def _exited(self, pod: _Pod, code: int, reason: str, message: str = "") -> None:
+    def _exited(self, pod: LocalPod, code: int, reason: str, message: str = "") -> None:
         """The main container has ended; the node may be without power, and its kubelet may be away."""
         if pod.stage is not Stage.RUNNING:
             return
@@ -401,7 +323,7 @@ class Kubelet:
         else:
             pod.told = False
 
-    def _end(self, pod: _Pod) -> None:
+    def _end(self, pod: LocalPod) -> None:
         """Nothing of it runs any more."""
         if pod.stage is Stage.ENDED:
             return
@@ -418,20 +340,20 @@ class Kubelet:
         self._addresses += 1
         return f"{self._node.pods_network}.{self._addresses // 250}.{self._addresses % 250 + 1}"
 
-    def _release(self, pod: _Pod) -> None:
+    def _release(self, pod: LocalPod) -> None:
         if pod.address and pod.address != self._node.address:
             self._world.network.addresses.pop(pod.address, None)
 
     # What it tells.
 
-    def _tell(self, pod: _Pod) -> None:
+    def _tell(self, pod: LocalPod) -> None:
         """In a moment; what happens until then is told with it."""
         pod.told = False
         if not pod.tells and not pod.forgotten:
             pod.tells = True
             self._later(self._random.uniform(*TELLS), self._write, pod)
 
-    def _write(self, pod: _Pod) -> None:
+    def _write(self, pod: LocalPod) -> None:
         pod.tells = False
         if not self.in_touch:
             self._wait_for_touch()
@@ -442,41 +364,11 @@ class Kubelet:
             self._attend_to_absence(pod.uid)
             return
         pod.told = True
-        status = {"status": self._status(pod, stored["status"].get("conditions", []))}
+        conditions, wall = stored["status"].get("conditions", ()), self._world.wall(self._node.name)
+        status = {"status": pod_status(pod, conditions, self._node.address, self._world.now(), wall)}
         api.patch("pods", name, namespace, status, subresource="status", manager=f"kubelet {self._node.name}")
         if pod.stage is Stage.ENDED and "deletionTimestamp" in stored["metadata"]:
             api.delete("pods", name, namespace, uid=pod.uid, grace=0)
-
-    def _status(self, pod: _Pod, conditions: list[Object]) -> Object:
-        world, place = self._world, self._node.name
-        wall = world.wall(place)
-        running = pod.stage is Stage.RUNNING
-        facts = {
-            _SANDBOX: pod.stage not in (Stage.CREATING, Stage.ENDED),
-            "Initialized": running or pod.stage is Stage.EXITED,
-            "Ready": running,
-            "ContainersReady": running,
-        }
-        for type_, holds in facts.items():
-            conditions = with_condition(conditions, type_, str(holds), wall)
-        if pod.disrupted and pod.stage is Stage.ENDED:
-            conditions = with_condition(
-                conditions, "DisruptionTarget", "True", wall, "TerminationByKubelet", pod.message
-            )
-        status: Object = {"phase": _phase(pod), "conditions": conditions}
-        if pod.reason and pod.stage is Stage.ENDED:
-            status |= {"reason": pod.reason, "message": pod.message}
-        if pod.stage is Stage.ENDED and pod.containers is None and pod.exit is None:
-            return status  # refused, or taken back before anything ran
-        spec, since = pod.body["spec"], wall - world.now()
-        status |= {"hostIP": self._node.address, "startTime": timestamp(int(since + pod.began))}
-        if pod.address:
-            status |= {"podIP": pod.address, "podIPs": [{"ip": pod.address}]}
-        first = spec.get("initContainers") or ()
-        if first:
-            status["initContainerStatuses"] = [_container(pod, item, since, sidecar=True) for item in first]
-        status["containerStatuses"] = [_container(pod, item, since, behind=bool(first)) for item in spec["containers"]]
-        return status
 
     def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
         """Unless the kubelet is stopped meanwhile."""
@@ -485,100 +377,3 @@ class Kubelet:
     def _still(self, life: int, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
         if life == self._life:
             call(*arguments)
-
-
-class Probe:
-    """The pod of a quarantine's probe: it ends well where the node can be used."""
-
-    def __init__(self, world: World, node: Node, exited: Exited) -> None:
-        self._world = world
-        self._node = node
-        self._exited = exited
-        self._random = world.random(f"probe on {node.name} at {world.now()}")
-        self._over = False
-
-    def start(self) -> None:
-        self._world.after(self._random.uniform(0.3, 3.0), self._look)
-
-    def _look(self) -> None:
-        if self._over or self._node.stuck_since is not None:
-            return
-        if not self._world.network.reaches(self._node.name, API):  # `TIMEOUT_SECONDS` of the real one
-            self._world.after(20.0, self._finish, 1, "Error", "the API server's service cannot be reached: timed out")
-        elif self._node.sick:
-            self._finish(1, "Error", self._node.sick)
-        else:
-            self._finish(0, "Completed", "")
-
-    def _finish(self, code: int, reason: str, message: str) -> None:
-        if not self._over:
-            self._over = True
-            self._exited(code, reason, message)
-
-    def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.1), self.kill)
-
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
-        self._finish(code, reason, "")
-
-    sidecar_answers = True
-
-    def restart_sidecar(self) -> None:
-        raise AssertionError("a probe has no sidecar")
-
-
-class Other:
-    """Somebody else's pod: it takes room, for as long as it is let."""
-
-    def __init__(self, world: World, exited: Exited) -> None:
-        self._world = world
-        self._exited = exited
-
-    def start(self) -> None:
-        pass
-
-    def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.5), self.kill)
-
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
-        self._exited(code, reason)
-
-    sidecar_answers = True
-
-    def restart_sidecar(self) -> None:
-        pass
-
-
-def _has_run(status: Object) -> bool:
-    return any("running" in container.get("state", {}) for container in status.get("containerStatuses", ()))
-
-
-def _phase(pod: _Pod) -> str:
-    if pod.stage in (Stage.RUNNING, Stage.EXITED):
-        return "Running"
-    if pod.stage is not Stage.ENDED:
-        return "Pending"
-    well = pod.exit is not None and pod.exit[0] == 0 and not pod.reason
-    return "Succeeded" if well else "Failed"
-
-
-def _container(pod: _Pod, spec: Object, since: float, *, sidecar: bool = False, behind: bool = False) -> Object:
-    """`since`: the wall clock of virtual second 0. `behind`: others have to start first."""
-    waits: dict[str, str] = {"reason": "ContainerCreating"}
-    if behind:
-        waits = {"reason": "PodInitializing"}
-    elif pod.stage is Stage.PULL_FAILED:
-        waits = {"reason": "ErrImagePull", "message": f"failed to pull image {spec.get('image', '')!r}: not found"}
-    started = timestamp(int(since + pod.started))
-    state: Object = {"waiting": waits}
-    if pod.stage is Stage.RUNNING or (sidecar and pod.stage is Stage.EXITED):
-        state = {"running": {"startedAt": started}}
-    elif pod.exit is not None:
-        code, reason, message = pod.exit if not sidecar else (0, "Completed", "")
-        state = {"terminated": {"exitCode": code, "reason": reason or ("Error" if code else "Completed")}}
-        state["terminated"] |= {"startedAt": started, "finishedAt": timestamp(int(since + pod.exited))}
-        if message:
-            state["terminated"]["message"] = message
-    up = "running" in state
-    restarts = pod.restarts if sidecar else 0
-    return {"name": spec["name"], "state": state, "ready": up, "started": up, "restartCount": restarts}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .objects import Object
 from .placement import Needs, Offer, liking, obstacle
+from .pod_status import ENDED
 
 if TYPE_CHECKING:
     from ..world import World
@@ -21,7 +22,6 @@ _BACK_OFF, _LONGEST_BACK_OFF = 1.0, 10.0
 """Seconds before a pod that could not be placed is tried again, doubled each time."""
 _AGAIN = 1.0
 """Seconds until an API server that is down is tried again."""
-_ENDED = ("Succeeded", "Failed")
 
 
 @dataclass(eq=False)
@@ -70,8 +70,9 @@ class Scheduler:
             self._park(waiting, obstacles)
 
     def _bind(self, waiting: _Waiting, node: str) -> None:
-        metadata = waiting.pod["metadata"]
-        self._world.api.bind(metadata["name"], metadata["namespace"], node)
+        name, namespace = waiting.pod["metadata"]["name"], waiting.pod["metadata"]["namespace"]
+        binding = {"spec": {"nodeName": node}}
+        self._world.api.patch("pods", name, namespace, binding, subresource="binding", manager="scheduler")
 
     def _park(self, waiting: _Waiting, obstacles: dict[str, str]) -> None:
         waiting.tries += 1
@@ -126,7 +127,7 @@ class Scheduler:
             return
         offer = self._offers.get(node)
         known = offer.pods if offer is not None else self._homeless.setdefault(node, {})
-        if gone or pod["status"].get("phase") in _ENDED:
+        if gone or pod["status"].get("phase") in ENDED:
             if uid not in known:
                 return
             if offer is not None:

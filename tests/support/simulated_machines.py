@@ -8,8 +8,8 @@ from typing import Any
 
 from pacekeeper_operator.api import Job, JobSpec
 from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
+from simulation.kubernetes.containers import KILLED, Exited
 from simulation.kubernetes.controllers import NodeLifecycle, PodCollector, TaintEviction
-from simulation.kubernetes.kubelet import KILLED, Exited
 from simulation.kubernetes.nodes import Fleet, Node
 from simulation.kubernetes.scheduler import Scheduler
 from simulation.world import World

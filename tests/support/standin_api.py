@@ -31,6 +31,7 @@ class ApiServer:
         if plural == "namespaces": body = {"spec": {"finalizers": ["kubernetes"]}, "status": {}, **body}
         return self._put(plural, body, None, manager, "create")
     def patch(self, plural, name, namespace, patch, *, subresource="", manager="world"):
+        if subresource == "binding": return self.bind(name, namespace, patch["spec"]["nodeName"])
         before = self.store[plural, namespace, name]
         after = merged(before, patch)
         return before if after is before else self._put(plural, after, before, manager, "patch")

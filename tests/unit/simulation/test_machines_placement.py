@@ -12,6 +12,9 @@ from tests.support.simulated_machines import NAMESPACE, Machines
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 HOST = "kubernetes.io/hostname"
+GPU = "nvidia.com/gpu"
+WITH_GPU = {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}
+ONE_CORE = {"name": "first", "resources": {"requests": {"cpu": "1"}}}
 
 
 def needs(**spec: Any) -> Needs:
@@ -43,9 +46,9 @@ def test_quantities(text: object, value: float) -> None:
     [
         (asking(cpu="2"), ""),
         (asking(cpu="2001m"), "Insufficient cpu"),
-        ({"containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu": 2}}}]}, "Insufficient nvidia.com/gpu"),
-        ({"initContainers": [{"restartPolicy": "Always", "resources": {"requests": {"cpu": "1"}}}], **asking(cpu="1500m")}, "Insufficient cpu"),
-        ({"initContainers": [{"resources": {"requests": {"cpu": "1"}}}], **asking(cpu="1500m")}, ""),
+        ({"containers": [{"name": "c", "resources": {"limits": {GPU: 2}}}]}, f"Insufficient {GPU}"),
+        ({"initContainers": [{**ONE_CORE, "restartPolicy": "Always"}], **asking(cpu="1500m")}, "Insufficient cpu"),
+        ({"initContainers": [ONE_CORE], **asking(cpu="1500m")}, ""),
         ({"nodeSelector": {"zone": "b"}}, "node(s) didn't match Pod's node affinity/selector"),
         ({"nodeSelector": {HOST: "node-0"}}, ""),
     ],
@@ -60,8 +63,8 @@ def test_resources_and_selectors(spec: dict[str, Any], words: str) -> None:
         ([{"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["node-0"]}]}], False),
         ([{"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["node-1"]}]}], True),
         ([{"matchExpressions": [{"key": HOST, "operator": "In", "values": ["node-0"]}]}], True),
-        ([{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-0"]}]}], True),
-        ([{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}], False),
+        ([WITH_GPU, {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-0"]}]}], True),
+        ([WITH_GPU], False),
         ([{}], False),
     ],
 )  # fmt: skip
