@@ -96,7 +96,7 @@ class Kopf:
         self._registry = kopf.get_default_registry()
 
     async def run(self, *stops: asyncio.Event) -> None:
-        """Until one of `stops` is set, then in order: watches end first, then daemons, then what is to be cleaned up."""
+        """Until one of `stops` is set; then watches end, then daemons, then what is to be cleaned up is."""
         await self._activities("startup")
         tasks = [
             asyncio.create_task(self._follow(resource), name=f"watch {resource.plural}")
@@ -233,10 +233,8 @@ class Kopf:
             break
         while "deletionTimestamp" in daemon.body["metadata"]:
             await asyncio.sleep(self.settings.background.cancellation_polling)
-            left = [
-                f for f in daemon.body["metadata"].get("finalizers", ()) if f != self.settings.persistence.finalizer
-            ]
-            if await self._patch_finalizers(resource, daemon.body, left):
+            others = [name for name in daemon.body["metadata"].get("finalizers", ()) if name != ours]
+            if await self._patch_finalizers(resource, daemon.body, others):
                 break
 
     async def _patch_finalizers(self, resource: Resource, found: Object, finalizers: list[str]) -> bool:
