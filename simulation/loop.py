@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._jump()
         while ready:
             handle = ready.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]  # what asyncio's own loops look at
+            if handle._cancelled:
                 continue
             owner = handle._context.get(_owner)  # type: ignore[attr-defined]
             if owner is not None and owner.stands_still(handle):
@@ -71,7 +71,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _jump(self) -> None:
         timers = self._timers
-        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
             raise Stuck(f"at {self._now:.3f} s nothing is scheduled any more")
@@ -163,7 +163,7 @@ class Process:
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
         self._behind: list[asyncio.Handle] = []  # what would have run while it was paused
-        self._mourners: list[Callable[[], None]] = []
+        self._mourners: dict[Callable[[], None], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         return self._loop.create_task(work, name=name, context=self._context.copy())
@@ -174,7 +174,7 @@ class Process:
             return
         self.dead = True
         self._behind.clear()
-        mourners, self._mourners = self._mourners, []
+        mourners, self._mourners = self._mourners, {}
         for callback in mourners:
             callback()
 
@@ -193,7 +193,11 @@ class Process:
         if self.dead:
             callback()
         else:
-            self._mourners.append(callback)
+            self._mourners[callback] = None
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """It is not called any more."""
+        self._mourners.pop(callback, None)
 
     def stands_still(self, handle: asyncio.Handle) -> bool:
         """Whether this callback of the process does not run now."""

@@ -75,6 +75,7 @@ QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=Fal
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
 """What an operator writes that does not lead: it changes nothing that another decides upon."""
 
+JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -179,7 +180,7 @@ class Cluster:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Object | Objects | None = None,
-        style: str = "application/json",
+        style: str = JSON,
     ) -> Object:
         if method != "GET" and not path.startswith(_OF_ANYBODY):
             self.before_write()
