@@ -215,7 +215,8 @@ def _term_selects(term: Object, node: Offer) -> bool:
 
 
 def _matches(expression: Object, values: Mapping[str, str]) -> bool:
-    key, wanted = expression["key"], expression.get("values") or ()
+    key: str = expression["key"]
+    wanted: Sequence[str] = expression.get("values") or ()
     match expression["operator"]:
         case "In":
             return values.get(key) in wanted
