@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 
 from .loop import VirtualLoop
 
@@ -33,6 +34,7 @@ class Network:
         self._down: dict[str, None] = {}
         self._alone: dict[str, None] = {}
         self._cuts: dict[tuple[str, str], None] = {}
+        self._slow: dict[tuple[str, str], float] = {}
         loop.connect = self._connect
 
     def reaches(self, one: str, other: str) -> bool:
@@ -53,6 +55,20 @@ class Network:
     def mend(self, one: str, other: str) -> None:
         self._cuts.pop(_pair(one, other), None)
 
+    def slow(self, one: str, other: str, factor: float) -> None:
+        """Bulk between them takes so many times as long."""
+        if factor == 1.0:
+            self._slow.pop(_pair(one, other), None)
+        else:
+            self._slow[_pair(one, other)] = factor
+
+    def slowness(self, places: Sequence[str]) -> float:
+        """Of the slowest link between any two of these."""
+        if not self._slow:
+            return 1.0
+        pairs = (_pair(one, other) for one, other in combinations(places, 2))
+        return max((self._slow.get(pair, 1.0) for pair in pairs), default=1.0)
+
     def isolate(self, place: str) -> None:
         """From all others."""
         self._alone[place] = None
@@ -68,9 +84,10 @@ class Network:
             self._down[place] = None
 
     def heal(self) -> None:
-        """All cuts; what has no power has none."""
+        """All links; what has no power has none."""
         self._alone.clear()
         self._cuts.clear()
+        self._slow.clear()
 
     async def _connect(self, host: str, port: int) -> None:
         here, there = self.caller(), self.addresses.get(host)
