@@ -1,0 +1,59 @@
+"""Values of a family (faults, moments) from and to JSON: `kind` says which class, the other keys are its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """Fields that are as by default are left out."""
+    content = {"kind": kind(type(value))}
+    for item in dataclasses.fields(value):
+        held = getattr(value, item.name)
+        if held != item.default:
+            content[item.name] = held
+    return content
+
+
+def from_json(family: type[Value], content: Mapping[str, Any]) -> Value:
+    """Raises ValueError where the family has no such kind, TypeError where the kind has no such field."""
+    given = dict(content)
+    name = given.pop("kind")
+    cls = members(family).get(name)
+    if cls is None:
+        raise ValueError(f"there is no {family.__name__.lower()} {name!r}; there are: {', '.join(members(family))}")
+    hints = _hints(cls)
+    for key, value in given.items():
+        hint = hints.get(key)
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            given[key] = hint(value)
+    return cls(**given)
+
+
+def kind(cls: type[Any]) -> str:
+    """`PodDeleted` → `pod-deleted`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+
+
+@cache
+def members(family: type[Value]) -> dict[str, type[Value]]:
+    """All classes of a family that stand for something, by their kind."""
+    found: dict[str, type[Value]] = {}
+    for cls in family.__subclasses__():
+        found |= members(cls)
+        if "__abstract__" not in vars(cls):
+            found[kind(cls)] = cls
+    return dict(sorted(found.items()))
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
