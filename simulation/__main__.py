@@ -132,7 +132,9 @@ def _mortal(names: Iterable[str], jobs: int) -> int:
 
 def _coverage(options: argparse.Namespace) -> int:
     reached: Counter[str] = Counter()
-    for outcome in batch.run_all([generate(seed) for seed in (*_seeds(options.seeds), *_fresh(options.fresh))], options.jobs):
+    for outcome in batch.run_all(
+        [generate(seed) for seed in (*_seeds(options.seeds), *_fresh(options.fresh))], options.jobs
+    ):
         reached.update(sorted(outcome.coverage))
         if outcome.violations:
             _report(outcome)

@@ -82,7 +82,9 @@ class NodeFault(Fault):
     free: bool = False
 
     def node(self, scene: Scene) -> Node:
-        return scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        return (
+            scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        )
 
 
 @dataclass(frozen=True)
