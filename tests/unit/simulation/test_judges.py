@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,21 +31,47 @@ from simulation.judges import behaviour, bookkeeping, nodes, promises
 from simulation.judges.judge import Judge
 from simulation.kubernetes.api_server import ApiServer
 from simulation.kubernetes.connection import Request
-from simulation.world import EPOCH, World
+from simulation.loop import VirtualLoop
+from simulation.network import Network
+from simulation.story import Story
+from simulation.world import EPOCH, WorldSettings
 from tests.support import worlds
 
 OPERATOR = "operator-0"
 Object = dict[str, Any]
 
 
+class Empty:
+    """A world in which there is nothing but an API server."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()  # type: ignore[abstract]
+        self.story = Story(self.now)
+        self.network = Network(self.loop, self.random("network"))
+        self.settings = WorldSettings()
+        self.api = ApiServer(self)
+
+    def now(self) -> float:
+        return self.loop.time()
+
+    def wall(self, _place: str = "") -> float:
+        return EPOCH + self.now()
+
+    def random(self, purpose: str) -> random.Random:
+        return random.Random(purpose)
+
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object:
+        return self.loop.call_later(seconds, call, *arguments)
+
+
 class Court:
     """A judge, and the API server that it listens to. A job `j` of two replicas is there."""
 
     def __init__(self) -> None:
-        self.world = World(1)
-        self.world.api = self.api = ApiServer(self.world)
+        self.world = Empty()
+        self.api = self.world.api
         rules = (*bookkeeping.RULES, *promises.RULES, *nodes.RULES, *behaviour.RULES)
-        self.judge = Judge(self.world, None, rules)  # type: ignore[arg-type]  # only the end asks what was scheduled
+        self.judge = Judge(cast(Any, self.world), cast(Any, None), rules)
         for name in ("ns", "pacekeeper-system"):
             self.api.create("namespaces", {"metadata": {"name": name}})
         self.draft = worlds.training(replicas=2, spares=1).draft
@@ -207,15 +234,12 @@ def test_an_outcome_stays(court: Court) -> None:
 @pytest.mark.parametrize("phase", ["Complete", "Failed"])
 def test_the_end_is_final(court: Court, phase: str) -> None:
     for now in ("Running", phase, "Recovering"):
-        court.api.patch(
-            "trainingjobs", "j", "ns", {"status": {"phase": now}}, subresource="status", manager=OPERATOR
-        )
+        court.api.patch("trainingjobs", "j", "ns", {"status": {"phase": now}}, subresource="status", manager=OPERATOR)
     assert court.complaints == ["a job that is Complete or Failed stays so"]
 
 
 def test_restarts_are_counted_within_their_window(court: Court) -> None:
-    court.api.patch("trainingjobs", "j", "ns", {"spec": {"remediation": {"maxRestarts": 3}}})
-    court.judge._record.jobs[court.job.uid].most_restarts = 3
+    court.judge._record.jobs[court.job.uid].allowed_restarts = (3, 3)
     for seconds in (0.0, 1.0, 2.0, 3601.0, 3601.5):  # the first two are forgotten by then
         court.write(court.draft.count_restart(worlds.NOW + seconds))
     assert court.complaints == []
@@ -295,12 +319,14 @@ def test_others_may_delete_a_pod(court: Court) -> None:
 
 def write_incident(court: Court, outcome: str = "") -> None:
     reference = {"name": "j", "namespace": "ns", "uid": court.job.uid}
-    body = {"metadata": {"name": "i", "namespace": "ns"}, "spec": {"jobRef": reference, "cause": "crash"}}
+    spec = {"jobRef": reference, "cause": "crash", "class": "Unknown", "round": 1, "message": "m"}
     if court.api.get("incidents", "i", "ns") is None:
-        body["spec"] |= {"class": "Unknown", "round": 1, "message": "m"}
+        body = {"metadata": {"name": "i", "namespace": "ns"}, "spec": spec}
         court.api.create("incidents", body, manager=OPERATOR)
     if outcome:
-        court.api.patch("incidents", "i", "ns", {"status": {"outcome": outcome}}, subresource="status", manager=OPERATOR)
+        court.api.patch(
+            "incidents", "i", "ns", {"status": {"outcome": outcome}}, subresource="status", manager=OPERATOR
+        )
 
 
 def test_an_incident_is_written_first(court: Court) -> None:
@@ -465,7 +491,8 @@ def hold_lease(court: Court, holder: str = OPERATOR) -> None:
     court.api.create("leases", body, manager=holder)
 
 
-def send(court: Court, method: str = "PUT", place: str = OPERATOR, **query: str) -> None:
+def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: float = 0.0, **query: str) -> None:
+    court.wait(seconds)
     path = "/apis/pacekeeper.dev/v1alpha1/namespaces/ns/trainingjobstates/j"
     court.api.seen(Request(place, method, path, query, {}, ""))
 
@@ -474,8 +501,8 @@ def send(court: Court, method: str = "PUT", place: str = OPERATOR, **query: str)
     ("say", "fine"),
     [
         (lambda court: send(court), True),
-        (lambda court: (court.wait(9.0), send(court)), True),
-        (lambda court: (court.wait(11.0), send(court)), False),
+        (lambda court: send(court, seconds=9.0), True),
+        (lambda court: send(court, seconds=11.0), False),
         (lambda court: send(court, place="operator-1"), False),
         (lambda court: send(court, "GET", place="operator-1"), True),
         (lambda court: send(court, place="operator-1", fieldManager="kopf"), True),
