@@ -148,7 +148,10 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         lambda r: ranks.ProcessKilled(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.SIDECAR])),
     ),
     ranks.NodeIsSlow: (3, lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.3, 1.8, 2.5, 4.0]))),
-    ranks.LinkFails: (2, lambda r: ranks.LinkFails(**_role(r), other=r.randrange(4), factor=r.choice([0.0, 3.0, 10.0]))),
+    ranks.LinkFails: (
+        2,
+        lambda r: ranks.LinkFails(**_role(r), other=r.randrange(4), factor=r.choice([0.0, 3.0, 10.0])),
+    ),
     machines.PowerFails: (4, lambda r: machines.PowerFails(**_role(r))),
     machines.KubeletStops: (2, lambda r: machines.KubeletStops(**_role(r))),
     machines.RuntimeHangs: (1, lambda r: machines.RuntimeHangs(**_role(r))),
@@ -168,7 +171,9 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ),
     machines.ImagesDoNotCome: (
         1,
-        lambda r: machines.ImagesDoNotCome(index=r.randrange(6), free=True, images=r.choice([Images.FAIL, Images.HANG])),
+        lambda r: machines.ImagesDoNotCome(
+            index=r.randrange(6), free=True, images=r.choice([Images.FAIL, Images.HANG])
+        ),
     ),
     machines.KubeletRefuses: (1, lambda r: machines.KubeletRefuses(index=r.randrange(6), free=True)),
     machines.PodDeleted: (4, lambda r: machines.PodDeleted(**_role(r), force=r.random() < 0.3)),
@@ -203,7 +208,10 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     control.PrometheusLies: (2, lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie)))),
     operators.OperatorKilled: (6, lambda r: operators.OperatorKilled(**_which(r))),
     operators.OperatorFrozen: (3, lambda r: operators.OperatorFrozen(**_which(r))),
-    operators.OperatorRemoved: (2, lambda r: operators.OperatorRemoved(**_which(r))),
+    operators.OperatorRemoved: (
+        2,
+        lambda r: operators.OperatorRemoved(**_which(r), runs_on=r.choice([0.0, 0.0, 30.0])),
+    ),
     operators.OperatorReplaced: (3, lambda r: operators.OperatorReplaced(**_which(r))),
     operators.OperatorIsCutOff: (
         3,
@@ -239,7 +247,7 @@ SURVIVABLE: tuple[Make, ...] = (
     lambda r: machines.ImagesDoNotCome(index=r.randrange(6), free=True),
     lambda r: ranks.Frozen(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.POD])),
     lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.5, 3.0])),
-    lambda r: ranks.LinkFails(other=1, factor=5.0),
+    lambda _: ranks.LinkFails(other=1, factor=5.0),
     lambda _: ranks.CheckpointsFail(),
     lambda r: control.PrometheusFails(how=r.choice(list(control.Silence))),
     lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie))),

@@ -13,6 +13,7 @@ from .chronicle import Chronicle
 from .faults.fault import Heal, Missed
 from .faults.moments import At
 from .faults.scene import Scene
+from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
 from .loop import Stuck
@@ -26,18 +27,6 @@ CONTENT_LOOKS = 3
 """So many looks in a row the judges are content: what holds for a moment only is no end."""
 REAL_SECONDS = 120.0
 """A run that takes longer by a real clock goes round in circles."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """An invariant that did not hold."""
-
-    at: float  # virtual seconds
-    rule: str
-    words: str
-
-    def __str__(self) -> str:
-        return f"{self.at:9.3f}  {self.rule}: {self.words}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +98,7 @@ class _Performance:
             violations.append(Violation(self.world.now(), "the run ends", f"nothing goes on: {error}"))
         except _Circles as error:
             violations.append(Violation(self.world.now(), "the run ends", str(error)))
-        found = [Violation(item.at, item.rule, item.words) for item in self.judge.violations]
-        return (*found, *violations, *self._ends)
+        return (*self.judge.violations, *violations, *self._ends)
 
     async def _play(self, began: float) -> None:
         self._ends: tuple[Violation, ...] = ()

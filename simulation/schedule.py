@@ -124,7 +124,7 @@ class Schedule:
             key: Mode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
         }
         strokes = [
-            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])  # type: ignore[type-abstract]
+            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])
             for each in content["strokes"]
         ]
         return cls(

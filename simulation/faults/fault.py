@@ -36,7 +36,7 @@ class Fault:
     costs: ClassVar[tuple[Cost, ...]] = ()
 
     def strike(self, scene: Scene) -> Heal | None:
-        """What heals it; None: it is over at once, or goes on for ever. Raises Missed where there is nobody to strike."""
+        """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
         raise NotImplementedError
 
 
@@ -82,7 +82,9 @@ class NodeFault(Fault):
     free: bool = False
 
     def node(self, scene: Scene) -> Node:
-        return scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        return (
+            scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        )
 
 
 @dataclass(frozen=True)

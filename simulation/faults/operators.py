@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -49,13 +50,15 @@ class OperatorFrozen(OperatorFault):
 
 @dataclass(frozen=True)
 class OperatorRemoved(OperatorFault):
-    """The pod goes by force, and another is made; with `runs_on` the old one's process does not hear of it so soon."""
+    """The pod's object goes by force, and another pod is made; the old one's process runs on for so many seconds."""
 
-    runs_on: bool = False
+    runs_on: float = 0.0
 
     def strike(self, scene: Scene) -> None:
-        how = OperatorPod.lose if self.runs_on else OperatorPod.remove
-        scene.world.deployment.replace(self.pod(scene), how)
+        scene.world.deployment.replace(self.pod(scene), self._end(scene))
+
+    def _end(self, scene: Scene) -> Callable[[OperatorPod], object]:
+        return lambda pod: scene.world.after(self.runs_on, pod.remove)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ class NothingFails(Rule):
 
     def heard(self, change: Change) -> Iterator[str]:
         for condition in change.object.get("status", {}).get("conditions", ()):
-            if condition["type"] == Condition.HINDERED and "a step of the operator's own" in condition.get("message", ""):
+            if condition["type"] == Condition.HINDERED and "a step of the operator's own" in condition.get(
+                "message", ""
+            ):
                 yield f"{change.object['metadata']['name']}: {condition['message']}"
 
     def looked(self) -> Iterator[str]:
