@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Outcome, Reason, parse_duration, parse_time
+from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Reason, parse_duration, parse_time
 
 from ..faults.fault import Cost
 from .record import JobRecord, Record, is_cordoned, is_ready, is_tainted

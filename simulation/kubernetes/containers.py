@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ..loop import Process
 from ..network import API
 
 if TYPE_CHECKING:
-    from ..world import World
     from .nodes import Node
+    from .surroundings import Surroundings
 
 KILLED = 137
 """Exit code: 128 + SIGKILL."""
@@ -35,16 +36,16 @@ class Containers(Protocol):
         """All of them, at once."""
 
     @property
-    def sidecar_answers(self) -> bool:
-        """Whether the sidecar passes its liveness probe. True where there is none."""
+    def sidecar(self) -> Process | None: ...
 
-    def restart_sidecar(self) -> None: ...
+    def restart_sidecar(self) -> None:
+        """Kills it if it still runs; `sidecar` is another process then."""
 
 
 class Probe:
     """The pod of a quarantine's probe: it ends well where the node can be used."""
 
-    def __init__(self, world: World, node: Node, exited: Exited) -> None:
+    def __init__(self, world: Surroundings, node: Node, exited: Exited) -> None:
         self._world = world
         self._node = node
         self._exited = exited
@@ -76,7 +77,7 @@ class Probe:
     def kill(self, code: int = KILLED, reason: str = "Error") -> None:
         self._finish(code, reason, "")
 
-    sidecar_answers = True
+    sidecar = None
 
     def restart_sidecar(self) -> None:
         raise AssertionError("a probe has no sidecar")
@@ -85,7 +86,7 @@ class Probe:
 class Other:
     """Somebody else's pod: it takes room, for as long as it is let."""
 
-    def __init__(self, world: World, exited: Exited) -> None:
+    def __init__(self, world: Surroundings, exited: Exited) -> None:
         self._world = world
         self._exited = exited
 
@@ -98,7 +99,7 @@ class Other:
     def kill(self, code: int = KILLED, reason: str = "Error") -> None:
         self._exited(code, reason)
 
-    sidecar_answers = True
+    sidecar = None
 
     def restart_sidecar(self) -> None:
-        pass
+        raise AssertionError("it has no sidecar")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .conditions import disrupt, status_of, with_condition
@@ -13,9 +14,9 @@ from .placement import toleration_seconds
 from .pod_status import ENDED
 
 if TYPE_CHECKING:
-    from ..world import World
     from .api_server import Change
     from .nodes import Fleet
+    from .surroundings import Surroundings
 
 LOOKS = 5.0
 """Seconds between two looks at the heartbeats of all nodes."""
@@ -28,6 +29,8 @@ TOLERATED = 300.0
 ORPHANED = (40.0, 60.0)
 """Seconds from the end of a node's object to that of its pods."""
 REACTS = (0.02, 0.3)
+TRIES_AGAIN = 1.0
+"""Seconds until an API server that is away is tried again."""
 _DISRUPTED_SHARE, _DISRUPTED_NODES = 0.55, 3
 """When so large a share of the nodes, and as many, are silent, the fault is taken for the network's."""
 
@@ -42,23 +45,43 @@ _PRESSURES = {
 _OURS = (_NOT_READY, _UNREACHABLE, _CORDONED, *_PRESSURES.values())
 
 
-class NodeLifecycle:
+class _Controller:
+    """Acts some time after a change, and not while there is no API server."""
+
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+        self._random = world.random(type(self).__name__)
+        world.api.subscribe(self._heard)
+
+    def _heard(self, change: Change) -> None:
+        raise NotImplementedError
+
+    def _soon(self, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+        return self._later(self._random.uniform(*REACTS), call, *arguments)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+        return self._world.after(seconds, self._act, call, arguments)
+
+    def _act(self, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if self._world.api.faults.away:
+            self._later(TRIES_AGAIN, call, *arguments)
+        else:
+            call(*arguments)
+
+
+class NodeLifecycle(_Controller):
     """Conditions and taints of nodes, from their heartbeats."""
 
-    def __init__(self, world: World, fleet: Fleet) -> None:
-        self._world = world
+    def __init__(self, world: Surroundings, fleet: Fleet) -> None:
+        super().__init__(world)
         self._fleet = fleet
-        self._random = world.random("node lifecycle")
         self._heard_at: dict[str, float] = {}  # by name; of the last heartbeat
         self._due: dict[str, None] = {}  # nodes whose taints are looked at in a moment
-        world.api.subscribe(self._heard)
-        world.after(LOOKS, self._look)
+        self._later(LOOKS, self._look)
 
     def _look(self) -> None:
         world, now = self._world, self._world.now()
-        world.after(LOOKS, self._look)
-        if world.api.faults.down:
-            return
+        self._later(LOOKS, self._look)
         for node in self._fleet.nodes.values():
             if node.kubelet.in_touch:
                 self._heard_at[node.name] = now
@@ -92,7 +115,7 @@ class NodeLifecycle:
             self._heard_at.pop(name, None)
         if change.type != "DELETED" and name not in self._due and _taints(change.object) != self._wanted(change.object):
             self._due[name] = None
-            self._world.after(self._random.uniform(*REACTS), self._mark, name)
+            self._soon(self._mark, name)
 
     def _mark(self, name: str) -> None:
         self._due.pop(name, None)
@@ -132,15 +155,13 @@ class NodeLifecycle:
         return silent >= _DISRUPTED_NODES and silent / len(ready) > _DISRUPTED_SHARE
 
 
-class TaintEviction:
+class TaintEviction(_Controller):
     """Pods leave nodes with a NoExecute taint, as soon as they no longer tolerate it."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._random = world.random("taint eviction")
+    def __init__(self, world: Surroundings) -> None:
+        super().__init__(world)
         self._due: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # by pod's uid: when, in virtual seconds
         self._since: dict[tuple[str, str], float] = {}  # by node and the taint's key
-        world.api.subscribe(self._heard)
 
     def _heard(self, change: Change) -> None:
         if change.plural == "nodes":
@@ -182,7 +203,7 @@ class TaintEviction:
         if at < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ENDED:
             wait = max(0.0, at - self._world.now()) + self._random.uniform(*REACTS)
             name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-            self._due[uid] = (at, self._world.after(wait, self._evict, uid, name, namespace))
+            self._due[uid] = (at, self._later(wait, self._evict, uid, name, namespace))
 
     def _call_off(self, uid: str) -> None:
         if uid in self._due:
@@ -198,26 +219,21 @@ class TaintEviction:
             disrupt(world.api, pod, "DeletionByTaintManager", message, world.wall(), who="taint-eviction")
 
 
-class PodCollector:
+class PodCollector(_Controller):
     """Removes pods of nodes that are gone, and pods that wait for the end of a node that is out of service."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._random = world.random("pod collector")
-        world.api.subscribe(self._heard)
 
     def _heard(self, change: Change) -> None:
         if change.plural == "nodes":
             name = change.object["metadata"]["name"]
             if change.type == "DELETED":
-                self._world.after(self._random.uniform(*ORPHANED), self._collect, name)
+                self._later(self._random.uniform(*ORPHANED), self._collect, name)
             elif any(taint["key"] == _OUT_OF_SERVICE for taint in _taints(change.object)):
-                self._world.after(self._random.uniform(*REACTS), self._collect, name)
+                self._soon(self._collect, name)
         elif change.plural == "pods" and change.type != "DELETED":
             name, before = change.object["spec"].get("nodeName"), change.before
             known = before is not None and before["spec"].get("nodeName")
             if name and not known and self._world.api.get("nodes", name) is None:
-                self._world.after(self._random.uniform(*ORPHANED), self._collect, name)
+                self._later(self._random.uniform(*ORPHANED), self._collect, name)
 
     def _collect(self, name: str) -> None:
         world = self._world
@@ -244,14 +260,12 @@ class PodCollector:
         world.api.delete("pods", name, namespace, uid=metadata["uid"], grace=0)
 
 
-class NamespaceCollector:
+class NamespaceCollector(_Controller):
     """Empties namespaces that are deleted, and lets them go when they are empty."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._random = world.random("namespace collector")
+    def __init__(self, world: Surroundings) -> None:
+        super().__init__(world)
         self._ending: dict[str, None] = {}
-        world.api.subscribe(self._heard)
 
     def _heard(self, change: Change) -> None:
         metadata = change.object["metadata"]
@@ -264,9 +278,9 @@ class NamespaceCollector:
                 kinds = [kind.plural for kind in KINDS.values() if kind.namespaced]
                 self._random.shuffle(kinds)
                 for plural in kinds:
-                    self._world.after(self._random.uniform(*REACTS), self._empty, plural, metadata["name"])
+                    self._soon(self._empty, plural, metadata["name"])
         elif change.type == "DELETED" and metadata.get("namespace") in self._ending:
-            self._world.after(self._random.uniform(*REACTS), self._let_go, metadata["namespace"])
+            self._soon(self._let_go, metadata["namespace"])
 
     def _empty(self, plural: str, namespace: str) -> None:
         for body in self._world.api.all(plural, namespace):

@@ -20,9 +20,9 @@ from .placement import Needs, Offer, refused_resource
 from .pod_status import DEFAULT_GRACE, ENDED, LocalPod, Stage, has_run, pod_status
 
 if TYPE_CHECKING:
-    from ..world import World
     from .api_server import Change
     from .nodes import Node
+    from .surroundings import Surroundings
 
 HEARS = (0.02, 0.3)
 STARTS = (0.2, 1.5)
@@ -50,7 +50,7 @@ class Images(StrEnum):
 class Kubelet:
     """Of one node. It does not run before `start`."""
 
-    def __init__(self, world: World, node: Node) -> None:
+    def __init__(self, world: Surroundings, node: Node) -> None:
         self.running = False
         self._world = world
         self._node = node
@@ -92,7 +92,7 @@ class Kubelet:
         """Everything on the node ends, and nobody is told."""
         self.stop()
         for pod in self._pods.values():
-            if pod.containers is None or pod.stage is Stage.ENDED:
+            if pod.containers is None or pod.over:
                 continue
             pod.stage, pod.told = Stage.ENDED, False
             if pod.exit is None:
@@ -109,7 +109,7 @@ class Kubelet:
     def in_touch(self) -> bool:
         """Whether it could tell the API server something now."""
         world, node = self._world, self._node
-        return self.running and not world.api.faults.down and world.network.reaches(node.name, API)
+        return self.running and not world.api.faults.away and world.network.reaches(node.name, API)
 
     # What it hears.
 
@@ -146,7 +146,7 @@ class Kubelet:
         if known is not None:
             if deleted:
                 self._terminate(known, float(metadata.get("deletionGracePeriodSeconds", DEFAULT_GRACE)))
-                if known.stage is Stage.ENDED:
+                if known.over:
                     self._tell(known)
         elif deleted:  # nothing of it has ever run here
             self._world.api.delete("pods", metadata["name"], metadata["namespace"], uid=metadata["uid"], grace=0)
@@ -163,7 +163,7 @@ class Kubelet:
         if known is None:
             return
         known.forgotten = True
-        if known.stage is Stage.ENDED:
+        if known.over:
             del self._pods[uid]
         else:
             self._terminate(known, self._random.choice((1.0, known.wanted_grace)))
@@ -215,7 +215,7 @@ class Kubelet:
 
     def _watch_deadline(self, pod: LocalPod) -> None:
         deadline = pod.body["spec"].get("activeDeadlineSeconds")
-        if deadline is not None and pod.stage is not Stage.ENDED:
+        if deadline is not None and not pod.over:
             message = "Pod was active on the node longer than the specified deadline"
             left = max(0.0, pod.began + float(deadline) - self._world.now())
             self._later(left, self.end, pod.uid, "DeadlineExceeded", message)
@@ -226,7 +226,7 @@ class Kubelet:
             return self._node.refuses, f"Pod was rejected: {self._node.refuses}"
         offer = Offer(self._node.body())
         for pod in self._pods.values():
-            if pod.stage is not Stage.ENDED and pod.uid != body["metadata"]["uid"]:
+            if not pod.over and pod.uid != body["metadata"]["uid"]:
                 offer.add(Needs.parse(pod.body))
         lacking = refused_resource(Needs.parse(body), offer)
         if not lacking:
@@ -270,13 +270,14 @@ class Kubelet:
         return Other(self._world, exited)
 
     def _watch_sidecar(self, pod: LocalPod) -> None:
-        if pod.body["spec"].get("initContainers"):
+        if pod.containers is not None and pod.containers.sidecar is not None:
             self._later(_SIDECAR_PERIOD, self._look_at_sidecar, pod, 0)
 
     def _look_at_sidecar(self, pod: LocalPod, failures: int) -> None:
         if pod.stage is not Stage.RUNNING or pod.containers is None:
             return
-        failures = 0 if pod.containers.sidecar_answers else failures + 1
+        sidecar = pod.containers.sidecar
+        failures = failures + 1 if sidecar is None or sidecar.dead or sidecar.paused else 0
         if failures >= _SIDECAR_FAILURES:
             failures = 0
             pod.restarts += 1
@@ -299,9 +300,14 @@ class Kubelet:
         """uids of those that run."""
         return [uid for uid, pod in self._pods.items() if pod.stage in (Stage.RUNNING, Stage.EXITED)]
 
+    def listens(self, address: str) -> bool:
+        """Whether a sidecar with this address takes connections; one that is frozen does."""
+        found = [pod.containers for pod in self._pods.values() if pod.address == address and not pod.over]
+        return any(c is not None and c.sidecar is not None and not c.sidecar.dead for c in found)
+
     def _terminate(self, pod: LocalPod, grace: float) -> None:
         grace = max(1.0, grace)
-        if grace >= pod.grace or pod.stage is Stage.ENDED:
+        if grace >= pod.grace or pod.over:
             return
         if self._node.stuck_since is not None and pod.stage is Stage.RUNNING:
             self._later(TRIES_RUNTIME_AGAIN, self._terminate, pod, grace)
@@ -325,7 +331,7 @@ class Kubelet:
 
     def _end(self, pod: LocalPod) -> None:
         """Nothing of it runs any more."""
-        if pod.stage is Stage.ENDED:
+        if pod.over:
             return
         pod.stage = Stage.ENDED
         self._release(pod)
@@ -367,7 +373,7 @@ class Kubelet:
         conditions, wall = stored["status"].get("conditions", ()), self._world.wall(self._node.name)
         status = {"status": pod_status(pod, conditions, self._node.address, self._world.now(), wall)}
         api.patch("pods", name, namespace, status, subresource="status", manager=f"kubelet {self._node.name}")
-        if pod.stage is Stage.ENDED and "deletionTimestamp" in stored["metadata"]:
+        if pod.over and "deletionTimestamp" in stored["metadata"]:
             api.delete("pods", name, namespace, uid=pod.uid, grace=0)
 
     def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:

@@ -11,8 +11,8 @@ from .kubelet import Images, Kubelet
 from .objects import Object, timestamp
 
 if TYPE_CHECKING:
-    from ..world import World
     from .api_server import Change
+    from .surroundings import Surroundings
 
 BOOTS = (3.0, 15.0)
 """Seconds from power to a kubelet that runs."""
@@ -23,7 +23,9 @@ _PODS = 110
 class Node:
     """A machine. It stays the same object when another machine takes its name."""
 
-    def __init__(self, world: World, name: str, number: int, resources: Mapping[str, str], labels: Mapping[str, str]):
+    def __init__(
+        self, world: Surroundings, name: str, number: int, resources: Mapping[str, str], labels: Mapping[str, str]
+    ):
         self.name = name
         self.address = f"192.0.2.{number + 1}"
         self.pods_network = f"10.{number}"
@@ -176,7 +178,7 @@ class Node:
 class Fleet:
     """All machines of a world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self.nodes: dict[str, Node] = {}
         self._world = world
         world.api.subscribe(self._heard)
@@ -191,10 +193,8 @@ class Fleet:
 
     def listens(self, address: str, port: int) -> bool:
         """Whether something takes connections there, on a machine that is up."""
-        if port == KUBELET_PORT:
-            node = self.nodes[self._world.network.addresses[address]]
-            return node.kubelet.running
-        return any(worker.address == address and worker.sidecar_answers for worker in self._world.workers.values())
+        kubelet = self.nodes[self._world.network.addresses[address]].kubelet
+        return kubelet.running if port == KUBELET_PORT else kubelet.listens(address)
 
     def _heard(self, change: Change) -> None:
         if change.plural == "pods":

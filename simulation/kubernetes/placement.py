@@ -215,7 +215,8 @@ def _term_selects(term: Object, node: Offer) -> bool:
 
 
 def _matches(expression: Object, values: Mapping[str, str]) -> bool:
-    key, wanted = expression["key"], expression.get("values") or ()
+    key: str = expression["key"]
+    wanted: Sequence[str] = expression.get("values") or ()
     match expression["operator"]:
         case "In":
             return values.get(key) in wanted
@@ -251,10 +252,10 @@ def _preferences(affinity: Object, sign: float, namespace: str) -> Iterator[tupl
 
 def _requests(spec: Object) -> dict[str, float]:
     """Of all containers that run together; what runs before them may need more."""
-    first = spec.get("initContainers") or ()
+    first: Sequence[Object] = spec.get("initContainers") or ()
     beside = [container for container in first if container.get("restartPolicy") == "Always"]
     total: dict[str, float] = {}
-    for container in (*spec["containers"], *beside):
+    for container in [*spec["containers"], *beside]:
         for name, amount in _request(container).items():
             total[name] = total.get(name, 0.0) + amount
     for container in first:
@@ -269,7 +270,7 @@ def _request(container: Object) -> dict[str, float]:
 
 
 def _ports(spec: Object) -> Iterator[int]:
-    for container in (*spec["containers"], *(spec.get("initContainers") or ())):
+    for container in [*spec["containers"], *spec.get("initContainers", ())]:
         for port in container.get("ports") or ():
             if spec.get("hostNetwork") or port.get("hostPort"):
                 yield port.get("hostPort") or port["containerPort"]

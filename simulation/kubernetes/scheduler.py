@@ -13,8 +13,8 @@ from .placement import Needs, Offer, liking, obstacle
 from .pod_status import ENDED
 
 if TYPE_CHECKING:
-    from ..world import World
     from .api_server import Change
+    from .surroundings import Surroundings
 
 _THINKS = (0.01, 0.15)
 """Seconds, from a change or the last pod to the next one."""
@@ -38,7 +38,7 @@ class _Waiting:
 class Scheduler:
     """Of a world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self._world = world
         self._random = world.random("scheduler")
         self._offers: dict[str, Offer] = {}
@@ -51,7 +51,7 @@ class Scheduler:
         """The first pod whose time has come."""
         self._next = None
         world, now = self._world, self._world.now()
-        if world.api.faults.down:
+        if world.api.faults.away:
             self._plan(now + _AGAIN)
             return
         ready = next((item for item in self._waiting.values() if item.not_before <= now), None)

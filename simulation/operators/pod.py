@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from requests.exceptions import ConnectionError as NobodyThere
 from requests.exceptions import Timeout
@@ -20,6 +20,7 @@ from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.sidecars import Sidecars
 from pacekeeper_operator.settings import Settings
 
+from ..kubernetes.watch import Watch
 from ..loop import Process
 from ..network import PROMETHEUS
 from .endpoint import Listener
@@ -206,7 +207,7 @@ class _Edges:
         self._world.story.tell(self._pod.name, "leads")
         await Kopf(operator, self._connection, self._watch).run(stopped, self._told_to_end)
 
-    def _watch(self, plural: str, version: str, labels: str) -> Any:
+    def _watch(self, plural: str, version: str, labels: str) -> Watch:
         return self._world.api.watch(self._pod.name, self._process, plural, version, labels=labels)
 
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from pacekeeper_operator.api import Job, JobSpec
 from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
+from simulation.kubernetes.api_server import ApiServer
 from simulation.kubernetes.containers import KILLED, Exited
-from simulation.kubernetes.controllers import NodeLifecycle, PodCollector, TaintEviction
+from simulation.kubernetes.controllers import NamespaceCollector, NodeLifecycle, PodCollector, TaintEviction
 from simulation.kubernetes.nodes import Fleet, Node
 from simulation.kubernetes.scheduler import Scheduler
+from simulation.loop import Process
 from simulation.world import World
-from tests.support.standin_api import ApiServer
 
 Object = dict[str, Any]
 NAMESPACE = "team-a"
+TRAINER = {"name": "trainer", "image": "train:1", "resources": {"requests": {"cpu": "1"}}}
 INSTALLATION = Installation("https://10.96.0.50:8443", "PEM")
 
 
@@ -28,7 +30,7 @@ class Puppet:
         self.node, self.address, self.exited = node, address, exited
         self.takes = 2.0
         self.alive = False
-        self.sidecar_answers = True
+        self.sidecar = Process(world.loop, f"sidecar of {self.name}")
         self.told: list[tuple[float, str]] = []  # when, what
         self._world = world
         self._last = float("inf")
@@ -53,12 +55,13 @@ class Puppet:
 
     def kill(self, code: int = KILLED, reason: str = "") -> None:
         self._note("kill")
-        self.alive = self.sidecar_answers = False
+        self.alive = False
+        self.sidecar.kill()
         self.exited(code, reason)
 
     def restart_sidecar(self) -> None:
         self._note("restart sidecar")
-        self.sidecar_answers = True
+        self.sidecar = Process(self._world.loop, self.sidecar.name)
 
     def _note(self, words: str) -> None:
         self.told.append((self._world.now(), words))
@@ -68,28 +71,45 @@ class Puppet:
         return [words for _, words in self.told]
 
 
+class Place(World):
+    """With nothing in it but machines."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.api = ApiServer(self)
+        self.workers: dict[str, Puppet] = {}  # by the pod's uid
+
+    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Puppet:
+        worker = self.workers[pod["metadata"]["uid"]] = Puppet(self, pod, node, address, exited)
+        return worker
+
+
 class Machines:
     """`cpu`: cores of each node."""
 
     def __init__(self, seed: int = 1, nodes: int = 3, cpu: int = 4) -> None:
-        self.world = world = World(seed)
-        self.api = world.api = ApiServer(world)
-        self.workers: dict[str, Puppet] = {}  # by uid
-        world.launch = self._launch
+        self.world = world = Place(seed)
+        self.api, self.workers = world.api, world.workers
         self.fleet = Fleet(world)
         Scheduler(world)
         NodeLifecycle(world, self.fleet)
         TaintEviction(world)
         PodCollector(world)
+        NamespaceCollector(world)
+        self.api.create("namespaces", {"metadata": {"name": NAMESPACE}})
+        self.job = self._own(
+            "trainingjobs",
+            {"name": "j", "namespace": NAMESPACE},
+            {"replicas": 2, "template": {"spec": {"containers": [TRAINER]}}},
+        )
         self.changes: list[Any] = []
         self.api.subscribe(self.changes.append)
         for number in range(nodes):
             self.fleet.add(f"node-{number}", {"cpu": str(cpu), "memory": "16Gi"})
 
-    def _launch(self, pod: Object, node: str, address: str, exited: Exited) -> Puppet:
-        worker = Puppet(self.world, pod, node, address, exited)
-        self.workers[pod["metadata"]["uid"]] = worker
-        return worker
+    def _own(self, plural: str, metadata: Object, spec: Object) -> Object:
+        """What is to own pods; without owners they would be collected."""
+        return self.api.create(plural, {"metadata": metadata, "spec": spec})
 
     def wait(self, seconds: float) -> None:
         self.world.run(asyncio.sleep(seconds))
@@ -113,15 +133,14 @@ class Machines:
     def worker(self, ordinal: int = 0, *, incarnation: int = 0, **options: Any) -> str:
         """The name of a new worker's pod. `options`: of `worker_pod`, and `spec`: of the pod's template."""
         spec = {"terminationGracePeriodSeconds": 10, **options.pop("spec", {})}
-        container = {"name": "trainer", "image": "train:1", "resources": {"requests": {"cpu": "1"}}}
-        template = {"spec": {"containers": [container], **spec}}
-        job = Job(NAMESPACE, "j", "uid-of-j", 1, JobSpec(template))
+        template = {"spec": {"containers": [TRAINER], **spec}}
+        job = Job(NAMESPACE, "j", self.job["metadata"]["uid"], 1, JobSpec(template))
         body = worker_pod(job, ordinal, incarnation, INSTALLATION, **options)
         self.api.create("pods", body)
         return str(body["metadata"]["name"])
 
     def probe(self, number: int) -> str:
-        quarantine = {"metadata": {"name": f"node-{number}", "uid": "uid-of-quarantine"}}
+        quarantine = self._own("nodequarantines", {"name": f"node-{number}"}, {"nodeUID": "uid", "reason": "a test"})
         name = f"probe-{number}"
         node = self.api.get("nodes", f"node-{number}") or {"metadata": {"name": f"node-{number}", "uid": "gone"}}
         self.api.create("pods", probe_pod(name, NAMESPACE, node, quarantine, ProbeImage("probe:1"), ["probe"]))

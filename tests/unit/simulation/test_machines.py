@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pacekeeper_operator.api import METRICS_PORT
 from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.observe.views import view_pod
+from simulation.kubernetes.errors import ApiError
 from simulation.kubernetes.kubelet import Images
-from tests.support.simulated_machines import NAMESPACE, Machines
+from simulation.network import KUBELET_PORT
+from tests.support.simulated_machines import NAMESPACE, TRAINER, Machines
 
 
 def test_a_worker_is_placed_started_and_told_of() -> None:
@@ -331,13 +336,28 @@ def test_a_sidecar_that_does_not_answer_is_restarted_after_three_looks() -> None
     machines = Machines()
     name = machines.worker()
     worker = machines.runs(name)
-    worker.sidecar_answers = False
+    worker.sidecar.pause()
     machines.wait(19.0)
     assert worker.words == ["start"]
     machines.wait(12.0)
     assert worker.words == ["start", "restart sidecar"]
     machines.wait(1.0)
     assert machines.there(name)["status"]["initContainerStatuses"][0]["restartCount"] == 1
+
+
+def test_who_listens() -> None:
+    machines = Machines()
+    worker = machines.runs(machines.worker())
+    node = machines.fleet.nodes[worker.node]
+    listens = machines.fleet.listens
+    assert listens(node.address, KUBELET_PORT)
+    assert listens(worker.address, METRICS_PORT)
+    worker.sidecar.pause()
+    assert listens(worker.address, METRICS_PORT)  # the kernel does it
+    worker.sidecar.kill()
+    assert not listens(worker.address, METRICS_PORT)
+    node.stop_kubelet()
+    assert not listens(node.address, KUBELET_PORT)
 
 
 def test_a_container_runtime_that_hangs_neither_starts_nor_ends_anything() -> None:
@@ -391,9 +411,7 @@ def test_a_probe_that_the_full_node_has_no_room_for_is_refused() -> None:
     machines = Machines(nodes=1, cpu=2)
     for ordinal in range(1):
         machines.runs(machines.worker(ordinal))
-    machines.runs(
-        machines.worker(1, spec={"containers": [{"name": "trainer", "resources": {"requests": {"cpu": "950m"}}}]})
-    )
+    machines.runs(machines.worker(1, spec={"containers": [{**TRAINER, "resources": {"requests": {"cpu": "950m"}}}]}))
     name = machines.probe(0)
     machines.until(lambda: machines.phase(name) == "Failed", 10.0)
     assert machines.there(name)["status"]["reason"] == "OutOfcpu"
@@ -419,6 +437,37 @@ def test_a_node_out_of_service_loses_the_pods_that_are_being_deleted() -> None:
     machines.until(lambda: machines.taints(number), 60.0)
     machines.node(number).taint("node.kubernetes.io/out-of-service", "NoExecute", "nodeshutdown")
     machines.until(lambda: machines.pod(name) is None, 5.0)
+
+
+def test_a_deleted_namespace_is_emptied_and_goes() -> None:
+    machines = Machines()
+    worker = machines.runs(machines.worker())
+    worker.takes = 4.0
+    machines.api.create("configmaps", {"metadata": {"name": "c", "namespace": NAMESPACE}})
+    machines.api.patch("trainingjobs", "j", NAMESPACE, {"metadata": {"finalizers": ["pacekeeper.dev/job"]}})
+    machines.api.delete("namespaces", NAMESPACE)
+    machines.wait(10.0)
+    assert not worker.alive
+    assert not machines.api.all("pods") + machines.api.all("configmaps")
+    assert machines.api.get("namespaces", NAMESPACE) is not None
+    machines.api.patch("trainingjobs", "j", NAMESPACE, {"metadata": {"finalizers": None}})
+    machines.until(lambda: machines.api.get("namespaces", NAMESPACE) is None, 2.0)
+
+
+def test_a_terminating_pod_still_counts_in_the_quota() -> None:
+    machines = Machines()
+    quota = {"metadata": {"name": "q", "namespace": NAMESPACE}, "spec": {"hard": {"pods": "1"}}}
+    machines.api.create("resourcequotas", quota)
+    machines.wait(1.0)
+    name = machines.worker()
+    worker = machines.runs(name)
+    worker.takes = 5.0
+    machines.api.delete("pods", name, NAMESPACE)
+    with pytest.raises(ApiError, match="exceeded quota"):
+        machines.worker(1)
+    machines.until(lambda: machines.pod(name) is None)
+    machines.wait(1.0)
+    machines.runs(machines.worker(1))
 
 
 def test_a_run_follows_from_its_seed() -> None:

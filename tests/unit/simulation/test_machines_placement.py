@@ -8,7 +8,7 @@ import pytest
 
 from pacekeeper_operator.observe.views import view_pod
 from simulation.kubernetes.placement import Needs, Offer, obstacle, quantity, toleration_seconds
-from tests.support.simulated_machines import NAMESPACE, Machines
+from tests.support.simulated_machines import NAMESPACE, TRAINER, Machines
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 HOST = "kubernetes.io/hostname"
@@ -181,7 +181,7 @@ def test_a_pod_without_a_place_gets_one_when_a_node_is_uncordoned() -> None:
 
 def test_a_terminating_pod_keeps_its_room_until_it_is_gone() -> None:
     machines = Machines(nodes=1, cpu=2)
-    spec = {"containers": [{"name": "trainer", "resources": {"requests": {"cpu": "1900m"}}}]}
+    spec = {"containers": [{**TRAINER, "resources": {"requests": {"cpu": "1900m"}}}]}
     first = machines.worker(0, spec=spec)
     old = machines.runs(first)
     old.takes = 8.0
@@ -195,7 +195,7 @@ def test_a_terminating_pod_keeps_its_room_until_it_is_gone() -> None:
 
 def test_an_ended_pod_gives_its_room_away() -> None:
     machines = Machines(nodes=1, cpu=2)
-    spec = {"containers": [{"name": "trainer", "resources": {"requests": {"cpu": "1900m"}}}]}
+    spec = {"containers": [{**TRAINER, "resources": {"requests": {"cpu": "1900m"}}}]}
     first, second = machines.worker(0, spec=spec), machines.worker(1, spec=spec)
     machines.runs(first).end(1)
     machines.runs(second)
