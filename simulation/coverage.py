@@ -49,9 +49,9 @@ def everything() -> frozenset[str]:
 
 @cache
 def _look_in() -> None:
-    setattr(think, "STEPS", tuple((name, _step(name, step)) for name, step in decide.STEPS))
-    setattr(reconcile, "carry_out", _said(doing.carry_out, "effect", 2))
-    setattr(quarantine, "_carry_out", _said(quarantine._carry_out, "quarantine step", 3))
+    vars(think)["STEPS"] = tuple((name, _step(name, step)) for name, step in decide.STEPS)
+    vars(reconcile)["carry_out"] = _said(doing.carry_out, "effect", 2)
+    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 3)
 
 
 def _step(name: str, step: decide.Step) -> decide.Step:

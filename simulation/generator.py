@@ -92,7 +92,7 @@ def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
         what = MENU[cls][1](random)
         if jobs > 1 and hasattr(what, "job"):
             what = replace(what, job=random.randrange(jobs))  # type: ignore[call-arg]  # it has one
-        strokes.append(Stroke(_moment(random, at, place), what, _lasts(random)))
+        strokes.append(Stroke(_moment(random, at, place), what, _seconds(random) if what.lasts() else 0.0))
         at = round(at + random.choice([random.uniform(0, 1), random.uniform(0, 10), random.uniform(5, 60)]), 2)
     return tuple(strokes)
 
@@ -116,7 +116,7 @@ def _moment(random: Random, at: float, place: int) -> Moment:
     return At(round(at, 2))
 
 
-def _lasts(random: Random) -> float:
+def _seconds(random: Random) -> float:
     spans = [(0.5, 5.0), (5.0, 25.0), (25.0, 90.0)]
     return round(random.uniform(*random.choice(spans)), 1)
 

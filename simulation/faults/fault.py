@@ -39,6 +39,11 @@ class Fault:
         """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
         raise NotImplementedError
 
+    @classmethod
+    def lasts(cls) -> bool:
+        """Whether there is anything to be healed: what `strike` says that it returns."""
+        return bool(cls.strike.__annotations__["return"] != "None")
+
 
 class Missed(Exception):
     """Whom the fault is for is not there now; the message says who."""

@@ -10,8 +10,9 @@ from pacekeeper_operator.api import LABEL_NO_QUARANTINE
 
 from ..kubernetes.kubelet import Images
 from ..network import API
+from ..world import NAMESPACE
 from .fault import Fault, Heal, NodeFault, WorkerFault
-from .scene import NAMESPACE, PERSON
+from .scene import PERSON
 
 if TYPE_CHECKING:
     from ..kubernetes.nodes import Node

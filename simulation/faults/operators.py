@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -11,13 +10,12 @@ from pacekeeper_operator.services.leadership import LEASE
 
 from ..network import API, PROMETHEUS
 from ..operators.pod import OperatorPod
+from ..world import OPERATOR_NAMESPACE
 from .fault import Fault, Heal, Missed, OperatorFault
 from .scene import PERSON
 
 if TYPE_CHECKING:
     from .scene import Scene
-
-OPERATOR_NAMESPACE = "pacekeeper-system"
 
 
 class Beyond(StrEnum):
@@ -55,10 +53,10 @@ class OperatorRemoved(OperatorFault):
     runs_on: float = 0.0
 
     def strike(self, scene: Scene) -> None:
-        scene.world.deployment.replace(self.pod(scene), self._end(scene))
+        def end(pod: OperatorPod) -> None:
+            scene.world.after(self.runs_on, pod.remove)
 
-    def _end(self, scene: Scene) -> Callable[[OperatorPod], object]:
-        return lambda pod: scene.world.after(self.runs_on, pod.remove)
+        scene.world.deployment.replace(self.pod(scene), end)
 
 
 @dataclass(frozen=True)

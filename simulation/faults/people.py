@@ -15,9 +15,9 @@ from pacekeeper_operator.legacy import LEFT_BEHIND, RENAMED
 from pacekeeper_operator.services.operator import PAUSE
 
 from ..kubernetes.errors import ApiError
+from ..world import NAMESPACE, OPERATOR_NAMESPACE
 from .fault import Fault, Heal, JobFault, Missed, NodeFault
-from .operators import OPERATOR_NAMESPACE
-from .scene import NAMESPACE, PERSON
+from .scene import PERSON
 
 if TYPE_CHECKING:
     from .scene import Scene

@@ -9,6 +9,7 @@ from pacekeeper_operator import ledger
 from pacekeeper_operator.state import Draft
 
 from ..kubernetes.connection import Request, Stage, parsed
+from ..world import NAMESPACE
 from .fault import Missed, Role, Which
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 UNCOUNTED = frozenset({"events", "leases", "tokenreviews"})
 """Kinds whose writes leave nothing behind that anybody decides upon."""
-NAMESPACE = "team"
-"""Of all jobs."""
 PERSON = "kubectl"
 """Who edits objects by hand, as managed fields name it."""
 Object = dict[str, Any]

@@ -146,6 +146,14 @@ class Deployment:
             self.pods.remove(pod)
         self._world.after(RESTART_SECONDS, self._grow)
 
+    def scale(self, replicas: int) -> None:
+        """Those that are too many leave in order, the youngest first."""
+        self._replicas = replicas
+        for pod in self.pods[replicas:]:
+            pod.end()
+        del self.pods[replicas:]
+        self._grow()
+
     def _grow(self) -> None:
         while len(self.pods) < self._replicas:
             pod = OperatorPod(self._world, f"operator-{self._made}")
