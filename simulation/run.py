@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from . import coverage, judges
@@ -16,8 +18,9 @@ from .faults.scene import Scene
 from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
-from .loop import Stuck
+from .loop import Stuck, current_process
 from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
+from .story import Line
 from .world import World
 
 PATIENCE_SECONDS = 400.0
@@ -57,7 +60,7 @@ def run(schedule: Schedule, *, story: bool = False) -> Outcome:
     world = World(schedule.seed, schedule.world)
     performance = _Performance(world, schedule)
     try:
-        with coverage.counting() as reached:
+        with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(began)
     finally:
         world.loop.close()
@@ -73,6 +76,33 @@ def run(schedule: Schedule, *, story: bool = False) -> Outcome:
         coverage=frozenset(reached | performance.chronicle.reached),
         story=tuple(map(str, world.story.lines)) if story else (),
     )
+
+
+@contextmanager
+def _logging(world: World, told: bool) -> Iterator[None]:
+    """What operators log belongs into the story, if it is `told`, and nowhere else. The digest does without."""
+    logger = logging.getLogger("pacekeeper_operator")
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING if told else logging.ERROR)
+    logger.propagate = False
+    handler = _Log(world) if told else logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class _Log(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = current_process()
+        who = "" if process is None else process.name
+        self._world.story.lines.append(Line(self._world.now(), who, f"| {record.getMessage()[:200]}"))
 
 
 class _Performance:
