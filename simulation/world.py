@@ -72,9 +72,13 @@ class World:
         for machine in (Scheduler, TaintEviction, PodCollector, NamespaceCollector):
             machine(self)
         NodeLifecycle(self, self.fleet)
-        for number in range(settings.nodes):
-            self.fleet.add(f"node-{number}", {"cpu": str(settings.slots), "memory": MEMORY})
+        for _ in range(settings.nodes):
+            self.add_node()
         self.deployment = Deployment(self, settings.operators)
+
+    def add_node(self) -> None:
+        """Another machine."""
+        self.fleet.add(f"node-{len(self.nodes)}", {"cpu": str(self.settings.slots), "memory": MEMORY})
 
     def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Worker:
         """The processes of a job's worker, not yet started."""

@@ -37,6 +37,8 @@ RESTART_SECONDS = 1.0
 LONGEST_RESTART_SECONDS = 20.0
 GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL."""
+LOST_SECONDS = 60.0
+"""Until the kubelet of a pod that was deleted by force hears of it."""
 STEADY_SECONDS = 60.0
 """A container that has run for so long begins anew with short pauses."""
 
@@ -74,6 +76,13 @@ class OperatorPod:
         self._world.story.tell(self.name, "is removed")
         self.gone = True
         self._ended(self.process)
+
+    def lose(self) -> None:
+        """The pod is deleted by force while nobody reaches its kubelet: its process runs on for a while."""
+        self._world.story.tell(self.name, "is removed, and runs on")
+        self.gone = True
+        self._world.endpoint.forget(self.name)
+        self._world.after(LOST_SECONDS, self._ended, self.process)
 
     def end(self) -> None:
         """SIGTERM: it leaves in order, and the Deployment makes another."""
@@ -140,18 +149,17 @@ class Deployment:
         )
 
     def replace(self, pod: OperatorPod, how: Callable[[OperatorPod], None]) -> None:
-        """By another; `how` it goes: OperatorPod.end, or .remove."""
+        """By another; `how` it goes: OperatorPod.end, .remove or .lose."""
         how(pod)
         if pod in self.pods:
             self.pods.remove(pod)
         self._world.after(RESTART_SECONDS, self._grow)
 
     def scale(self, replicas: int) -> None:
-        """Those that are too many leave in order, the youngest first."""
+        """The pods that are too many end in order."""
         self._replicas = replicas
-        for pod in self.pods[replicas:]:
-            pod.end()
-        del self.pods[replicas:]
+        while len(self.pods) > replicas:
+            self.pods.pop().end()
         self._grow()
 
     def _grow(self) -> None:
