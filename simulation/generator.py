@@ -141,6 +141,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ranks.ScriptFails: (1, lambda r: ranks.ScriptFails(**_role(r))),
     ranks.PlanIsRefused: (1, lambda r: ranks.PlanIsRefused(**_role(r))),
     ranks.CheckpointsFail: (1, lambda _: ranks.CheckpointsFail()),
+    ranks.CheckpointIsTorn: (1, lambda _: ranks.CheckpointIsTorn()),
     ranks.VolumeIsSlow: (1, lambda r: ranks.VolumeIsSlow(by=r.choice([5.0, 20.0, 60.0]))),
     ranks.Frozen: (3, lambda r: ranks.Frozen(**_role(r), part=r.choice(list(ranks.Part)))),
     ranks.ProcessKilled: (
@@ -210,7 +211,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     operators.OperatorFrozen: (3, lambda r: operators.OperatorFrozen(**_which(r))),
     operators.OperatorRemoved: (
         2,
-        lambda r: operators.OperatorRemoved(**_which(r), runs_on=r.choice([0.0, 0.0, 30.0])),
+        lambda r: operators.OperatorRemoved(**_which(r), runs_on=r.random() < 0.4),
     ),
     operators.OperatorReplaced: (3, lambda r: operators.OperatorReplaced(**_which(r))),
     operators.OperatorIsCutOff: (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ CONTENT_LOOKS = 3
 """So many looks in a row the judges are content: what holds for a moment only is no end."""
 REAL_SECONDS = 120.0
 """A run that takes longer by a real clock goes round in circles."""
+SAID_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,15 @@ class _Log(logging.Handler):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
+        self._said: dict[tuple[str, str], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        process = current_process()
-        who = "" if process is None else process.name
-        self._world.story.lines.append(Line(self._world.now(), who, f"| {record.getMessage()[:200]}"))
+        """What is said again and again, now and then."""
+        process, now = current_process(), self._world.now()
+        who, words = "" if process is None else process.name, record.getMessage()[:200]
+        if now >= self._said.get((who, words), -math.inf) + SAID_SECONDS:
+            self._said[who, words] = now
+            self._world.story.lines.append(Line(now, who, f"| {words}"))
 
 
 class _Performance:

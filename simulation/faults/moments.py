@@ -97,7 +97,8 @@ class WorkerExits(_Counted):
     """A worker's trainer has ended, and its kubelet has not told yet."""
 
     def arm(self, scene: Scene, strike: Strike) -> None:
-        scene.on_exit(self._counter(scene, strike))
+        count = self._counter(scene, strike)
+        scene.world.trainings.on_exit.append(lambda _worker: count())
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,12 @@ class OperatorFrozen(OperatorFault):
 
 @dataclass(frozen=True)
 class OperatorRemoved(OperatorFault):
-    """The pod's object goes by force, and another pod is made; the old one's process runs on for so many seconds."""
+    """The pod goes by force, and another is made; with `runs_on` the old one's process does not hear of it so soon."""
 
-    runs_on: float = 0.0
+    runs_on: bool = False
 
     def strike(self, scene: Scene) -> None:
-        def end(pod: OperatorPod) -> None:
-            scene.world.after(self.runs_on, pod.remove)
-
-        scene.world.deployment.replace(self.pod(scene), end)
+        scene.world.deployment.replace(self.pod(scene), OperatorPod.lose if self.runs_on else OperatorPod.remove)
 
 
 @dataclass(frozen=True)

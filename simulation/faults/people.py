@@ -159,8 +159,10 @@ class JobFinishes(JobFault):
     steps: int = 5
 
     def strike(self, scene: Scene) -> None:
-        scene.job(self.job)
-        scene.finish(self.job, self.steps)
+        training = scene.training(self.job)
+        step = max((run.step for run in training.runs), default=0)
+        scene.tell(f"job {scene.settings(self.job).name} will be done after step {step + self.steps}")
+        training.until = step + self.steps
 
 
 @dataclass(frozen=True)
