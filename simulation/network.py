@@ -33,6 +33,7 @@ class Network:
         self._down: dict[str, None] = {}
         self._alone: dict[str, None] = {}
         self._cuts: dict[tuple[str, str], None] = {}
+        self._slow: dict[tuple[str, str], float] = {}
         loop.connect = self._connect
 
     def reaches(self, one: str, other: str) -> bool:
@@ -46,6 +47,17 @@ class Network:
     def delay(self, one: str, other: str) -> float:
         """Seconds that the next message takes."""
         return NEAR if one == other else self._random.uniform(NEAR, FAR)
+
+    def slowness(self, one: str, other: str) -> float:
+        """How much longer it takes to send much from one to the other."""
+        return self._slow.get(_pair(one, other), 1.0)
+
+    def slow(self, one: str, other: str, factor: float) -> None:
+        """The link between the two has so much less bandwidth; 1: it is well."""
+        if factor == 1.0:
+            self._slow.pop(_pair(one, other), None)
+        else:
+            self._slow[_pair(one, other)] = factor
 
     def cut(self, one: str, other: str) -> None:
         self._cuts[_pair(one, other)] = None
@@ -68,9 +80,10 @@ class Network:
             self._down[place] = None
 
     def heal(self) -> None:
-        """All cuts; what has no power has none."""
+        """All links; what has no power has none."""
         self._alone.clear()
         self._cuts.clear()
+        self._slow.clear()
 
     async def _connect(self, host: str, port: int) -> None:
         here, there = self.caller(), self.addresses.get(host)

@@ -211,7 +211,7 @@ def _pod_changes(new: Object, old: Object) -> Iterator[Cause]:
     one, other = new["spec"], old["spec"]
     if one is other or one == other:
         return
-    free = ("activeDeadlineSeconds", "tolerations")
+    free = ("activeDeadlineSeconds", "tolerations", "schedulingGates")
     if {**one, **dict.fromkeys(free)} != {**other, **dict.fromkeys(free)}:
         words = "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,…"
         yield Cause("spec", words, "FieldValueForbidden")

@@ -441,7 +441,10 @@ class ApiServer:
                         "is being deleted" if "deletionTimestamp" in old["metadata"] else "is already assigned to node"
                     )
                     raise conflict(kind, old["metadata"]["name"], f"pod {old['metadata']['name']} {why}")
-                return {**old, "spec": {**old["spec"], "nodeName": node}}
+                others = [item for item in old["status"].get("conditions", ()) if item["type"] != "PodScheduled"]
+                placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._time()}
+                status = {**old["status"], "conditions": [*others, placed]}
+                return {**old, "spec": {**old["spec"], "nodeName": node}, "status": status}
             case "finalize" if kind.plural == "namespaces":
                 return {**old, "spec": new.get("spec") or {}}
             case "scale" if kind.plural == "trainingjobs":

@@ -76,3 +76,8 @@ class ApiFaults:
     denials: list[Denial] = field(default_factory=list)
     one_shots: list[OneShot] = field(default_factory=list)
     """Each is used up by the first request that it fits."""
+
+    @property
+    def away(self) -> bool:
+        """Whether nobody gets an answer."""
+        return self.down or self.silent
