@@ -71,7 +71,7 @@ class Court:
         self.world = Empty()
         self.api = self.world.api
         rules = (*bookkeeping.RULES, *promises.RULES, *nodes.RULES, *behaviour.RULES)
-        self.judge = Judge(cast(Any, self.world), cast(Any, None), rules)
+        self.judge = Judge(cast(Any, self.world), cast(Any, None), rules=rules)
         for name in ("ns", "pacekeeper-system"):
             self.api.create("namespaces", {"metadata": {"name": name}})
         self.draft = worlds.training(replicas=2, spares=1).draft
