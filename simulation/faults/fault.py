@@ -36,8 +36,13 @@ class Fault:
     costs: ClassVar[tuple[Cost, ...]] = ()
 
     def strike(self, scene: Scene) -> Heal | None:
-        """What heals it; None: it is over at once, or goes on for ever. Raises Missed where there is nobody to strike."""
+        """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
         raise NotImplementedError
+
+    @classmethod
+    def lasts(cls) -> bool:
+        """Whether there is anything to be healed: what `strike` says that it returns."""
+        return bool(cls.strike.__annotations__["return"] != "None")
 
 
 class Missed(Exception):
