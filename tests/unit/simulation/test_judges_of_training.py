@@ -14,7 +14,7 @@ from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
 from simulation.workers.volume import Kept
 from simulation.world import EPOCH
-from tests.unit.simulation.test_judges import OPERATOR, Court
+from tests.support.courts import OPERATOR, Court
 
 
 @dataclass
@@ -39,9 +39,7 @@ class TrainingCourt(Court):
 
     def __init__(self) -> None:
         super().__init__()
-        self.training = SimpleNamespace(
-            uid=self.job.uid, runs=[], until=None, volume=SimpleNamespace(newest=None)
-        )
+        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=SimpleNamespace(newest=None))
         self.leader = SimpleNamespace(
             name=OPERATOR,
             operator=SimpleNamespace(leads=lambda: True),

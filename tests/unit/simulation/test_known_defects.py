@@ -13,6 +13,7 @@ from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime
 from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, treat, workforce
+from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
 from pacekeeper_operator.services import bookkeeping, errands, leadership, operator
 from simulation.judges import Violation
@@ -79,7 +80,7 @@ def _(patch: Patch) -> None:
 @undoes("operator-cut-from-node")
 @undoes("operator-cut-from-all")
 def _(patch: Patch) -> None:
-    def proof(seen: observation.Observation, _policy: Any, view: observation.WorkerView) -> str:
+    def proof(_seen: observation.Observation, _policy: Any, view: observation.WorkerView) -> str:
         return "nobody hears of it" if view.silent_seconds > node_lost.SILENT_SECONDS else ""
 
     patch.setattr(node_lost, "_proof", proof)
@@ -148,7 +149,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def apply(_action: Any, decision: Any, seen: observation.Observation) -> Any:
         draft = seen.draft.count_restart(decision.first_sign)
-        return remedies.Applied(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
+        return Applied(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
 
     patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
 
