@@ -77,9 +77,8 @@ class NothingFails(Rule):
                 yield f"{change.object['metadata']['name']}: {condition['message']}"
 
     def looked(self) -> Iterator[str]:
-        for words in _EARS.heard:
-            yield words
-        _EARS.heard.clear()
+        heard, _EARS.heard = _EARS.heard, []
+        yield from heard
         for context in self.world.loop.errors:
             yield f"{context.get('message')}: {context.get('exception')!r}"
 

@@ -82,20 +82,22 @@ def _conditions(job: JobRecord, status: Object, schedule: Schedule) -> Iterator[
     hindered, degraded = found.get(Condition.HINDERED), found.get(Condition.DEGRADED)
     if hindered is not None and hindered["status"] == "True" and not schedule.costs:
         yield f"{job.name} is hindered: {hindered.get('message')}"
-    if degraded is not None and degraded["status"] == "True" and not schedule.costs:
-        if degraded["reason"] in (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE):
+    lacking = (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE)
+    if degraded is not None and degraded["status"] == "True" and degraded["reason"] in lacking:
+        if not schedule.costs:
             yield f"{job.name} is degraded: {degraded['reason']}: {degraded.get('message')}"
 
 
 def _failed(world: World, job: JobRecord, status: Object) -> Iterator[str]:
     """Whether it may have, for this reason."""
-    failed = next((c for c in status.get("conditions", ()) if c["type"] == Condition.FAILED), {})
+    failed: Object = next((c for c in status.get("conditions", ()) if c["type"] == Condition.FAILED), {})
     reason, books = failed.get("reason"), job.books
-    assert job.body is not None and books is not None
+    assert job.body is not None
+    assert books is not None
     if reason == Reason.RESTART_BUDGET_SPENT:
         window = parse_duration(job.body["spec"].get("remediation", {}).get("restartWindow", "1h"))
         last = max(books.restarts, default=0.0)
-        if sum(at > last - window for at in books.restarts) < job.least_restarts:
+        if sum(at > last - window for at in books.restarts) < job.allowed_restarts[0]:
             yield f"{job.name} has failed with restarts left: {failed.get('message')}"
     elif reason == Reason.DEADLINE_EXCEEDED:
         if "activeDeadlineSeconds" not in job.body["spec"].get("runPolicy", {}):
@@ -113,7 +115,8 @@ def _complete(world: World, job: JobRecord) -> Iterator[str]:
 
 
 def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -> Iterator[str]:
-    assert job.body is not None and job.books is not None
+    assert job.body is not None
+    assert job.books is not None
     spec, books, costs = job.body["spec"], job.books, schedule.costs
     replicas, spares = spec.get("replicas", 1), spec.get("spares", 0)
     seats = [worker for worker, _ in books.seats]
@@ -126,8 +129,8 @@ def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -
     if Cost.STATUS not in costs:
         if counts.get("ready") != len(seats) or (counts.get("spare") != spares and Cost.SPARES not in costs):
             yield f"{job.name}: its status counts {counts.get('summary')} workers"
-        if status.get("restarts") != len(books.restarts) and status.get("restarts", 0) < len(books.restarts):
-            yield f"{job.name}: its status counts {status.get('restarts')} restarts of {len(books.restarts)}"
+        if status.get("restarts") != books.total:
+            yield f"{job.name}: its status counts {status.get('restarts')} restarts of {books.total}"
     yield from _training(world, job, status, seats, schedule)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import behaviour, bookkeeping, end, nodes, promises, training, truth
+from . import behaviour, bookkeeping, end, nodes, promises
 from .record import Record
 from .rules import Rule
 
@@ -21,8 +21,6 @@ RULES: tuple[type[Rule], ...] = (
     *promises.RULES,
     *nodes.RULES,
     *behaviour.RULES,
-    *training.RULES,
-    *truth.RULES,
 )
 
 

@@ -54,6 +54,8 @@ class Books:
     hands: Mapping[str, Hand]
     incarnations: Mapping[int, int]
     restarts: tuple[float, ...]
+    total: int
+    """Of all restarts that counted."""
     finished: tuple[str, ...]
     over: bool
     incidents: Mapping[str, Object]
@@ -83,6 +85,7 @@ class Books:
             hands={hand.name: hand for hand in hands},
             incarnations=dict(zip(read_runs(highest["ordinals"]), read_runs(highest["highest"]), strict=True)),
             restarts=tuple(state["budget"]["restarts"]),
+            total=state["budget"]["total"],
             finished=tuple(life["finished"]),
             over=bool(life["completedAt"] or life["failedReason"]),
             incidents={incident["name"]: incident for incident in incidents["current"]},
@@ -112,8 +115,8 @@ class JobRecord:
     """The same of (node, incident) of a quarantine."""
     incidents: dict[str, str] = field(default_factory=dict)
     """All that were ever written in its books, with their outcome."""
-    most_restarts: int = 0
-    """The largest maxRestarts that its spec ever had."""
+    allowed_restarts: tuple[int, int] = (0, 0)
+    """The smallest and the largest maxRestarts that its spec ever had."""
 
     @property
     def deleted(self) -> bool:
@@ -177,7 +180,9 @@ class Record:
     def _job(self, change: Change) -> None:
         job = self._of(change.object["metadata"]["uid"], change.object)
         job.body = None if change.type == "DELETED" else change.object
-        job.most_restarts = max(job.most_restarts, most_restarts(change.object))
+        wanted = change.object["spec"].get("remediation", {}).get("maxRestarts", 10)
+        known = job.allowed_restarts if change.type != "ADDED" else (wanted, wanted)
+        job.allowed_restarts = (min(wanted, *known), max(wanted, *known))
 
     def _state(self, change: Change) -> None:
         job = self.job_of(change.object)
@@ -247,11 +252,6 @@ class Record:
 
 def by_operator(change: Change) -> bool:
     return change.who.startswith(OPERATOR)
-
-
-def most_restarts(job: Object) -> int:
-    wanted: int = job["spec"].get("remediation", {}).get("maxRestarts", 10)
-    return wanted
 
 
 def is_ready(node: Object) -> bool:

@@ -24,6 +24,9 @@ def test_a_worker_is_placed_started_and_told_of() -> None:
     assert machines.world.network.addresses[view.address] == view.node
     containers = machines.there(name)["status"]["initContainerStatuses"]
     assert [container["state"].keys() for container in containers] == [{"running"}]
+    assert [container["ready"] for container in containers] == [True]
+    conditions = {"PodScheduled", "PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady"}
+    assert {type_ for type_ in conditions if machines.condition(name, type_)["status"] == "True"} == conditions
 
 
 def test_an_end_and_its_report_are_apart_and_the_sidecar_ends_after_the_trainer() -> None:
@@ -33,8 +36,11 @@ def test_an_end_and_its_report_are_apart_and_the_sidecar_ends_after_the_trainer(
     worker.end(1, "Error", "ValueError: x")
     assert not view_pod(machines.there(name)).ended
     assert 0.05 <= machines.until(lambda: view_pod(machines.there(name)).exit_code == 1) <= 0.65
+    assert machines.phase(name) == "Running"
+    assert [c["state"].keys() for c in machines.there(name)["status"]["initContainerStatuses"]] == [{"running"}]
     machines.until(lambda: machines.phase(name) == "Failed")
     assert worker.words == ["start", "exit 1", "kill"]
+    assert machines.condition(name, "Ready")["status"] == "False"
     assert view_pod(machines.there(name)).exit_message == "ValueError: x"
     assert worker.address not in machines.world.network.addresses
 
