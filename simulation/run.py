@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,6 +136,10 @@ class _Performance:
             violations.append(Violation(self.world.now(), "the run ends", f"nothing goes on: {error}"))
         except _Circles as error:
             violations.append(Violation(self.world.now(), "the run ends", str(error)))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
+            violations.append(Violation(self.world.now(), "the simulator works", words))
         return (*self.judge.violations, *violations, *self._ends)
 
     async def _play(self, began: float) -> None:
