@@ -88,8 +88,8 @@ def _replay(schedule: Schedule) -> int:
     outcome = run(schedule, story=True)
     print(*outcome.story, sep="\n")
     print(
-        f"{outcome.virtual_seconds:.0f} simulated seconds in {outcome.real_seconds:.2f} s, {outcome.requests} requests, "
-        f"{outcome.writes} writes, digest {outcome.digest}"
+        f"{outcome.virtual_seconds:.0f} simulated seconds in {outcome.real_seconds:.2f} s, "
+        f"{outcome.requests} requests, {outcome.writes} writes, digest {outcome.digest}"
     )
     print(*(f"VIOLATED {violation}" for violation in outcome.violations), sep="\n")
     return 1 if outcome.violations else 0
@@ -132,7 +132,9 @@ def _mortal(names: Iterable[str], jobs: int) -> int:
 
 def _coverage(options: argparse.Namespace) -> int:
     reached: Counter[str] = Counter()
-    for outcome in batch.run_all([generate(seed) for seed in (*_seeds(options.seeds), *_fresh(options.fresh))], options.jobs):
+    for outcome in batch.run_all(
+        [generate(seed) for seed in (*_seeds(options.seeds), *_fresh(options.fresh))], options.jobs
+    ):
         reached.update(sorted(outcome.coverage))
         if outcome.violations:
             _report(outcome)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .run import Outcome, Violation, run
+from .judges import Violation
+from .run import Outcome, run
 from .schedule import Schedule
 
 TWICE_EVERY = 10
@@ -21,15 +23,10 @@ def run_all(schedules: Iterable[Schedule], jobs: int, *, in_order: bool = False)
     with ExitStack() as stack:
         hands = [stack.enter_context(_hand(number)) for number in range(max(2, jobs))]
         outcomes = _work(hands, jobs, list(schedules))
-        if not in_order:
-            for _, outcome in outcomes:
-                yield outcome
-            return
-        done: dict[int, Outcome] = {}
-        for place, outcome in outcomes:
-            done[place] = outcome
-        for place in sorted(done):
-            yield done[place]
+        if in_order:
+            outcomes = iter(sorted(outcomes, key=lambda found: found[0]))
+        for _, outcome in outcomes:
+            yield outcome
 
 
 def _hand(number: int) -> ProcessPoolExecutor:
@@ -49,9 +46,9 @@ def _hand(number: int) -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class _Work:
-    """A run that is under way."""
+    """A run that is under way, or done."""
 
-    place: int
+    place: int  # of the schedule
     hand: int
     first: Outcome | None = None  # the same run's, by another hand
 
@@ -59,33 +56,33 @@ class _Work:
 def _work(hands: list[ProcessPoolExecutor], jobs: int, schedules: list[Schedule]) -> Iterator[tuple[int, Outcome]]:
     """(place of the schedule, its outcome)."""
     under_way: dict[Future[Outcome], _Work] = {}
-    again: list[tuple[int, Outcome]] = []  # to be run a second time
-    idle, next_place = list(range(len(hands))), 0
+    idle, fresh = list(range(len(hands))), deque(range(len(schedules)))
+    again: list[_Work] = []  # to be run a second time, by another hand
     while True:
-        while idle and len(under_way) < jobs and (again or next_place < len(schedules)):
-            hand = idle.pop(0)
-            fitting = next((item for item in again if _first_hand[item[0]] != hand), None)
-            if fitting is not None:
-                again.remove(fitting)
-                work = _Work(fitting[0], hand, fitting[1])
-            elif next_place < len(schedules):
-                work = _Work(next_place, hand)
-                next_place += 1
-            else:
-                idle.append(hand)
-                if len(under_way) or len(idle) == 1:
-                    break
-                continue
-            under_way[hands[hand].submit(run, schedules[work.place])] = work
+        for hand in list(idle):
+            work = _next(hand, fresh, again) if len(under_way) < jobs else None
+            if work is not None:
+                idle.remove(hand)
+                under_way[hands[hand].submit(run, schedules[work.place])] = work
         if not under_way:
             return
         for future in wait(under_way, return_when=FIRST_COMPLETED).done:
             work, outcome = under_way.pop(future), future.result()
             idle.append(work.hand)
-            if work.first is None and work.place % TWICE_EVERY == 0:
-                again.append((work.place, outcome))
+            if work.first is not None:
+                yield work.place, compared(work.first, outcome)
+            elif work.place % TWICE_EVERY == 0:
+                again.append(replace(work, first=outcome))
             else:
-                yield work.place, outcome if work.first is None else compared(work.first, outcome)
+                yield work.place, outcome
+
+
+def _next(hand: int, fresh: deque[int], again: list[_Work]) -> _Work | None:
+    for done in again:
+        if done.hand != hand:
+            again.remove(done)
+            return replace(done, hand=hand)
+    return _Work(fresh.popleft(), hand) if fresh else None
 
 
 def compared(one: Outcome, other: Outcome) -> Outcome:

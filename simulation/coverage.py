@@ -13,8 +13,9 @@ from typing import Any, get_args
 from pacekeeper_operator import decide, effects
 from pacekeeper_operator.api import Cause, JobPhase, Outcome, QuarantinePhase, Remedy, Verdict, Witness
 from pacekeeper_operator.decide import node_steps, think
+from pacekeeper_operator.decide.treat import Check
 from pacekeeper_operator.observation import Observation, Policy
-from pacekeeper_operator.services import quarantine, reconcile
+from pacekeeper_operator.services import doing, quarantine, reconcile
 
 _reached: set[str] = set()
 
@@ -48,9 +49,9 @@ def everything() -> frozenset[str]:
 
 @cache
 def _look_in() -> None:
-    think.STEPS = tuple((name, _step(name, step)) for name, step in decide.STEPS)
-    reconcile.carry_out = _said(reconcile.carry_out, "effect", 2)
-    quarantine._carry_out = _said(quarantine._carry_out, "quarantine step", 3)
+    vars(think)["STEPS"] = tuple((name, _step(name, step)) for name, step in decide.STEPS)
+    vars(reconcile)["carry_out"] = _said(doing.carry_out, "effect", 2)
+    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 3)
 
 
 def _step(name: str, step: decide.Step) -> decide.Step:
@@ -67,7 +68,7 @@ def _step(name: str, step: decide.Step) -> decide.Step:
     return looked_at
 
 
-def _check(check: decide.Check) -> decide.Check:
+def _check(check: Check) -> Check:
     """It is reached where it finds something."""
     word = f"check {_name(check)}"
 
@@ -91,5 +92,5 @@ def _said(call: Callable[..., Any], what: str, place: int) -> Callable[..., Any]
     return looked_at
 
 
-def _name(check: decide.Check) -> str:
-    return check.__module__.rpartition(".")[2]
+def _name(check: Check) -> str:
+    return str(check.__module__).rpartition(".")[2]

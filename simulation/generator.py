@@ -92,7 +92,7 @@ def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
         what = MENU[cls][1](random)
         if jobs > 1 and hasattr(what, "job"):
             what = replace(what, job=random.randrange(jobs))  # type: ignore[call-arg]  # it has one
-        strokes.append(Stroke(_moment(random, at, place), what, _lasts(random)))
+        strokes.append(Stroke(_moment(random, at, place), what, _seconds(random) if what.lasts() else 0.0))
         at = round(at + random.choice([random.uniform(0, 1), random.uniform(0, 10), random.uniform(5, 60)]), 2)
     return tuple(strokes)
 
@@ -116,7 +116,7 @@ def _moment(random: Random, at: float, place: int) -> Moment:
     return At(round(at, 2))
 
 
-def _lasts(random: Random) -> float:
+def _seconds(random: Random) -> float:
     spans = [(0.5, 5.0), (5.0, 25.0), (25.0, 90.0)]
     return round(random.uniform(*random.choice(spans)), 1)
 
@@ -141,6 +141,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ranks.ScriptFails: (1, lambda r: ranks.ScriptFails(**_role(r))),
     ranks.PlanIsRefused: (1, lambda r: ranks.PlanIsRefused(**_role(r))),
     ranks.CheckpointsFail: (1, lambda _: ranks.CheckpointsFail()),
+    ranks.CheckpointIsTorn: (1, lambda _: ranks.CheckpointIsTorn()),
     ranks.VolumeIsSlow: (1, lambda r: ranks.VolumeIsSlow(by=r.choice([5.0, 20.0, 60.0]))),
     ranks.Frozen: (3, lambda r: ranks.Frozen(**_role(r), part=r.choice(list(ranks.Part)))),
     ranks.ProcessKilled: (
@@ -148,7 +149,10 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         lambda r: ranks.ProcessKilled(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.SIDECAR])),
     ),
     ranks.NodeIsSlow: (3, lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.3, 1.8, 2.5, 4.0]))),
-    ranks.LinkFails: (2, lambda r: ranks.LinkFails(**_role(r), other=r.randrange(4), factor=r.choice([0.0, 3.0, 10.0]))),
+    ranks.LinkFails: (
+        2,
+        lambda r: ranks.LinkFails(**_role(r), other=r.randrange(4), factor=r.choice([0.0, 3.0, 10.0])),
+    ),
     machines.PowerFails: (4, lambda r: machines.PowerFails(**_role(r))),
     machines.KubeletStops: (2, lambda r: machines.KubeletStops(**_role(r))),
     machines.RuntimeHangs: (1, lambda r: machines.RuntimeHangs(**_role(r))),
@@ -168,7 +172,9 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ),
     machines.ImagesDoNotCome: (
         1,
-        lambda r: machines.ImagesDoNotCome(index=r.randrange(6), free=True, images=r.choice([Images.FAIL, Images.HANG])),
+        lambda r: machines.ImagesDoNotCome(
+            index=r.randrange(6), free=True, images=r.choice([Images.FAIL, Images.HANG])
+        ),
     ),
     machines.KubeletRefuses: (1, lambda r: machines.KubeletRefuses(index=r.randrange(6), free=True)),
     machines.PodDeleted: (4, lambda r: machines.PodDeleted(**_role(r), force=r.random() < 0.3)),
@@ -203,7 +209,10 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     control.PrometheusLies: (2, lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie)))),
     operators.OperatorKilled: (6, lambda r: operators.OperatorKilled(**_which(r))),
     operators.OperatorFrozen: (3, lambda r: operators.OperatorFrozen(**_which(r))),
-    operators.OperatorRemoved: (2, lambda r: operators.OperatorRemoved(**_which(r))),
+    operators.OperatorRemoved: (
+        2,
+        lambda r: operators.OperatorRemoved(**_which(r), runs_on=r.random() < 0.4),
+    ),
     operators.OperatorReplaced: (3, lambda r: operators.OperatorReplaced(**_which(r))),
     operators.OperatorIsCutOff: (
         3,
@@ -239,7 +248,7 @@ SURVIVABLE: tuple[Make, ...] = (
     lambda r: machines.ImagesDoNotCome(index=r.randrange(6), free=True),
     lambda r: ranks.Frozen(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.POD])),
     lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.5, 3.0])),
-    lambda r: ranks.LinkFails(other=1, factor=5.0),
+    lambda _: ranks.LinkFails(other=1, factor=5.0),
     lambda _: ranks.CheckpointsFail(),
     lambda r: control.PrometheusFails(how=r.choice(list(control.Silence))),
     lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie))),

@@ -7,9 +7,12 @@ in the order in which they were scheduled, so that a run follows from its seed a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import gc
 import heapq
 import itertools
+import sys
 from asyncio import events, tasks
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -80,12 +83,21 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._ready.append(heapq.heappop(timers)[2])
 
     def close(self) -> None:
-        """Nothing runs any more. What is left of tasks is dropped without a word."""
+        """Nothing runs any more. What is left of tasks is dropped without a word, whatever they would say to it."""
         self._closed = True
-        for task in tasks.all_tasks(self):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._ready.clear()
         self._timers.clear()
+        left = tasks.all_tasks(self)
+        complain, sys.unraisablehook = sys.unraisablehook, _say_nothing
+        running = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            while left:
+                _drop(left.pop())
+            gc.collect()
+        finally:
+            events._set_running_loop(running)
+            sys.unraisablehook = complain
 
     # What asyncio asks of a loop.
 
@@ -232,3 +244,13 @@ async def _refuse(host: str, port: int) -> None:
 def nobodys() -> contextvars.Context:
     """The context of what belongs to no process."""
     return contextvars.Context()
+
+
+def _drop(task: asyncio.Task[Any]) -> None:
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        task.get_coro().close()  # type: ignore[union-attr]
+
+
+def _say_nothing(_: object) -> None:
+    """Of a coroutine that waits in its `finally` while it is dropped."""

@@ -21,9 +21,7 @@ AT = At(40.0)
 def killed_at_each_write(base: Schedule, writes: int) -> list[Schedule]:
     """`writes`: how many the operator sends in the base scenario."""
     moments = [moment for number in range(1, writes + 1) for moment in (BeforeWrite(number), AfterWrite(number))]
-    return [
-        replace(base, strokes=(*base.strokes, Stroke(moment, operators.OperatorKilled()))) for moment in moments
-    ]
+    return [replace(base, strokes=(*base.strokes, Stroke(moment, operators.OperatorKilled()))) for moment in moments]
 
 
 def _scenario(*strokes: Stroke, replicas: int = 2, spares: int = 1, **spec: Any) -> Schedule:

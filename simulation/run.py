@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import math
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from . import coverage, judges
@@ -13,10 +17,12 @@ from .chronicle import Chronicle
 from .faults.fault import Heal, Missed
 from .faults.moments import At
 from .faults.scene import Scene
+from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
-from .loop import Stuck
+from .loop import Stuck, current_process
 from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
+from .story import Line
 from .world import World
 
 PATIENCE_SECONDS = 400.0
@@ -26,18 +32,7 @@ CONTENT_LOOKS = 3
 """So many looks in a row the judges are content: what holds for a moment only is no end."""
 REAL_SECONDS = 120.0
 """A run that takes longer by a real clock goes round in circles."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """An invariant that did not hold."""
-
-    at: float  # virtual seconds
-    rule: str
-    words: str
-
-    def __str__(self) -> str:
-        return f"{self.at:9.3f}  {self.rule}: {self.words}"
+SAID_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -60,15 +55,16 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False) -> Outcome:
-    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines."""
+def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
+    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
+    for which a job that can train may stand still."""
     gc.collect()
     gc.disable()
     began = time.perf_counter()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule)
+    performance = _Performance(world, schedule, patience)
     try:
-        with coverage.counting() as reached:
+        with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(began)
     finally:
         world.loop.close()
@@ -86,15 +82,46 @@ def run(schedule: Schedule, *, story: bool = False) -> Outcome:
     )
 
 
+@contextmanager
+def _logging(world: World, told: bool) -> Iterator[None]:
+    """What operators log belongs into the story, if it is `told`, and nowhere else. The digest does without."""
+    logger = logging.getLogger("pacekeeper_operator")
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING if told else logging.ERROR)
+    logger.propagate = False
+    handler = _Log(world) if told else logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class _Log(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._said: dict[tuple[str, str], float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """What is said again and again, now and then."""
+        process, now = current_process(), self._world.now()
+        who, words = "" if process is None else process.name, record.getMessage()[:200]
+        if now >= self._said.get((who, words), -math.inf) + SAID_SECONDS:
+            self._said[who, words] = now
+            self._world.story.lines.append(Line(now, who, f"| {words}"))
+
+
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule) -> None:
+    def __init__(self, world: World, schedule: Schedule, patience: float) -> None:
         self.world = world
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
-        self.judge = judges.watch(world, schedule)
+        self.judge = judges.watch(world, schedule, patience)
         self.requests = self.writes = 0
         self._under_way: dict[int, tuple[Stroke, Heal]] = {}
         world.api.observe(self._asked)
@@ -109,8 +136,11 @@ class _Performance:
             violations.append(Violation(self.world.now(), "the run ends", f"nothing goes on: {error}"))
         except _Circles as error:
             violations.append(Violation(self.world.now(), "the run ends", str(error)))
-        found = [Violation(item.at, item.rule, item.words) for item in self.judge.violations]
-        return (*found, *violations, *self._ends)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
+            violations.append(Violation(self.world.now(), "the simulator works", words))
+        return (*self.judge.violations, *violations, *self._ends)
 
     async def _play(self, began: float) -> None:
         self._ends: tuple[Violation, ...] = ()

@@ -11,9 +11,8 @@ from pacekeeper_operator.api import API_VERSION, TRAINER, Mode
 
 from .faults.fault import Cost, Fault
 from .faults.moments import Moment
-from .faults.scene import NAMESPACE
 from .faults.values import from_json, kind, to_json
-from .world import WorldSettings
+from .world import NAMESPACE, WorldSettings
 
 SECONDS = 600.0
 """Of virtual time that a run takes, at least."""
@@ -44,7 +43,7 @@ class JobSettings:
         template = {
             "spec": {
                 "terminationGracePeriodSeconds": 20,
-                "containers": [{"name": TRAINER, "image": "trainer", "resources": {"requests": {"cpu": "1"}}}],
+                "containers": [{"name": TRAINER, "image": "trainer", "resources": {"requests": {"cpu": "900m"}}}],
             }
         }
         smallest = {} if self.min_replicas is None else {"minReplicas": self.min_replicas}
@@ -124,7 +123,7 @@ class Schedule:
             key: Mode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
         }
         strokes = [
-            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])  # type: ignore[type-abstract]
+            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])
             for each in content["strokes"]
         ]
         return cls(

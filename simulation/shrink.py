@@ -35,7 +35,7 @@ def shrink(schedule: Schedule, breaks: Breaks, tries: int = 300) -> Schedule:
 def simpler(schedule: Schedule) -> Iterator[Schedule]:
     """Schedules that are a little simpler, the boldest first; each is smaller by some measure, so that this ends."""
     number = len(schedule.strokes)
-    size = number // 2
+    size = number
     while size >= 1:
         for start in range(0, number, size):
             yield _without(schedule, range(start, min(start + size, number)))

@@ -12,12 +12,27 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .loop import VirtualLoop, nobodys
-from .network import Network
+from .kubernetes.api_server import ApiServer
+from .kubernetes.containers import Exited
+from .kubernetes.controllers import NamespaceCollector, NodeLifecycle, PodCollector, TaintEviction
+from .kubernetes.nodes import Fleet
+from .kubernetes.objects import Object
+from .kubernetes.scheduler import Scheduler
+from .loop import VirtualLoop, current_process, nobodys
+from .network import API, Network
+from .operators.endpoint import Endpoint
+from .operators.pod import Deployment
+from .prometheus import Prometheus
 from .story import Story
+from .workers.worker import Worker
 
 EPOCH = 1_800_000_000.0
 """Seconds since the epoch at which all runs begin."""
+NAMESPACE = "team"
+"""Of all jobs."""
+OPERATOR_NAMESPACE = "pacekeeper-system"
+MEMORY = "64Gi"
+"""Of each node."""
 Result = TypeVar("Result")
 
 
@@ -33,7 +48,7 @@ class WorldSettings:
 
 
 class World:
-    """Use its parts; `run` lets time pass."""
+    """`run` lets time pass."""
 
     def __init__(self, seed: int, settings: WorldSettings = WorldSettings()) -> None:  # it is frozen
         self.seed = seed
@@ -43,6 +58,32 @@ class World:
         self.network = Network(self.loop, self.random("network"))
         self.clocks: dict[str, float] = {}
         """Seconds by which a place's clock is off."""
+        self.api = ApiServer(self)
+        for namespace in (OPERATOR_NAMESPACE, NAMESPACE):
+            self.api.create("namespaces", {"metadata": {"name": namespace}})
+        self.fleet = Fleet(self)
+        self.nodes = self.fleet.nodes
+        self.workers: dict[str, Worker] = {}
+        """By their pods' uids; those that have ended, too."""
+        self.prometheus = Prometheus(self)
+        self.endpoint = Endpoint(self)
+        self.network.listens = self.fleet.listens
+        self.network.caller = _caller
+        for machine in (Scheduler, TaintEviction, PodCollector, NamespaceCollector):
+            machine(self)
+        NodeLifecycle(self, self.fleet)
+        for _ in range(settings.nodes):
+            self.add_node()
+        self.deployment = Deployment(self, settings.operators)
+
+    def add_node(self) -> None:
+        """Another machine."""
+        self.fleet.add(f"node-{len(self.nodes)}", {"cpu": str(self.settings.slots), "memory": MEMORY})
+
+    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Worker:
+        """The processes of a job's worker, not yet started."""
+        worker = self.workers[pod["metadata"]["uid"]] = Worker(self, pod, node, address, exited)
+        return worker
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -67,3 +108,9 @@ class World:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """As long as `work` takes, in virtual time."""
         return self.loop.run(work)
+
+
+def _caller() -> str:
+    """The place whose process opens a connection."""
+    process = current_process()
+    return API if process is None else process.name

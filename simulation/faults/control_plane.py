@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
+from ..world import NAMESPACE
 from .fault import Cost, Fault, Heal, JobFault
-from .scene import NAMESPACE
 
 if TYPE_CHECKING:
     from .scene import Scene

@@ -36,8 +36,13 @@ class Fault:
     costs: ClassVar[tuple[Cost, ...]] = ()
 
     def strike(self, scene: Scene) -> Heal | None:
-        """What heals it; None: it is over at once, or goes on for ever. Raises Missed where there is nobody to strike."""
+        """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
         raise NotImplementedError
+
+    @classmethod
+    def lasts(cls) -> bool:
+        """Whether there is anything to be healed: what `strike` says that it returns."""
+        return bool(cls.strike.__annotations__["return"] != "None")
 
 
 class Missed(Exception):
@@ -82,7 +87,9 @@ class NodeFault(Fault):
     free: bool = False
 
     def node(self, scene: Scene) -> Node:
-        return scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        return (
+            scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+        )
 
 
 @dataclass(frozen=True)

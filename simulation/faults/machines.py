@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api import LABEL_NO_QUARANTINE
 
+from ..kubernetes.conditions import disrupt
 from ..kubernetes.kubelet import Images
 from ..network import API
-from .fault import Fault, Heal, NodeFault, WorkerFault
-from .scene import NAMESPACE, PERSON
+from ..world import NAMESPACE
+from .fault import Fault, Heal, Missed, NodeFault, WorkerFault
+from .scene import PERSON
 
 if TYPE_CHECKING:
     from ..kubernetes.nodes import Node
@@ -182,7 +184,7 @@ class NodeIsSick(NodeFault):
         scene.tell(f"{node.name} is sick")
         node.sick = "CUDA error: an illegal memory access was encountered"
         if self.code:
-            for worker in scene.world.workers.values():
+            for worker in scene.running():
                 if worker.node == node.name:
                     worker.crash(code=self.code)
         return lambda: setattr(node, "sick", "")
@@ -261,7 +263,12 @@ class PodPreempted(WorkerFault):
     """By the scheduler, for a pod of a higher priority."""
 
     def strike(self, scene: Scene) -> None:
-        scene.preempt(self.worker(scene))
+        worker, api = self.worker(scene), scene.world.api
+        pod = api.get("pods", worker.name, NAMESPACE)
+        if pod is None:
+            raise Missed(f"pod {worker.name} is gone")
+        scene.tell(f"pod {worker.name} is preempted")
+        disrupt(api, pod, "PreemptionByScheduler", "preempting", scene.world.wall(), who="scheduler")
 
 
 @dataclass(frozen=True)

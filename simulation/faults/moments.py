@@ -22,7 +22,7 @@ class Moment:
     __abstract__: ClassVar = True
 
     def arm(self, scene: Scene, strike: Strike) -> None:
-        """`strike` is called when it has come; what has happened then has happened already, and nothing else has yet."""
+        """`strike` is called when it has come, before anything else happens."""
         raise NotImplementedError
 
 
@@ -97,7 +97,8 @@ class WorkerExits(_Counted):
     """A worker's trainer has ended, and its kubelet has not told yet."""
 
     def arm(self, scene: Scene, strike: Strike) -> None:
-        scene.on_exit(self._counter(scene, strike))
+        count = self._counter(scene, strike)
+        scene.world.trainings.on_exit.append(lambda _worker: count())
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class PhaseBegins(_Counted):
         count, name = self._counter(scene, strike), scene.settings(self.job).name
 
         def changed(change: Change) -> None:
-            if change.object["metadata"]["name"] == name and self._phase(change.object) == self.phase:
-                if change.before is None or self._phase(change.before) != self.phase:
-                    count()
+            now, before = self._phase(change.object), self._phase(change.before or {})
+            if change.object["metadata"]["name"] == name and now == self.phase and before != self.phase:
+                count()
 
         scene.watch("trainingjobs", changed)
 

@@ -10,13 +10,12 @@ from pacekeeper_operator.services.leadership import LEASE
 
 from ..network import API, PROMETHEUS
 from ..operators.pod import OperatorPod
+from ..world import OPERATOR_NAMESPACE
 from .fault import Fault, Heal, Missed, OperatorFault
 from .scene import PERSON
 
 if TYPE_CHECKING:
     from .scene import Scene
-
-OPERATOR_NAMESPACE = "pacekeeper-system"
 
 
 class Beyond(StrEnum):
@@ -54,8 +53,7 @@ class OperatorRemoved(OperatorFault):
     runs_on: bool = False
 
     def strike(self, scene: Scene) -> None:
-        how = OperatorPod.lose if self.runs_on else OperatorPod.remove
-        scene.world.deployment.replace(self.pod(scene), how)
+        scene.world.deployment.replace(self.pod(scene), OperatorPod.lose if self.runs_on else OperatorPod.remove)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from pacekeeper_operator.legacy import LEFT_BEHIND, RENAMED
 from pacekeeper_operator.services.operator import PAUSE
 
 from ..kubernetes.errors import ApiError
+from ..world import NAMESPACE, OPERATOR_NAMESPACE
 from .fault import Fault, Heal, JobFault, Missed, NodeFault
-from .operators import OPERATOR_NAMESPACE
-from .scene import NAMESPACE, PERSON
+from .scene import PERSON
 
 if TYPE_CHECKING:
     from .scene import Scene
@@ -159,8 +159,10 @@ class JobFinishes(JobFault):
     steps: int = 5
 
     def strike(self, scene: Scene) -> None:
-        scene.job(self.job)
-        scene.finish(self.job, self.steps)
+        training = scene.training(self.job)
+        step = max((run.step for run in training.runs), default=0)
+        scene.tell(f"job {scene.settings(self.job).name} will be done after step {step + self.steps}")
+        training.until = step + self.steps
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,19 @@ class CheckpointsFail(Fault):
     job: int = 0
 
     def strike(self, scene: Scene) -> Heal:
-        volume = scene.volume(self.job)
+        volume = scene.training(self.job).volume
         volume.fails = True
         return lambda: setattr(volume, "fails", False)
+
+
+@dataclass(frozen=True)
+class CheckpointIsTorn(Fault):
+    """The newest one cannot be read."""
+
+    job: int = 0
+
+    def strike(self, scene: Scene) -> None:
+        scene.training(self.job).volume.tear_newest()
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class VolumeIsSlow(Fault):
     by: float = 20.0
 
     def strike(self, scene: Scene) -> Heal:
-        volume = scene.volume(self.job)
+        volume = scene.training(self.job).volume
         volume.slow = self.by
         return lambda: setattr(volume, "slow", 0.0)
 

@@ -9,6 +9,7 @@ from pacekeeper_operator import ledger
 from pacekeeper_operator.state import Draft
 
 from ..kubernetes.connection import Request, Stage, parsed
+from ..world import NAMESPACE
 from .fault import Missed, Role, Which
 
 if TYPE_CHECKING:
@@ -16,13 +17,12 @@ if TYPE_CHECKING:
     from ..kubernetes.nodes import Node
     from ..operators.pod import OperatorPod
     from ..schedule import JobSettings, Schedule
+    from ..workers.training import Training
     from ..workers.worker import Worker
     from ..world import World
 
 UNCOUNTED = frozenset({"events", "leases", "tokenreviews"})
 """Kinds whose writes leave nothing behind that anybody decides upon."""
-NAMESPACE = "team"
-"""Of all jobs."""
 PERSON = "kubectl"
 """Who edits objects by hand, as managed fields name it."""
 Object = dict[str, Any]
@@ -76,10 +76,14 @@ class Scene:
 
     # Workers and nodes.
 
+    def running(self) -> list[Worker]:
+        """Of all jobs."""
+        return [worker for worker in self.world.workers.values() if not worker.ended]
+
     def worker(self, role: Role, index: int, job: int) -> Worker:
         """Raises Missed where there is none of this role."""
         settings = self.settings(job)
-        running = [worker for worker in self.world.workers.values() if worker.job == settings.name]
+        running = [worker for worker in self.running() if worker.job == settings.name]
         seated = [member.worker for member in self.draft(job).plan.members]
         if role is Role.MEMBER:
             by_name = {worker.name: worker for worker in running}
@@ -90,12 +94,19 @@ class Scene:
             raise Missed(f"job {settings.name} has no {role}")
         return found[index % len(found)]
 
+    def training(self, job: int) -> Training:
+        """Raises Missed where no worker of the job has run yet."""
+        found = self.world.trainings.of_job(self.job(job)["metadata"]["uid"])
+        if found is None:
+            raise Missed(f"job {self.settings(job).name} has not begun")
+        return found
+
     def node_of(self, worker: Worker) -> Node:
         return self.world.nodes[worker.node]
 
     def free_node(self, index: int) -> Node:
         """One without workers."""
-        taken = {worker.node for worker in self.world.workers.values()}
+        taken = {worker.node for worker in self.running()}
         free = [node for name, node in self.world.nodes.items() if name not in taken]
         if not free:
             raise Missed("no node is free")

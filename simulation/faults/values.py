@@ -7,7 +7,6 @@ import re
 import typing
 from collections.abc import Mapping
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -19,7 +18,8 @@ def to_json(value: Any) -> dict[str, Any]:
     for item in dataclasses.fields(value):
         held = getattr(value, item.name)
         if held != item.default:
-            content[item.name] = held
+            plain = not isinstance(held, Enum) or isinstance(held, str)
+            content[item.name] = held if plain else held.name
     return content
 
 
@@ -27,14 +27,15 @@ def from_json(family: type[Value], content: Mapping[str, Any]) -> Value:
     """Raises ValueError where the family has no such kind, TypeError where the kind has no such field."""
     given = dict(content)
     name = given.pop("kind")
-    cls = members(family).get(name)
-    if cls is None:
-        raise ValueError(f"there is no {family.__name__.lower()} {name!r}; there are: {', '.join(members(family))}")
-    hints = _hints(cls)
+    known = members(family)
+    if name not in known:
+        raise ValueError(f"there is no {family.__name__.lower()} {name!r}; there are: {', '.join(known)}")
+    cls = known[name]
+    hints = typing.get_type_hints(cls)
     for key, value in given.items():
         hint = hints.get(key)
         if isinstance(hint, type) and issubclass(hint, Enum):
-            given[key] = hint(value)
+            given[key] = hint(value) if issubclass(hint, str) else hint[value]
     return cls(**given)
 
 
@@ -43,7 +44,6 @@ def kind(cls: type[Any]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
 
-@cache
 def members(family: type[Value]) -> dict[str, type[Value]]:
     """All classes of a family that stand for something, by their kind."""
     found: dict[str, type[Value]] = {}
@@ -52,8 +52,3 @@ def members(family: type[Value]) -> dict[str, type[Value]]:
         if "__abstract__" not in vars(cls):
             found[kind(cls)] = cls
     return dict(sorted(found.items()))
-
-
-@cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)

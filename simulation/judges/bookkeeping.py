@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pacekeeper_operator.api import JobPhase, parse_duration
 
@@ -23,7 +23,7 @@ MOST_INCIDENTS = 60
 class _OfWrites(Rule):
     """Judges what an operator has written upon what one had written before."""
 
-    kinds = (STATES,)
+    kinds: ClassVar[tuple[str, ...]] = (STATES,)
 
     def heard(self, change: Change) -> Iterator[str]:
         job = self.record.job_of(change.object)
@@ -122,7 +122,7 @@ class OutcomesStay(_OfWrites):
             if was and was != now:
                 yield f"{change.object['metadata']['name']}: {was} becomes {now}"
 
-    def written(self, job: JobRecord, before: Books | None, now: Books) -> Iterator[str]:
+    def written(self, _job: JobRecord, before: Books | None, now: Books) -> Iterator[str]:
         for name, incident in now.incidents.items():
             known = before.incidents.get(name) if before is not None else None
             if known is not None and known.get("outcome") and known["outcome"] != incident.get("outcome"):
@@ -150,8 +150,9 @@ class RestartsWithinBudget(_OfWrites):
         window = parse_duration(job.body["spec"].get("remediation", {}).get("restartWindow", "1h"))
         last = max(now.restarts)
         within = sum(at > last - window for at in now.restarts)
-        if within > job.most_restarts:
-            yield f"{job.name}: {within} restarts within {window:.0f} s, where {job.most_restarts} are allowed"
+        allowed = job.allowed_restarts[1]
+        if within > allowed:
+            yield f"{job.name}: {within} restarts within {window:.0f} s, where {allowed} are allowed"
 
 
 class NothingRestartsWhilePaused(_OfWrites):

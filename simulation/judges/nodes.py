@@ -30,9 +30,9 @@ class _Approvals(Rule):
         if before is None or change.type != "MODIFIED" or not by_operator(change):
             return
         if change.object["spec"].get("approved") and not before["spec"].get("approved"):
-            yield from self.approved(change.object["metadata"]["name"], change.object, change.at)
+            yield from self.approved(change)
 
-    def approved(self, node: str, quarantine: Object, at: float) -> Iterator[str]:
+    def approved(self, change: Change) -> Iterator[str]:
         raise NotImplementedError
 
     @property
@@ -43,8 +43,9 @@ class _Approvals(Rule):
 class NodesHaveWitnesses(_Approvals):
     words = "no node is quarantined without a witness"
 
-    def approved(self, node: str, quarantine: Object, at: float) -> Iterator[str]:
-        spec, long_ago = quarantine["spec"], at - SUSPICION_SECONDS - UNDER_WAY_SECONDS
+    def approved(self, change: Change) -> Iterator[str]:
+        node, spec = _name(change), change.object["spec"]
+        long_ago = change.at - SUSPICION_SECONDS - UNDER_WAY_SECONDS
         if any(sign.get("witness") == Witness.GPU_SERIES for sign in spec.get("signs", ())):
             return
         unready = self.record.last_unready.get(node, NEVER)
@@ -56,8 +57,8 @@ class NodesHaveWitnesses(_Approvals):
 class QuarantinesWithinBudget(_Approvals):
     words = "never more quarantines than the budget allows"
 
-    def approved(self, node: str, quarantine: Object, at: float) -> Iterator[str]:
-        settings = self.settings
+    def approved(self, change: Change) -> Iterator[str]:
+        node, settings = _name(change), self.settings
         others = [
             name for name, body in self.record.quarantines.items() if name != node and body["spec"].get("approved")
         ]
@@ -69,23 +70,23 @@ class QuarantinesWithinBudget(_Approvals):
 class TheBreakerHolds(_Approvals):
     words = "no node is quarantined while many fail at once"
 
-    def approved(self, node: str, quarantine: Object, at: float) -> Iterator[str]:
-        last = _last_sign(quarantine)
+    def approved(self, change: Change) -> Iterator[str]:
+        last = _last_sign(change.object)
         once = [
             name
             for name, body in self.record.quarantines.items()
             if body["spec"].get("signs") and abs(_last_sign(body) - last) <= AT_ONCE_SECONDS and _is_blamed(body)
         ]
         if len(once) >= self.settings.breaker_nodes:
-            yield f"{node}, while {', '.join(once)} are blamed at once"
+            yield f"{_name(change)}, while {', '.join(once)} are blamed at once"
 
 
 class NothingIsApprovedWhilePaused(_Approvals):
     words = "no node is quarantined while remedies are paused"
 
-    def approved(self, node: str, quarantine: Object, at: float) -> Iterator[str]:
-        if at - self.record.paused_since > NOTICED_SECONDS:
-            yield node
+    def approved(self, change: Change) -> Iterator[str]:
+        if change.at - self.record.paused_since > NOTICED_SECONDS:
+            yield _name(change)
 
 
 class _Marks(Rule):
@@ -95,40 +96,42 @@ class _Marks(Rule):
 
     def heard(self, change: Change) -> Iterator[str]:
         if change.before is not None and change.type == "MODIFIED" and by_operator(change):
-            yield from self.touched(change.object["metadata"]["name"], change.before, change.object, change.at)
+            yield from self.touched(change, change.before)
 
-    def touched(self, name: str, before: Object, now: Object, at: float) -> Iterator[str]:
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
         raise NotImplementedError
 
 
 class MarksFollowQuarantines(_Marks):
     words = "a node is marked only under an approved NodeQuarantine of its own"
 
-    def touched(self, name: str, before: Object, now: Object, at: float) -> Iterator[str]:
-        if not _is_marked_anew(before, now):
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        if not _is_marked_anew(before, change.object):
             return
-        if self.record.last_approved.get(name, NEVER) < at - UNDER_WAY_SECONDS:
+        name = _name(change)
+        if self.record.last_approved.get(name, NEVER) < change.at - UNDER_WAY_SECONDS:
             yield name
             return
         body = self.record.quarantines.get(name)
         meant = body and (body["spec"].get("nodeUID") or body.get("status", {}).get("nodeUID"))
-        if meant and meant != now["metadata"]["uid"]:
+        if meant and meant != change.object["metadata"]["uid"]:
             yield f"{name}, where another node of that name is meant"
 
 
 class OptedOutNodesAreLeftAlone(_Marks):
     words = "a node with the opt-out label is never marked"
 
-    def touched(self, name: str, before: Object, now: Object, at: float) -> Iterator[str]:
-        since = self.record.opted_out.get(name)
-        if since is not None and at - since > NOTICED_SECONDS and _is_marked_anew(before, now):
-            yield name
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        since = self.record.opted_out.get(_name(change))
+        if since is not None and change.at - since > NOTICED_SECONDS and _is_marked_anew(before, change.object):
+            yield _name(change)
 
 
 class OthersMarksStay(_Marks):
     words = "others' cordons and taints are untouched"
 
-    def touched(self, name: str, before: Object, now: Object, at: float) -> Iterator[str]:
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        name, now = _name(change), change.object
         if _others_taints(before) != _others_taints(now):
             yield f"{name}: taints {_others_taints(before)} become {_others_taints(now)}"
         others = [manager for manager in cordoned_by(before) if manager != FIELD_MANAGER_CORDON]
@@ -144,11 +147,16 @@ class ReleasedNodesAreClean(Rule):
     kinds = ("nodequarantines",)
 
     def heard(self, change: Change) -> Iterator[str]:
-        name = change.object["metadata"]["name"]
-        node = self.record.nodes.get(name)
-        if change.type == "DELETED" and by_operator(change) and node is not None:
-            if is_tainted(node) or is_cordoned(node):
-                yield name
+        if change.type != "DELETED" or not by_operator(change):
+            return
+        node = self.record.nodes.get(_name(change))
+        if node is not None and (is_tainted(node) or is_cordoned(node)):
+            yield _name(change)
+
+
+def _name(change: Change) -> str:
+    name: str = change.object["metadata"]["name"]
+    return name
 
 
 def _is_marked_anew(before: Object, now: Object) -> bool:

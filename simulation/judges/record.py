@@ -54,6 +54,8 @@ class Books:
     hands: Mapping[str, Hand]
     incarnations: Mapping[int, int]
     restarts: tuple[float, ...]
+    total: int
+    """Of all restarts that counted."""
     finished: tuple[str, ...]
     over: bool
     incidents: Mapping[str, Object]
@@ -83,6 +85,7 @@ class Books:
             hands={hand.name: hand for hand in hands},
             incarnations=dict(zip(read_runs(highest["ordinals"]), read_runs(highest["highest"]), strict=True)),
             restarts=tuple(state["budget"]["restarts"]),
+            total=state["budget"]["total"],
             finished=tuple(life["finished"]),
             over=bool(life["completedAt"] or life["failedReason"]),
             incidents={incident["name"]: incident for incident in incidents["current"]},
@@ -112,8 +115,10 @@ class JobRecord:
     """The same of (node, incident) of a quarantine."""
     incidents: dict[str, str] = field(default_factory=dict)
     """All that were ever written in its books, with their outcome."""
-    most_restarts: int = 0
-    """The largest maxRestarts that its spec ever had."""
+    most_allowed: dict[int, int] = field(default_factory=dict)
+    """Membership → the most restarts that its plan ever left to the launchers."""
+    allowed_restarts: tuple[int, int] = (0, 0)
+    """The smallest and the largest maxRestarts that its spec ever had."""
 
     @property
     def deleted(self) -> bool:
@@ -121,10 +126,11 @@ class JobRecord:
 
 
 class Record:
-    """Of everything. `now`: virtual seconds."""
+    """Of everything. `now`: virtual seconds; `patience`: seconds for which a job that can train may stand still."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], patience: float = math.inf) -> None:
         self.now = now
+        self.patience = patience
         self.jobs: dict[str, JobRecord] = {}
         self.nodes: dict[str, Object] = {}
         self.most_nodes = 0
@@ -177,7 +183,9 @@ class Record:
     def _job(self, change: Change) -> None:
         job = self._of(change.object["metadata"]["uid"], change.object)
         job.body = None if change.type == "DELETED" else change.object
-        job.most_restarts = max(job.most_restarts, most_restarts(change.object))
+        wanted = change.object["spec"].get("remediation", {}).get("maxRestarts", 10)
+        known = job.allowed_restarts if change.type != "ADDED" else (wanted, wanted)
+        job.allowed_restarts = (min(wanted, *known), max(wanted, *known))
 
     def _state(self, change: Change) -> None:
         job = self.job_of(change.object)
@@ -188,6 +196,7 @@ class Record:
         job.before, job.books = (old if by_operator(change) else None), new
         if new is None:
             return
+        job.most_allowed[new.membership] = max(new.allowed_restarts, job.most_allowed.get(new.membership, 0))
         for name, hand in new.hands.items():
             if not hand.leaving:
                 job.last_wanted[name] = math.inf
@@ -247,11 +256,6 @@ class Record:
 
 def by_operator(change: Change) -> bool:
     return change.who.startswith(OPERATOR)
-
-
-def most_restarts(job: Object) -> int:
-    wanted: int = job["spec"].get("remediation", {}).get("maxRestarts", 10)
-    return wanted
 
 
 def is_ready(node: Object) -> bool:

@@ -35,6 +35,8 @@ restartPolicy restartPolicyRules securityContext startupProbe stdin stdinOnce te
 terminationMessagePolicy tty volumeDevices volumeMounts workingDir
 """
 _POD_FIELDS, _CONTAINER_FIELDS = frozenset(_OF_PODS.split()), frozenset(_OF_CONTAINERS.split())
+_LABEL_VALUE = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
+_FINALIZERS = ("foregroundDeletion", "orphan", "kubernetes")
 _EVICTED_AFTER = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
     for key in ("not-ready", "unreachable")
@@ -107,17 +109,24 @@ def check(kind: Kind, new: Object, old: Object | None) -> None:
 
 def _metadata_causes(new: Object, old: Object | None) -> Iterator[Cause]:
     metadata = new["metadata"]
-    if old is None:
-        if not _SUBDOMAIN.fullmatch(metadata["name"]) or len(metadata["name"]) > 253:
-            words = f'Invalid value: "{metadata["name"]}": a lowercase RFC 1123 subdomain must consist of …'
-            yield Cause("metadata.name", words)
-    elif "deletionTimestamp" in old["metadata"]:
-        before = old["metadata"].get("finalizers", ())
-        added = [name for name in metadata.get("finalizers", ()) if name not in before]
-        if added:
-            listed = ", ".join(f'"{name}"' for name in added)
-            words = "no new finalizers can be added if the object is being deleted, found new finalizers"
-            yield Cause("metadata.finalizers", f"Forbidden: {words} []string{{{listed}}}", "FieldValueForbidden")
+    name = metadata["name"]
+    if old is None and (not _SUBDOMAIN.fullmatch(name) or len(name) > 253):
+        yield Cause("metadata.name", f'Invalid value: "{name}": a lowercase RFC 1123 subdomain must consist of …')
+    labels = metadata.get("labels", {})
+    if old is None or labels is not old["metadata"].get("labels"):
+        for value in labels.values():
+            if len(value) > 63 or not _LABEL_VALUE.fullmatch(value):
+                yield Cause("metadata.labels", f'Invalid value: "{value}": a valid label must be an empty string or …')
+    before = old["metadata"].get("finalizers", ()) if old is not None else ()
+    added = [(i, name) for i, name in enumerate(metadata.get("finalizers", ())) if name not in before]
+    for i, name in added:
+        if "/" not in name and name not in _FINALIZERS:
+            words = f'Invalid value: "{name}": name is neither a standard finalizer name nor is it fully qualified'
+            yield Cause(f"metadata.finalizers[{i}]", words)
+    if old is not None and "deletionTimestamp" in old["metadata"] and added:
+        listed = ", ".join(f'"{name}"' for _, name in added)
+        words = "no new finalizers can be added if the object is being deleted, found new finalizers"
+        yield Cause("metadata.finalizers", f"Forbidden: {words} []string{{{listed}}}", "FieldValueForbidden")
 
 
 def _custom_causes(kind: Kind, new: Object, old: Object | None) -> list[Cause]:

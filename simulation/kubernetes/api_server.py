@@ -17,7 +17,7 @@ from ..story import Story
 from . import admission, apply
 from .admission import Actor
 from .connection import Connection, Request
-from .errors import ApiError, Cause, already_exists, bad_request, conflict, forbidden, invalid, not_found
+from .errors import PATCH_OPTIONS, ApiError, Cause, already_exists, bad_request, conflict, forbidden, invalid, not_found
 from .faults import ApiFaults
 from .objects import KINDS, KINDS_BY_NAME, Kind, Object, as_sent, json_patched, merged, seconds_of, timestamp
 from .tokens import Tokens
@@ -26,6 +26,8 @@ from .watch import Watch
 Key = tuple[str, str]
 """Namespace ("" for what belongs to none) and name."""
 MERGE, JSON, APPLY = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
+RECOUNT_SECONDS = 300.0
+"""So often the quota's controller counts what is used without a reason."""
 COLLECTOR = "garbage-collector"
 QUOTAS = "resourcequota-controller"
 _SYSTEM = (
@@ -220,10 +222,12 @@ class ApiServer:
             for quota, used in quotas:
                 self._write_used(quota, used)
         if (namespace, name) in self._objects[kind.plural]:
+            if quotas and not dry_run:
+                self._later((0.0, RECOUNT_SECONDS), self._count, namespace)
             raise already_exists(kind, name)
         if kind.owners_of_fields:
             by = apply.Manager(actor.manager, "Update")
-            body["metadata"]["managedFields"] = apply.updated(None, body, by, self._time())
+            _let_own(body, apply.updated(None, body, by, self._time()))
         if dry_run:
             return body
         return self._store("ADDED", kind, body, None, actor, verb)
@@ -236,17 +240,17 @@ class ApiServer:
             words = f"the name of the object ({metadata['name']}) does not match the name on the URL ({place[1]})"
             raise bad_request(words)
         old = self._objects[kind.plural].get(place)
-        version = metadata.get("resourceVersion", "")
-        if not version and not kind.unconditional:
-            cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
-            error = invalid(kind, place[1], [cause])
-            raise ApiError(422, "Invalid", error.message.replace(kind.qualified, kind.resource, 1), error.details)
         if old is None:
             if not kind.created_by_replacing:
                 raise not_found(kind, place[1])
             own = {name: part for name, part in metadata.items() if name not in _SYSTEM}
             own |= {"name": place[1], **({"namespace": place[0]} if place[0] else {})}
             return self.do_create(kind, {**body, "metadata": own}, actor, dry_run=dry_run, verb="update")
+        version = metadata.get("resourceVersion", "")
+        if not version and not kind.unconditional:
+            cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            error = invalid(kind, place[1], [cause])
+            raise ApiError(422, "Invalid", error.message.replace(kind.qualified, kind.resource, 1), error.details)
         uid = metadata.get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
             raise conflict(kind, place[1], f"Precondition failed: UID in precondition: {uid}")
@@ -279,6 +283,9 @@ class ApiServer:
         else:
             new = merged(old, patch)
         metadata = new["metadata"]
+        if metadata.get("name") != place[1]:
+            words = f"the name of the object ({metadata.get('name')}) does not match the name on the URL ({place[1]})"
+            raise bad_request(words)
         uid = metadata.get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
             cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
@@ -305,10 +312,12 @@ class ApiServer:
         metadata = old["metadata"]
         if uid and uid != metadata["uid"]:
             why = f"the UID in the precondition ({uid}) does not match the UID in record ({metadata['uid']})"
-            raise conflict(kind, place[1], f"{why}. The object might have been deleted and then recreated")
+            why = f"{why}. The object might have been deleted and then recreated"
+            raise conflict(kind, place[1], why, resource=kind.qualified)
         if version and version != metadata["resourceVersion"]:
             why = f"the ResourceVersion in the precondition ({version}) does not match the ResourceVersion in record"
-            raise conflict(kind, place[1], f"{why} ({metadata['resourceVersion']})")
+            why = f"{why} ({metadata['resourceVersion']}). The object might have been modified"
+            raise conflict(kind, place[1], why, resource=kind.qualified)
         admission.police(kind, None, old, actor)
         if kind.plural == "namespaces":
             return self._end_namespace(old, actor)
@@ -338,7 +347,8 @@ class ApiServer:
             raise not_found(KINDS["namespaces"], namespace)
         if "deletionTimestamp" in found["metadata"]:
             why = f"unable to create new content in namespace {namespace} because it is being terminated"
-            raise forbidden(kind, name, why)
+            cause = Cause("metadata.namespace", f"namespace {namespace} is being terminated", "NamespaceTerminating")
+            raise forbidden(kind, name, why, [cause])
 
     def _new(self, kind: Kind, body: Object, namespace: str) -> Object:
         """With the metadata that the server gives."""
@@ -383,15 +393,16 @@ class ApiServer:
         if version and version != old["metadata"]["resourceVersion"]:
             raise conflict(kind, name)
         new = self._reached(kind, old, new, subresource)
+        disowned = kind.owners_of_fields and new["metadata"].get("managedFields") in ([], [{}])
         new = admission.decoded(kind, new, strict=False)
         new = _with_metadata(new, old)
-        if new == old:
+        if new == old and not disowned:
             return old
         if kind.generation and _wanted(kind, new) != _wanted(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         if kind.owners_of_fields:
             by = apply.Manager(actor.manager, "Update", "status" if subresource == "status" else "")
-            new["metadata"]["managedFields"] = apply.updated(old, new, by, self._time())
+            _let_own(new, [] if disowned else apply.updated(old, new, by, self._time()))
         return self._finish(kind, old, new, actor, subresource, verb, dry_run=dry_run)
 
     def _finish(
@@ -445,8 +456,8 @@ class ApiServer:
     ) -> Object:
         name = place[1]
         if not actor.manager:
-            words = "fieldManager: Required value: is required for apply patch"
-            raise ApiError(422, "Invalid", f'PatchOptions.meta.k8s.io "" is invalid: {words}', {})
+            words = "Required value: is required for apply patch"
+            raise invalid(PATCH_OPTIONS, "", [Cause("fieldManager", words, "FieldValueRequired")])
         old = self._objects[kind.plural].get(place)
         by = apply.Manager(actor.manager, "Apply")
         uid = configuration["metadata"].get("uid", "")
@@ -457,9 +468,7 @@ class ApiServer:
                 raise conflict(kind, name, why)
             metadata = {**configuration["metadata"], **({"namespace": place[0]} if place[0] else {})}
             new = self.do_create(kind, {**configuration, "metadata": metadata}, actor, dry_run=True)
-            new["metadata"]["managedFields"] = apply.owners_after(
-                {"metadata": {}}, new, configuration, by, self._time()
-            )
+            _let_own(new, apply.owners_after({"metadata": {}}, new, configuration, by, self._time()))
             return new if dry_run else self._store("ADDED", kind, new, None, actor, "apply")
         if uid and uid != old["metadata"]["uid"]:
             raise invalid(kind, name, [Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')])
@@ -476,9 +485,7 @@ class ApiServer:
             return old
         if kind.generation and _wanted(kind, new) != _wanted(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
-        new["metadata"]["managedFields"] = owners
-        if not owners:
-            del new["metadata"]["managedFields"]
+        _let_own(new, owners)
         return self._finish(kind, old, new, actor, "", "apply", dry_run=dry_run)
 
     def _marked(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
@@ -673,6 +680,13 @@ def _with_metadata(new: Object, old: Object) -> Object:
         return dict(new, metadata=dict(before)) if new is not old else old
     metadata = {name: part for name, part in new["metadata"].items() if part not in _EMPTY and name not in _SYSTEM}
     return {**new, "metadata": metadata | {name: before[name] for name in _SYSTEM if name in before}}
+
+
+def _let_own(body: Object, owners: list[Object]) -> None:
+    """Writes them into a body that is not stored yet."""
+    body["metadata"].pop("managedFields", None)
+    if owners:
+        body["metadata"]["managedFields"] = owners
 
 
 def _wanted(kind: Kind, body: Object) -> object:

@@ -61,7 +61,10 @@ class Conflict:
 
 
 def updated(old: Object | None, new: Object, manager: Manager, time: str) -> list[Object]:
-    """`new`'s managedFields, where `manager` makes it of `old`: it owns what it changes, and nobody else does."""
+    """`new`'s managedFields, where `manager` makes it of `old`: it owns what it changes, and nobody else does. Of what
+    nobody owns anything, it is not written down who changes it before somebody applies to it."""
+    if old is not None and not old["metadata"].get("managedFields"):
+        return []
     before = _fields(old, containers=True) if old else {}
     after = _fields(new, containers=True)
     changed = {path for path, value in after.items() if path not in before or before[path] != value}
@@ -78,7 +81,7 @@ def applied(old: Object, configuration: Object, manager: Manager) -> tuple[Objec
 
     The second: whose fields that takes away. `owners_after` says who owns what then.
     """
-    owners = _owners(old)
+    owners = _owners_before_applying(old)
     wanted = _fields(configuration, containers=False)
     before = _fields(old, containers=True)
     conflicts = [
@@ -100,7 +103,7 @@ def owners_after(old: Object, new: Object, configuration: Object, manager: Manag
     """managedFields of `new`, which `applied` has made."""
     before, after = _fields(old, containers=True), _fields(new, containers=True)
     changed = {path for path, value in after.items() if path not in before or before[path] != value}
-    owners = _owners(old)
+    owners = _owners_before_applying(old)
     for other in owners:
         if other != manager:
             owners[other] = {path for path in owners[other] if path in after and path not in changed}
@@ -113,6 +116,13 @@ def owners_after(old: Object, new: Object, configuration: Object, manager: Manag
 def _owners(body: Object | None) -> dict[Manager, set[Path]]:
     entries = body["metadata"].get("managedFields", ()) if body else ()
     return {_manager(entry): set(_paths(entry["fieldsV1"], ())) for entry in entries}
+
+
+def _owners_before_applying(body: Object) -> dict[Manager, set[Path]]:
+    """The same; what nobody owns so far is a manager's that nobody is."""
+    owners = _owners(body)
+    fields = set(_fields(body, containers=True))
+    return owners if owners or not fields else {Manager("before-first-apply", "Update"): fields}
 
 
 def _manager(entry: Object) -> Manager:
@@ -136,7 +146,7 @@ def _entries(
             "manager": manager.name,
             "operation": manager.operation,
             "apiVersion": new["apiVersion"],
-            "time": time if manager in changed else times[manager],
+            "time": time if manager in changed else times.get(manager, time),
             "fieldsType": "FieldsV1",
             "fieldsV1": _tree(listed),
         }
@@ -178,9 +188,8 @@ def _fields(body: Object, *, containers: bool) -> dict[Path, Any]:
             continue
         if name == "metadata":
             part = {key: value for key, value in part.items() if key not in _NOBODYS_METADATA}
-            if not part:
-                continue
-        _collect(part, (f"f:{name}",), found, containers)
+        if part != {}:  # nobody owns a whole spec
+            _collect(part, (f"f:{name}",), found, containers)
     return found
 
 

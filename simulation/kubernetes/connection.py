@@ -14,7 +14,7 @@ from pacekeeper_operator.cluster import REQUEST_SECONDS, Answer
 from ..loop import Process
 from ..network import API
 from .admission import MAX_REQUEST_BYTES, Actor
-from .errors import ApiError, bad_request, not_found
+from .errors import PATCH_OPTIONS, ApiError, Cause, bad_request, invalid, not_found
 from .faults import Fate
 from .objects import KINDS, Kind, Object, as_sent, bytes_of, copied, field_selector, label_selector
 
@@ -35,7 +35,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Over the network. `status`: of the answer; 0: there is none yet."""
+    """Over the network. `operator`: by its service account. `status`: of the answer; 0: there is none yet."""
 
     place: str
     method: str
@@ -45,6 +45,7 @@ class Request:
     style: str
     stage: Stage = Stage.SENT
     status: int = 0
+    operator: bool = True
 
     @property
     def writes(self) -> bool:
@@ -258,8 +259,8 @@ def _patch(api: ApiServer, target: Target, request: Request) -> tuple[Object, bo
     new = api.get(target.kind.plural, target.name, target.namespace) is None
     force = request.query.get("force") == "true"
     if force and "apply" not in request.style:
-        words = "force: Forbidden: may not be specified for non-apply patch"
-        raise ApiError(422, "Invalid", f'PatchOptions.meta.k8s.io "" is invalid: {words}', {})
+        words = "Forbidden: may not be specified for non-apply patch"
+        raise invalid(PATCH_OPTIONS, "", [Cause("force", words, "FieldValueForbidden")])
     body = api.do_patch(
         target.kind,
         place,
@@ -298,7 +299,7 @@ _SERVED: Mapping[str, Callable[[ApiServer, Target, Request], tuple[Object, bool]
 
 
 def _actor(request: Request) -> Actor:
-    return Actor(request.place, request.query.get("fieldManager", ""), operator=True)
+    return Actor(request.place, request.query.get("fieldManager", ""), operator=request.operator)
 
 
 @lru_cache(maxsize=4096)

@@ -58,13 +58,17 @@ def already_exists(kind: Kind, name: str) -> ApiError:
 MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
 
 
-def conflict(kind: Kind, name: str, why: str = MODIFIED) -> ApiError:
-    message = f'Operation cannot be fulfilled on {kind.resource} "{name}": {why}'
+def conflict(kind: Kind, name: str, why: str = MODIFIED, resource: str = "") -> ApiError:
+    """`resource`: how the message names the kind, where that is another way than usual."""
+    message = f'Operation cannot be fulfilled on {resource or kind.resource} "{name}": {why}'
     return ApiError(409, "Conflict", message, _details(kind, name))
 
 
-def forbidden(kind: Kind, name: str, why: str) -> ApiError:
-    return ApiError(403, "Forbidden", f'{kind.resource} "{name}" is forbidden: {why}', _details(kind, name))
+def forbidden(kind: Kind, name: str, why: str, causes: Sequence[Cause] = ()) -> ApiError:
+    details = _details(kind, name)
+    if causes:
+        details["causes"] = _listed(causes)
+    return ApiError(403, "Forbidden", f'{kind.resource} "{name}" is forbidden: {why}', details)
 
 
 def invalid(kind: Kind, name: str, causes: Sequence[Cause]) -> ApiError:
@@ -74,13 +78,21 @@ def invalid(kind: Kind, name: str, causes: Sequence[Cause]) -> ApiError:
         "name": name,
         **({"group": kind.group} if kind.group else {}),
         "kind": kind.name,
-        "causes": [{"reason": cause.reason, "message": cause.message, "field": cause.field} for cause in causes],
+        "causes": _listed(causes),
     }
     return ApiError(422, "Invalid", f'{kind.qualified} "{name}" is invalid: {text}', details)
 
 
+PATCH_OPTIONS = Kind("", "PatchOptions", "meta.k8s.io/v1")
+"""What the query of a patch says, where that is invalid."""
+
+
 def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
+
+
+def _listed(causes: Sequence[Cause]) -> list[Object]:
+    return [{"reason": cause.reason, "message": cause.message, "field": cause.field} for cause in causes]
 
 
 def _details(kind: Kind, name: str) -> Object:

@@ -52,7 +52,7 @@ class Scheduler:
         self._next = None
         world, now = self._world, self._world.now()
         if world.api.faults.away:
-            self._plan(now + _AGAIN)
+            self._next = world.after(_AGAIN, self._turn)
             return
         ready = next((item for item in self._waiting.values() if item.not_before <= now), None)
         if ready is not None:
@@ -89,23 +89,24 @@ class Scheduler:
             self._world.api.patch("pods", name, namespace, status, subresource="status", manager="scheduler")
             self._world.story.tell("scheduler", f"pod {name} has no place: {message}")
 
-    def _plan(self, at: float = math.inf) -> None:
+    def _plan(self) -> None:
         """A turn when the next pod's time has come."""
-        at = min([at, *[item.not_before for item in self._waiting.values()]])
+        at = min((item.not_before for item in self._waiting.values()), default=math.inf)
+        if at == math.inf:
+            return
+        wait = max(at - self._world.now(), self._random.uniform(*_THINKS))
         if self._next is not None:
+            if self._next.when() <= self._world.now() + wait:
+                return
             self._next.cancel()
-            self._next = None
-        if at < math.inf:
-            wait = max(at - self._world.now(), self._random.uniform(*_THINKS))
-            self._next = self._world.after(wait, self._turn)
+        self._next = self._world.after(wait, self._turn)
 
     def _something_changed(self) -> None:
         """Who could not be placed may find a place now."""
         for item in self._waiting.values():
             if item.not_before == math.inf:
                 item.not_before = item.back_off_until
-        if self._next is None:
-            self._plan()
+        self._plan()
 
     def _heard(self, change: Change) -> None:
         if change.plural == "pods":
@@ -121,8 +122,7 @@ class Scheduler:
             self._waiting[uid].pod = pod
         else:
             self._waiting[uid] = _Waiting(pod, Needs.parse(pod))
-            if self._next is None or self._next.when() > self._world.now() + _THINKS[1]:
-                self._plan()
+            self._plan()
         if node is None:
             return
         offer = self._offers.get(node)

@@ -63,8 +63,7 @@ class Watch:
 
     async def __anext__(self) -> Event:
         if not self._open:
-            self._open = True
-            await self._connect()
+            await self.open()
         while not self._arrived:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -90,8 +89,9 @@ class Watch:
         if self in self._api.watches:
             self._api.watches.remove(self)
 
-    async def _connect(self) -> None:
-        """To where changes are told. What has changed since `version` is on its way then."""
+    async def open(self) -> None:
+        """Returns when the API server has answered. What has changed since `version` is on its way then."""
+        self._open = True
         network, world = self._api.world.network, self._api.world
         if self._api.faults.down:
             await asyncio.sleep(network.delay(self.place, API))

@@ -23,8 +23,6 @@ from ..loop import Process
 if TYPE_CHECKING:
     from ..world import World
 
-UNREADY_SECONDS = 10.0
-"""So long the Service goes on to lead to a pod that answers no more."""
 Reply = tuple[int, Any]
 """Status, and the body, parsed; None: there is none."""
 
@@ -53,6 +51,10 @@ class Endpoint:
     def close(self, listener: Listener) -> None:
         if self._listeners.get(listener.process.name) is listener:
             del self._listeners[listener.process.name]
+
+    def forget(self, pod: str) -> None:
+        """The Service leads there no more."""
+        self._listeners.pop(pod, None)
 
     def line(self, place: str, source: str) -> Line:
         """A client's kept connection, from a place, and from an address there."""

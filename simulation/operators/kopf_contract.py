@@ -26,17 +26,15 @@ from pacekeeper_operator.cluster import JSON, MERGE_PATCH, Answer, Connection, O
 from pacekeeper_operator.handlers import quarantines, startup, trainingjobs, watches  # noqa: F401  # registers them
 from pacekeeper_operator.services.operator import Operator
 
+from ..kubernetes.errors import ApiError
+from ..kubernetes.watch import Watch
+
 RECONNECT_SECONDS = 0.1
 INACTIVITY_SECONDS = 70.0
 """A watch that says nothing for so long is begun anew; bookmarks are words, too."""
 RETRY_SECONDS = 60.0
-Watch = Callable[[str, str, str], Any]
 log = logging.getLogger(__name__)
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
-
-
-class Gone(Exception):
-    """The version from which a watch was to go on is forgotten (410)."""
 
 
 class Body(dict[str, Any]):
@@ -81,11 +79,11 @@ class Resource:
 
 @dataclass
 class Kopf:
-    """Of one operator process. `watch`: (plural, from version, labels) → an async iterator of (type, object)."""
+    """Of one operator process. `watch`: (plural, from version, labels)."""
 
     operator: Operator
     connection: Connection
-    watch: Watch
+    watch: Callable[[str, str, str], Watch]
     memo: kopf.Memo = field(init=False)
     settings: kopf.OperatorSettings = field(default_factory=kopf.OperatorSettings)
     _queues: dict[str, asyncio.Queue[tuple[str | None, Object]]] = field(default_factory=dict)  # by uid
@@ -139,7 +137,7 @@ class Kopf:
                 version = await self._list(resource, labels)
                 while True:
                     version = await self._watch(resource, version, labels)
-            except (*_BROKEN, Gone) as error:
+            except (*_BROKEN, ApiError) as error:
                 log.debug("watching %s begins anew: %r", resource.plural, error)
             await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -155,9 +153,11 @@ class Kopf:
         return version
 
     async def _watch(self, resource: Resource, version: str, labels: str) -> str:
-        """One stream's length. Raises Gone."""
+        """One stream's length. Raises ApiError: Gone, say."""
         stream = self.watch(resource.plural, version, labels)
         try:
+            async with asyncio.timeout(self.settings.watching.connect_timeout):
+                await stream.open()
             while True:
                 async with asyncio.timeout(INACTIVITY_SECONDS):
                     type_, found = await anext(stream)
@@ -167,7 +167,7 @@ class Kopf:
         except (StopAsyncIteration, *_BROKEN):
             await asyncio.sleep(0)  # an answer that ends at once must not be asked for without end
         finally:
-            await stream.aclose()
+            stream.close()
         return version
 
     def _take(self, resource: Resource, type_: str | None, found: Object) -> None:

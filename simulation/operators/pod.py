@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from requests.exceptions import ConnectionError as NobodyThere
 from requests.exceptions import Timeout
@@ -20,6 +20,7 @@ from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.sidecars import Sidecars
 from pacekeeper_operator.settings import Settings
 
+from ..kubernetes.watch import Watch
 from ..loop import Process
 from ..network import PROMETHEUS
 from .endpoint import Listener
@@ -36,6 +37,8 @@ RESTART_SECONDS = 1.0
 LONGEST_RESTART_SECONDS = 20.0
 GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL."""
+LOST_SECONDS = 60.0
+"""Until the kubelet of a pod that was deleted by force hears of it."""
 STEADY_SECONDS = 60.0
 """A container that has run for so long begins anew with short pauses."""
 
@@ -73,6 +76,13 @@ class OperatorPod:
         self._world.story.tell(self.name, "is removed")
         self.gone = True
         self._ended(self.process)
+
+    def lose(self) -> None:
+        """The pod is deleted by force while nobody reaches its kubelet: its process runs on for a while."""
+        self._world.story.tell(self.name, "is removed, and runs on")
+        self.gone = True
+        self._world.endpoint.forget(self.name)
+        self._world.after(LOST_SECONDS, self._ended, self.process)
 
     def end(self) -> None:
         """SIGTERM: it leaves in order, and the Deployment makes another."""
@@ -139,11 +149,18 @@ class Deployment:
         )
 
     def replace(self, pod: OperatorPod, how: Callable[[OperatorPod], None]) -> None:
-        """By another; `how` it goes: OperatorPod.end, or .remove."""
+        """By another; `how` it goes: OperatorPod.end, .remove or .lose."""
         how(pod)
         if pod in self.pods:
             self.pods.remove(pod)
         self._world.after(RESTART_SECONDS, self._grow)
+
+    def scale(self, replicas: int) -> None:
+        """The pods that are too many end in order."""
+        self._replicas = replicas
+        while len(self.pods) > replicas:
+            self.pods.pop().end()
+        self._grow()
 
     def _grow(self) -> None:
         while len(self.pods) < self._replicas:
@@ -206,7 +223,7 @@ class _Edges:
         self._world.story.tell(self._pod.name, "leads")
         await Kopf(operator, self._connection, self._watch).run(stopped, self._told_to_end)
 
-    def _watch(self, plural: str, version: str, labels: str) -> Any:
+    def _watch(self, plural: str, version: str, labels: str) -> Watch:
         return self._world.api.watch(self._pod.name, self._process, plural, version, labels=labels)
 
 

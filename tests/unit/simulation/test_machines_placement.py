@@ -202,6 +202,60 @@ def test_an_ended_pod_gives_its_room_away() -> None:
     assert machines.phase(first) == "Failed"
 
 
+def test_a_pod_without_a_place_holds_nobody_up() -> None:
+    machines = Machines(nodes=1)
+    large = machines.worker(0, spec={"containers": [{**TRAINER, "resources": {"requests": {"cpu": "64"}}}]})
+    small = machines.worker(1)
+    machines.until(lambda: machines.place(small), 1.0)
+    assert machines.place(large) == ""
+
+
+def test_a_pod_that_has_waited_for_long_backs_off_and_others_do_not() -> None:
+    machines = Machines(nodes=1)
+    machines.node(0).cordon()
+    name = machines.worker()
+    for _ in range(6):  # each change is a try in vain
+        machines.wait(15.0)
+        machines.node(0).taint("example.com/x", "NoSchedule")
+        machines.wait(15.0)
+        machines.node(0).untaint("example.com/x")
+    machines.node(0).uncordon()
+    machines.wait(0.5)
+    late = machines.worker(1)
+    machines.until(lambda: machines.place(late), 1.0)
+    assert machines.place(name) == ""
+    machines.until(lambda: machines.place(name), 10.0)
+
+
+def test_company_in_another_namespace_is_none() -> None:
+    term = {"labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}, "topologyKey": HOST}
+    shy = needs(affinity={"podAntiAffinity": {REQUIRED: [term]}})
+    stranger = Needs.parse(
+        {"metadata": {"uid": "other", "namespace": "m", "labels": {"app": "a"}}, "spec": {"containers": []}}
+    )
+    assert why(shy, offer("node-0", stranger)) == ""
+    assert why(shy, offer("node-0", needs())) == "node(s) didn't match pod anti-affinity rules"
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "fits"),
+    [
+        ("Gt", ["7"], True),
+        ("Gt", ["8"], False),
+        ("Lt", ["9"], True),
+        ("Lt", ["8"], False),
+        ("DoesNotExist", [], False),
+        ("Exists", [], True),
+    ],
+)
+def test_operators_of_selectors(operator: str, values: list[str], fits: bool) -> None:
+    for key, there in (("gpus", True), ("disks", False)):
+        terms = [{"matchExpressions": [{"key": key, "operator": operator, "values": values}]}]
+        pod = needs(affinity={"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}})
+        expected = fits if there else operator == "DoesNotExist"
+        assert (why(pod, offer(labels={"gpus": "8"})) == "") is expected
+
+
 def test_a_new_node_takes_what_has_waited() -> None:
     machines = Machines(nodes=0)
     name = machines.worker()
