@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.launcher.gpu import GpuEvent
-from pacekeeper_operator.api import LABEL_JOB, TRAINER
 from pacekeeper_analysis.reports import Heartbeat
+from pacekeeper_operator.api import LABEL_JOB, TRAINER
 
 from .folder import Folder
 from .launcher import Launcher
