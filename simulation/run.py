@@ -56,14 +56,15 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False) -> Outcome:
-    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines."""
+def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
+    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
+    for which a job that can train may stand still."""
     _forget_imports()
     gc.collect()
     gc.disable()
     began = time.perf_counter()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule)
+    performance = _Performance(world, schedule, patience)
     try:
         with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(began)
@@ -124,12 +125,12 @@ class _Log(logging.Handler):
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule) -> None:
+    def __init__(self, world: World, schedule: Schedule, patience: float) -> None:
         self.world = world
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
-        self.judge = judges.watch(world, schedule)
+        self.judge = judges.watch(world, schedule, patience)
         self.requests = self.writes = 0
         self._under_way: dict[int, tuple[Stroke, Heal]] = {}
         world.api.observe(self._asked)
