@@ -71,7 +71,7 @@ class ApiServer:
     """All objects of a cluster."""
 
     def __init__(self, world: Surroundings) -> None:
-        self.faults = ApiFaults()
+        self.faults = ApiFaults(breaks=self._break_watches)
         self.world = world
         self.tokens = Tokens(self)
         self.random = world.random("api")
@@ -179,8 +179,19 @@ class ApiServer:
             watch.end(gone=gone)
 
     def later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
-        """Between so many and so many seconds from now."""
-        self.world.after(self.random.uniform(*between), call, *arguments)
+        """Between so many and so many seconds from now, or as long after that as the server is away: how its own
+        controllers work."""
+        self.world.after(self.random.uniform(*between), self._when_there, between, call, *arguments)
+
+    def _when_there(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        if self.faults.away:
+            self.later(between, call, *arguments)
+        else:
+            call(*arguments)
+
+    def _break_watches(self) -> None:
+        for watch in list(self.watches):
+            watch.break_off()
 
     def seen(self, request: Request) -> None:
         """Tells those who observe requests."""

@@ -360,9 +360,19 @@ def test_streams_of_a_server_that_is_down_break(world: Nowhere, read: Callable[.
     late = read()
     world.pass_(1.0)
     assert late.words == ["ConnectionRefusedError"]
-    change(world, "1")
-    world.pass_(1.0)
     assert reader.words == ["ConnectionResetError"]
+    assert world.api.watches == []
+
+
+def test_controllers_wait_for_a_server_that_is_away(world: Nowhere) -> None:
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "u"}
+    world.api.create("configmaps", config("b", namespace=NAMESPACE, ownerReferences=[owner]))
+    world.api.faults.down = True
+    world.pass_(10.0)
+    assert world.api.get("configmaps", "b", NAMESPACE) is not None
+    world.api.faults.down = False
+    world.pass_(1.6)
+    assert world.api.get("configmaps", "b", NAMESPACE) is None
 
 
 def test_a_dead_readers_stream_is_closed(world: Nowhere, client: Client, read: Callable[..., Reader]) -> None:
