@@ -25,7 +25,7 @@ SIGKILL = -9
 LEFT = 143
 """Exit codes."""
 LOST_PEER = "RuntimeError: Connection closed by peer"
-_NOTHING = np.zeros((), STATE)
+_NOTHING = np.zeros(1, STATE)[0]
 _GROUP = 1
 _LOAD_NS = 50_000_000
 
@@ -182,7 +182,7 @@ class Rank:
         run, leg = self.run, self.leg
         assert run is not None
         assert leg is not None
-        state: np.void = _NOTHING.copy()[()]
+        state: np.void = _NOTHING.copy()
         stands = min(now, self.stands_since)
         arrived = stands >= leg.end
         phase, since, step, steps, ended = leg.phase, leg.began, self.step, self.steps_in_round, self.step_ended

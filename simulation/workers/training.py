@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class Training:
     """Of one job, that is of one uid. Times are seconds."""
 
-    def __init__(self, world: World, uid: str, environment: dict[str, str], arguments: list[str]) -> None:
+    def __init__(self, world: World, uid: str, job: str, environment: dict[str, str], arguments: list[str]) -> None:
         random = world.random(f"training {uid}")
         self.uid = uid
+        self.job = job
         self.until = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else None
         """Steps after which it ends; None: it does not."""
         self.checkpoint_every = int(environment.get("PACEKEEPER_CHECKPOINT_EVERY") or 0)
@@ -59,7 +60,7 @@ class Trainings:
     def of_worker(self, worker: Worker) -> Training:
         found = self._by_job.get(worker.job_uid)
         if found is None:
-            found = Training(self._world, worker.job_uid, worker.environment, worker.arguments)
+            found = Training(self._world, worker.job_uid, worker.job, worker.environment, worker.arguments)
             self._by_job[worker.job_uid] = found
         return found
 
