@@ -48,7 +48,7 @@ def test_what_never_comes_is_an_error(loop: VirtualLoop) -> None:
 def test_a_moment_that_never_ends_is_an_error(loop: VirtualLoop) -> None:
     async def main() -> None:
         while True:
-            await asyncio.sleep(0)
+            await asyncio.wait([asyncio.create_task(asyncio.sleep(0))])
 
     with pytest.raises(Stuck, match="circles"):
         loop.run(main())
