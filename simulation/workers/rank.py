@@ -98,12 +98,12 @@ class Rank:
 
     @property
     def stands_since(self) -> float:
-        return min(self.still.values(), default=math.inf)
+        return min(self.still.values()) if self.still else math.inf
 
     @property
     def blocks_collectives(self) -> bool:
         """Whether even the collective that it has come to does not end."""
-        return bool(self.still) and any(why not in (Stand.TRAIN, Stand.LOADER) for why in self.still)
+        return any(why not in (Stand.TRAIN, Stand.LOADER) for why in self.still)
 
     def arrives(self) -> float:
         """When it comes to its peers; infinite: it does not."""

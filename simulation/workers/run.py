@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,6 +76,8 @@ class Run:
         self._random = world.random(f"run {training.uid} {first.membership} {first.round} {host}")
         self._host = host
         self._world_size = first.world_size
+        self._links: list[tuple[str, str]] = []
+        """Pairs of its ranks' nodes; each node with itself, too."""
         self._supply = Supply(SyncMode.SYNC)
         self._then: Callable[[], None] = self._nothing
         self._communication = 0.0
@@ -117,6 +119,8 @@ class Run:
         if len(self.ranks) == self._world_size and not self.over:
             self._world.story.note("meet", self.training.uid, self.round)
             self.training.runs.append(self)
+            nodes = list(dict.fromkeys(each.worker.node for each in self.seated))
+            self._links = list(combinations_with_replacement(nodes, 2))
             self._go(Phase.START, self._random.uniform(*_MEETS), self._restore)
 
     def rank_ended(self, rank: Rank) -> None:
@@ -200,12 +204,8 @@ class Run:
     def _connected(self) -> bool:
         if any(rank.blocks_collectives for rank in self.ranks.values()):
             return False
-        nodes = self._nodes()
         reaches = self._world.network.reaches
-        return all(reaches(one, other) for place, one in enumerate(nodes) for other in nodes[place:])
-
-    def _nodes(self) -> list[str]:
-        return list(dict.fromkeys(rank.worker.node for rank in self.ranks.values()))
+        return all(reaches(one, other) for one, other in self._links)
 
     def _wake(self) -> None:
         """What launchers tell of their ranks has changed."""
@@ -393,8 +393,8 @@ class Run:
 
     def _slowness(self) -> float:
         """Of the slowest link between its nodes."""
-        pairs = combinations(self._nodes(), 2)
-        return max((self._world.network.slowness(one, other) for one, other in pairs), default=1.0)
+        slowness = self._world.network.slowness
+        return max(slowness(one, other) for one, other in self._links)
 
     def _planned(self, seconds: float) -> int:
         """Steps of a rank up to the next ordinal, where each takes so long."""
