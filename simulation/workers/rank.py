@@ -98,7 +98,10 @@ class Rank:
 
     @property
     def stands_since(self) -> float:
-        return min(self.still.values()) if self.still else math.inf
+        """Since when it does none of its own work; infinite: it works."""
+        if not self.still:
+            return math.inf
+        return min((at for why, at in self.still.items() if why is not Stand.COLLECTIVE), default=math.inf)
 
     @property
     def blocks_collectives(self) -> bool:
@@ -171,8 +174,10 @@ class Rank:
             return Look()
         if Stand.STOPPED in self.still:
             return Look("T")
-        if self.still:
-            return Look("D" if Stand.KERNEL in self.still else "S", 0, 'File "train.py", line 9 in batch')
+        if Stand.KERNEL in self.still:
+            return Look("D", 0, 'File "train.py", line 9 in batch')
+        if self.leg is not None and self.stands_since < self.leg.end:
+            return Look("S", 0, 'File "train.py", line 9 in batch')
         if self.leg is None or now >= self.leg.end:
             return Look("S", 0, 'File "distributed.py", line 7 in all_reduce')
         return Look("R", int(100 * now), f'File "train.py", line {int(10 * now) % 1000} in forward')
