@@ -40,6 +40,8 @@ _WRITES = (0.5, 2.0)
 _EXITS = (0.02, 0.3)
 _NOTICES = (0.005, 0.1)
 """Seconds until a rank exits, and until it hears that a peer has."""
+_SYNCHRONISES = 1.3
+"""How many times as long as a step's all-reduce a synchronisation in Local-SGD modes takes."""
 _LOOKS_AGAIN = 0.5
 """Seconds between two looks whether ranks that stand still can go on."""
 _LONG = 1.5
@@ -389,7 +391,8 @@ class Run:
             rank.leg = Leg(phase, now, seconds, parts, steps=True, share=share, samples=parts * share)
         if self._supply.leased and self._supply.limit is not None:
             self._take_leases(self._supply.limit - (progress.samples - progress.origin))
-        self._await(training.communication_seconds * self._slowness(), self._meet)
+        more = _SYNCHRONISES if self._supply.local else 1.0
+        self._await(training.communication_seconds * self._slowness() * more, self._meet)
 
     def _slowness(self) -> float:
         """Of the slowest link between its nodes."""
