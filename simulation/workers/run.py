@@ -81,6 +81,8 @@ class Run:
         self._links: list[tuple[str, str]] = []
         """Pairs of its ranks' nodes; each node with itself, too."""
         self._supply = Supply(SyncMode.SYNC)
+        self._even: tuple[int, ...] = ()
+        """Equal shares."""
         self._then: Callable[[], None] = self._nothing
         self._communication = 0.0
         self._wanted_at = math.inf
@@ -239,6 +241,7 @@ class Run:
             training.global_batch = training.samples * self._world_size
         self.restored_step = progress.step
         progress.begin(training.global_batch)
+        self._even = shares.equal(training.global_batch, self._world_size, 1)
         try:
             self._check(progress.course)
         except InputError:  # of another number of ranks
@@ -377,10 +380,9 @@ class Run:
     def _begin_legs(self) -> None:
         training, progress, now = self.training, self.progress, self._world.now()
         first = self.ordinals == 0
-        even = shares.equal(progress.global_batch, self._world_size, 1)
-        dealt = progress.course.shares or even
+        dealt = (None if self._supply.leased else progress.course.shares) or self._even
         for rank in self.seated:
-            share = even[rank.number] if self._supply.leased else dealt[rank.number]
+            share = dealt[rank.number]
             slow = self._world.nodes[rank.worker.node].slow
             seconds = (training.fixed_seconds + share * training.sample_seconds) * slow
             seconds *= self._random.uniform(0.98, 1.02)
