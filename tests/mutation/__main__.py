@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,21 +29,36 @@ OPERATOR = ROOT / "operator/pacekeeper_operator"
 SCOPE = ("decide/**/*.py", "services/**/*.py", "observe/**/*.py")
 PURE = ("codec", "decision", "ledger", "legacy", "limits", "observation", "policies", "rounds", "state", "subject")
 
-Argued = Mapping[tuple[str, str, str], str]
-"""(File below the operator's package, function, mutation) → why nothing need notice it."""
+
+@dataclass(frozen=True)
+class Argued:
+    """Mutants that nothing need notice, and why. A `*` stands for any text."""
+
+    file: str  # below the operator's package
+    function: str
+    mutation: str
+    reason: str
+
+    def covers(self, mutant: Mutant) -> bool:
+        wanted = (self.file, self.function, self.mutation)
+        return all(_pattern(text).fullmatch(found) for text, found in zip(wanted, identity(mutant), strict=True))
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text).replace(r"\*", ".*"))
 
 
 def files() -> list[Path]:
     return sorted({path for pattern in SCOPE for path in OPERATOR.glob(pattern)} | {OPERATOR / f"{n}.py" for n in PURE})
 
 
-def argued() -> Argued:
-    entries = tomllib.loads((HERE / "argued.toml").read_text())["argued"]
-    return {(entry["file"], entry["function"], entry["mutation"]): entry["reason"] for entry in entries}
+def argued() -> list[Argued]:
+    return [Argued(**entry) for entry in tomllib.loads((HERE / "argued.toml").read_text())["argued"]]
 
 
 def identity(mutant: Mutant) -> tuple[str, str, str]:
-    """What `argued.toml` knows it by: it stays the same when lines move."""
+    """File, function, mutation: they stay the same when lines move."""
     return mutant.path.relative_to(OPERATOR).as_posix(), mutant.function, mutant.mutation
 
 
@@ -105,14 +123,12 @@ def main(arguments: Sequence[str]) -> int:
     quiet = ["-q", "--capture=no", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
     if pytest.main([tests, *quiet, "--override-ini", "addopts=--import-mode=importlib"], plugins=[run]):
         return 1
-    known = argued()
     lasting = [mutant for mutant, fate in run.fates.items() if fate in (Fate.SURVIVED, Fate.FAILED)]
-    survivors = sorted((m for m in lasting if identity(m) not in known), key=lambda m: (m.path, m.number))
-    gone = [mutant for mutant in run.fates if identity(mutant) in known and mutant not in lasting]
+    known = argued()
+    survivors = [mutant for mutant in lasting if not any(entry.covers(mutant) for entry in known)]
+    survivors.sort(key=lambda mutant: (mutant.path, mutant.number))
     print(table(survivors, run.unreached))
-    for mutant in gone:
-        print(f"argued, and noticed all the same: {' '.join(identity(mutant))}")
-    print(f"{told(run.fates)}; {len(lasting) - len(survivors)} argued, {len(survivors)} not")
+    print(f"{told(run.fates)}; {len(lasting) - len(survivors)} of them argued, {len(survivors)} not")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     summary = {
         "mutants": len(run.fates),

@@ -39,10 +39,12 @@ class Fate(Enum):
 def survey(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str, Reach]:
     """What each check reaches, by its name. Raises RuntimeError where one does not hold even without a mutation."""
 
+    caches = _caches()
+
     def measure() -> Fate:
         found = {}
         for check in checks:
-            _forget()
+            _forget(caches)
             found[check.name] = reach(check, files)
         pickle.dump(found, file)
         file.flush()
@@ -61,7 +63,7 @@ def trials(
     mutants: Iterable[Mutant], checks: Sequence[Check], reached: Mapping[str, Reach], jobs: int = 1
 ) -> Iterator[tuple[Mutant, Fate]]:
     """Each mutant meets the checks that reach its lines, quickest first, until one does not hold; `jobs` at a time."""
-    functions = _functions()
+    functions, caches = _functions(), _caches()
     quickest_first = sorted(checks, key=lambda check: reached[check.name].seconds)
     running: dict[int, Mutant] = {}
     for mutant in mutants:
@@ -69,27 +71,30 @@ def trials(
             yield _ended(running)
         lines = {(str(mutant.path), line) for line in mutant.lines}
         chosen = [check for check in quickest_first if not lines.isdisjoint(reached[check.name].lines)]
-        seconds = PATIENCE_SECONDS + sum(reached[check.name].seconds for check in chosen)
-        running[_fork(functools.partial(_try, mutant, functions, chosen, int(seconds)))] = mutant
+        limit = int(PATIENCE_SECONDS + sum(reached[check.name].seconds for check in chosen))
+
+        def attempt(mutant: Mutant = mutant, chosen: Sequence[Check] = chosen, limit: int = limit) -> Fate:
+            _become(mutant, functions)
+            _forget(caches)
+            return _meet(chosen, limit)
+
+        running[_fork(attempt)] = mutant
     while running:
         yield _ended(running)
 
 
-def _ended(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
-    pid, status = os.wait()
-    return running.pop(pid), Fate.ENDLESS if os.WIFSIGNALED(status) else Fate(os.WEXITSTATUS(status))
-
-
-def _try(
-    mutant: Mutant, functions: Mapping[Place, Sequence[FunctionType]], checks: Sequence[Check], limit: int
-) -> Fate:
-    _become(mutant, functions)
-    _forget()
+def _meet(checks: Iterable[Check], limit: int) -> Fate:
+    """Within so many seconds."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process, whatever it is at
     signal.alarm(limit)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return Fate.SURVIVED if all(_holds(check) for check in checks) else Fate.KILLED
+
+
+def _ended(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
+    pid, status = os.wait()
+    return running.pop(pid), Fate.ENDLESS if os.WIFSIGNALED(status) else Fate(os.WEXITSTATUS(status))
 
 
 def _holds(check: Check) -> bool:
@@ -130,11 +135,15 @@ def _functions() -> Functions:
     return found
 
 
-def _forget() -> None:
+def _forget(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
     """What functions keep of earlier calls: a check shall call them anew."""
-    for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("pacekeeper"):
-            thing.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
+
+
+def _caches() -> Sequence[functools._lru_cache_wrapper[object]]:
+    found = (thing for thing in gc.get_objects() if isinstance(thing, functools._lru_cache_wrapper))
+    return [cache for cache in found if str(cache.__module__).startswith("pacekeeper")]
 
 
 def _fork(work: Callable[[], Fate]) -> int:
