@@ -101,6 +101,10 @@ class TestTrials:
         path, toy = module(tmp_path, "def f(a):\n    if a is None:\n        return 0\n    return a + 1\n")
         assert fates(path, [Check("none", lambda: toy.f(None) == 0)])["if a is None: return 0 → pass"] is Fate.KILLED
 
+    def test_a_change_that_leaves_the_code_as_it_was_is_no_mutant(self, tmp_path: Path) -> None:
+        path, toy = module(tmp_path, "def f(a):\n    if a:\n        return\n")
+        assert list(fates(path, [Check("any", lambda: toy.f(1) is None)]).values()) == [Fate.SAME]
+
     def test_closures_decorated_functions_and_generators_change_too(self, tmp_path: Path) -> None:
         text = """
             from functools import lru_cache, wraps
