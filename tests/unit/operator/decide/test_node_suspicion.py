@@ -111,7 +111,7 @@ class TestRulings:
             "message": "it has passed",
             "phase": QuarantinePhase.RELEASED,
         }
-        assert self.of(**ending) == cleared
+        assert self.of(message="it has passed", **ending) == cleared
 
     def test_once_it_is_quarantined_and_while_that_ends(self) -> None:
         assert self.of(approved=True) == (Verdict.QUARANTINED, "node-1 is quarantined")
