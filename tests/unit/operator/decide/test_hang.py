@@ -121,6 +121,11 @@ class TestNobody:
         assert decision.actions == (RestartRanks(),)
         assert (decision.class_, decision.remedy) == (Class.UNKNOWN, Remedy.RESTART_RANKS)
 
+    def test_also_when_that_comes_again(self) -> None:
+        decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0)), culprit=-1)
+        assert decision.message == "all ranks wait in the same collective and none comes out of it"
+        assert decision.actions == (RestartRanks(),)
+
 
 def test_the_stack_of_the_culprit_is_shown_and_no_others() -> None:
     evidence = hung(training(), rank2="main()").evidence

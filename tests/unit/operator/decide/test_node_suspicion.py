@@ -106,12 +106,8 @@ class TestRulings:
     def test_once_a_probe_has_cleared_it_even_while_that_ends(self) -> None:
         cleared = (Verdict.CLEARED, "node-1 is untouched: it has passed")
         assert self.of(verdict=Verdict.CLEARED, message="it has passed") == cleared
-        ending: dict[str, Any] = {
-            "verdict": Verdict.CLEARED,
-            "message": "it has passed",
-            "phase": QuarantinePhase.RELEASED,
-        }
-        assert self.of(message="it has passed", **ending) == cleared
+        ending = self.of(verdict=Verdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED)
+        assert ending == cleared
 
     def test_once_it_is_quarantined_and_while_that_ends(self) -> None:
         assert self.of(approved=True) == (Verdict.QUARANTINED, "node-1 is quarantined")
