@@ -51,6 +51,9 @@ format: venv ## Bring the code into its standard form
 test-unit: venv compiler ## Tests of decisions: no cluster, no ranks
 	$(BIN)/pytest tests/unit
 
+test-simulation: venv ## Disasters: the real operator in simulated clusters, 150 known ones and 150 new ones
+	$(BIN)/python -m simulation run 0-149 --fresh 150
+
 test-distributed: venv compiler ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed
 
@@ -61,8 +64,9 @@ test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest to
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed
 
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
-test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests
+test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
 	$(MAKE) --jobs=2 --output-sync=target lint test-unit
+	$(MAKE) test-simulation
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed
 	$(BIN)/pytest tests/distributed tests/cluster
 
@@ -87,4 +91,4 @@ bench: venv
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help venv compiler cluster cluster-down lint format test-unit test-distributed test-cluster test-torch has-torch test-gpu test demo bench
+.PHONY: help venv compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench

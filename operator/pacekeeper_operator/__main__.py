@@ -6,32 +6,27 @@ import argparse
 import asyncio
 import logging
 import os
+import ssl
 import sys
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import kopf
 from prometheus_client import start_http_server
 
 from pacekeeper_analysis.errors import InputError
 
-from . import certificates, cluster, server
+from . import cluster, process, server
+from .certificates import Certificates
 from .handlers import quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
-from .manifests import Installation
-from .observe.memory import Memory
 from .observe.prometheus import Prometheus
 from .runtime import Runtime
-from .services import leadership
 from .services.operator import Operator
 from .services.quarantine import release_all
 from .services.sidecars import Sidecars
 from .settings import Settings
 
 RELEASE_SECONDS = 120.0
-LEAVING_SECONDS = 8.0
-"""So long the operator may take to leave in order once one of its tasks has died."""
 
 
 def main() -> int:
@@ -46,76 +41,50 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return asyncio.run(run(settings, Runtime()) if arguments.command == "run" else _release_all())
+    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
 
 
-async def run(settings: Settings, runtime: Runtime) -> int:
-    """Until a signal ends it, or one of its tasks dies: of a lost Lease, say. The process's exit status."""
-    serving = runtime.start(_serve(settings, runtime), "the operator")
-    failed = asyncio.ensure_future(runtime.failed.wait())
-    await asyncio.wait([serving, failed], return_when=asyncio.FIRST_COMPLETED)
-    failed.cancel()
-    if not serving.done():
-        await asyncio.wait([serving], timeout=LEAVING_SECONDS)
-        serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-    if isinstance(runtime.failure, InputError):
-        print(f"error: {runtime.failure}", file=sys.stderr)
-        return 2
-    return 1 if runtime.failed.is_set() else 0
+class _Edges:
+    """Of a process in a pod, or beside a cluster."""
 
+    def connect(self) -> AbstractAsyncContextManager[cluster.Cluster]:
+        return cluster.connect()
 
-async def _serve(settings: Settings, runtime: Runtime) -> None:
-    async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(cluster.connect())
-        lease = await stack.enter_async_context(leadership.hold(api, settings, runtime))
-        api.before_write = lease.require
-        shown = certificates.Certificates(api, settings, runtime)
-        await shown.begin()
-        operator = Operator(
-            settings=settings,
-            cluster=api,
-            memory=Memory(runtime.now()),
-            installation=Installation(
-                operator_url=settings.endpoint,
-                authority=shown.trusted,
-                sidecar_image=settings.sidecar_image,
-                sidecar_pull_policy=settings.sidecar_pull_policy,
-            ),
-            prometheus=Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label),
-            runtime=runtime,
-        )
-        shown.told = partial(_tell, operator)
-        sidecars = Sidecars(api, operator.memory, runtime)
-        await stack.enter_async_context(server.serve(sidecars, runtime, settings.port, shown.context))
-        start_http_server(settings.metrics_port)
-        logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
-        operator.memory.started_at = runtime.now()
-        beside = (
-            runtime.start(operator.watch_over(), "watch over"),
-            runtime.start(operator.resync(), "resync"),
-            runtime.start(shown.keep(), "the certificates' keeper"),
-        )
-        stack.push_async_callback(_end, beside)
+    def certificates(self, api: cluster.Cluster, settings: Settings, runtime: Runtime) -> Certificates:
+        return Certificates(api, settings, runtime)
+
+    def prometheus(self, settings: Settings) -> Prometheus:
+        return Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label)
+
+    @asynccontextmanager
+    async def listen(
+        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext
+    ) -> AsyncIterator[None]:
+        async with server.serve(sidecars, runtime, settings.port, context):
+            start_http_server(settings.metrics_port)
+            yield
+
+    async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
+        settings = operator.settings
         await kopf.operator(
             clusterwide=not settings.watch_namespaces,
             namespaces=settings.watch_namespaces,
             standalone=True,
             memo=kopf.Memo(operator=operator),
             liveness_endpoint=f"http://0.0.0.0:{settings.liveness_port}/healthz",
-            stop_flag=runtime.failed,
+            stop_flag=stopped,
         )
 
 
-def _tell(operator: Operator, trusted: str) -> None:
-    """Workers that are made from now on trust these authorities."""
-    operator.installation = replace(operator.installation, authority=trusted)
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _run(settings: Settings) -> int:
+    """The process's exit status."""
+    runtime = Runtime()
+    if await process.run(settings, runtime, _Edges()):
+        return 0
+    if isinstance(runtime.failure, InputError):
+        print(f"error: {runtime.failure}", file=sys.stderr)
+        return 2
+    return 1
 
 
 async def _release_all() -> int:

@@ -225,12 +225,16 @@ class GivenSecret:
             ) from error
 
 
+Told = Callable[[str], None]
+"""Takes what workers are to trust from now on (PEM)."""
+
+
 class Certificates:
     """What the endpoint shows: `context` is for the server, and follows what is renewed without a new server."""
 
     def __init__(self, cluster: Cluster, settings: Settings, runtime: Runtime) -> None:
-        self.told: Callable[[str], None] = lambda _: None
-        """Called with what workers are to trust from now on (PEM) when that has changed."""
+        self.told: Told = lambda _: None
+        """Called when what workers are to trust has changed."""
         source: Source = GivenSecret(cluster, settings) if settings.tls_secret else OwnAuthority(cluster, settings)
         self._source = source
         self._host = urlsplit(settings.endpoint).hostname or ""

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urlencode
 
 import aiohttp
@@ -74,14 +75,33 @@ QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=Fal
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
 """What an operator writes that does not lead: it changes nothing that another decides upon."""
 
+JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of the API server. What is no JSON object stands in the body's `message`."""
+
+    status: int
+    body: Object
+
+
+class Connection(Protocol):
+    """The way to the API server: the one thing about it that a simulation replaces."""
+
+    async def request(
+        self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
+    ) -> Answer:
+        """`style`: the body's media type. Raises aiohttp.ClientError, TimeoutError or OSError where there is no answer
+        within REQUEST_SECONDS."""
 
 
 class Cluster:
     """The API server. Use `connect()`."""
 
-    def __init__(self, connection: client.ApiClient) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.before_write: Callable[[], None] = _go_on
         """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
@@ -160,23 +180,35 @@ class Cluster:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Object | Objects | None = None,
-        style: str = "application/json",
+        style: str = JSON,
     ) -> Object:
         if method != "GET" and not path.startswith(_OF_ANYBODY):
             self.before_write()
-        headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         try:
-            await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-            url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-            answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
-                method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
-            )
-            data = await answer.read()
+            answer = await self._connection.request(method, path, query or {}, body, style)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise kopf.TemporaryError(f"the API server does not answer {method} {path}: {error!r}", delay=2) from error
         if answer.status < 300:
-            return _parse(data)
-        raise _error(answer.status, method, path, data)
+            return answer.body
+        raise _error(answer.status, method, path, answer.body.get("message", ""))
+
+
+class HttpConnection:
+    """To a real one."""
+
+    def __init__(self, connection: client.ApiClient) -> None:
+        self._connection = connection
+
+    async def request(
+        self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
+    ) -> Answer:
+        headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
+        await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
+            method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
+        )
+        return Answer(answer.status, _parse(await answer.read()))
 
 
 @asynccontextmanager
@@ -188,7 +220,7 @@ async def connect() -> AsyncIterator[Cluster]:
     except config.ConfigException:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     async with client.ApiClient(configuration) as connection:
-        yield Cluster(connection)
+        yield Cluster(HttpConnection(connection))
 
 
 def _go_on() -> None:
@@ -201,15 +233,14 @@ def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = ""
 
 
 def _parse(data: bytes) -> Object:
-    parsed: Object = json.loads(data)
-    return parsed
-
-
-def _error(status: int, method: str, path: str, data: bytes) -> Exception:
     try:
-        message = json.loads(data).get("message", "")
+        parsed = json.loads(data)
     except ValueError:
-        message = data.decode(errors="replace")[:500]
+        parsed = data.decode(errors="replace")[:500]
+    return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
+
+
+def _error(status: int, method: str, path: str, message: str) -> Exception:
     text = message or f"{method} {path}: status {status}"
     match status:
         case 404:

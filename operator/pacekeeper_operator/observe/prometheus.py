@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,12 @@ class Sample:
         )
 
 
+Rows = Sequence[Mapping[str, Any]]
+"""Of an answer's `result`: each the labels of a series and its value."""
+Ask = Callable[[str], Awaitable[Rows]]
+"""Raises requests' RequestException, or PrometheusApiClientException."""
+
+
 class Prometheus:
     """Asks Prometheus at `url`; an empty one is always away.
 
@@ -111,27 +117,28 @@ class Prometheus:
     if the scrape says on which `node` a target is; with `dcgm_node_label` alone, the target does.
     """
 
-    def __init__(self, url: str, dcgm_namespace: str, dcgm_node_label: str) -> None:
+    def __init__(self, url: str, dcgm_namespace: str, dcgm_node_label: str, ask: Ask | None = None) -> None:
+        """`ask`: how a query gets its rows; None: over HTTP."""
         self._url = url
         self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
         self._query = query(dcgm_namespace)
         self._said = ""
-        self._client = PrometheusConnect(url=url, retry=Retry(total=0), timeout=TIMEOUT_SECONDS) if url else None
+        self._ask = ask or (_over_http(url) if url else None)
 
     async def sample(self, now: float) -> Sample:
         """Never raises for Prometheus' sake: what is wrong stands in the sample."""
-        if self._client is None:
+        if self._ask is None:
             return Sample(now, unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
         try:
-            return await asyncio.to_thread(self._ask, self._client, now)
+            return self._read(await self._ask(self._query), now)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return Sample(now, unavailable=reason)
 
-    def _ask(self, client: PrometheusConnect, now: float) -> Sample:
+    def _read(self, rows: Rows, now: float) -> Sample:
         answer = _Answer(self._dcgm_node_label)
-        for row in client.custom_query(self._query):
+        for row in rows:
             try:
                 answer.take(row)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -147,6 +154,15 @@ class Prometheus:
             log.warning("%s", unvouched)
         self._said = unvouched
         return unvouched
+
+
+def _over_http(url: str) -> Ask:
+    client = PrometheusConnect(url=url, retry=Retry(total=0), timeout=TIMEOUT_SECONDS)
+
+    async def ask(text: str) -> Rows:
+        return await asyncio.to_thread(client.custom_query, text)
+
+    return ask
 
 
 def query(dcgm_namespace: str) -> str:

@@ -6,13 +6,12 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import LEASES, PODS, TOKEN_REVIEWS, Cluster, Kind, Object, Refused
+from pacekeeper_operator.cluster import LEASES, PODS, TOKEN_REVIEWS, Answer, Cluster, Kind, Object, Refused
 from pacekeeper_operator.services import leadership
 from pacekeeper_operator.services.leadership import LEASE, Lease, LeaseLost, NotLeading
 from pacekeeper_operator.settings import Settings
@@ -367,22 +366,12 @@ class TestWriting:
 
     @pytest.fixture
     def client(self, sent: list[str]) -> Cluster:
-        async def request(method: str, url: str, **_: object) -> object:
-            sent.append(f"{method} {url}")
-            return SimpleNamespace(status=200, read=answer)
+        class Line:
+            async def request(self, method: str, path: str, *_: object) -> Answer:
+                sent.append(f"{method} {path}")
+                return Answer(200, {})
 
-        async def answer() -> bytes:
-            return b"{}"
-
-        async def no_token(*_: object) -> None:
-            return None
-
-        connection = SimpleNamespace(
-            configuration=SimpleNamespace(host=""),
-            rest_client=SimpleNamespace(request=request),
-            update_params_for_auth=no_token,
-        )
-        return Cluster(cast(Any, connection))
+        return Cluster(Line())
 
     async def test_who_does_not_lead_sends_nothing_that_changes_the_cluster(
         self, client: Cluster, timeline: Timeline, sent: list[str]

@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator import __main__ as process
+from pacekeeper_operator import __main__ as entry
+from pacekeeper_operator import process
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.manifests import Installation
 from pacekeeper_operator.observe.memory import Memory
@@ -55,7 +56,7 @@ class TestProcess:
         """Makes the operator do this while it runs."""
 
         def do(work: Callable[[Runtime], Awaitable[None]]) -> None:
-            async def serving(_settings: Settings, runtime: Runtime) -> None:
+            async def serving(_settings: Settings, runtime: Runtime, _edges: process.Edges) -> None:
                 await work(runtime)
 
             monkeypatch.setattr(process, "_serve", serving)
@@ -67,7 +68,7 @@ class TestProcess:
             return
 
         serve(work)
-        assert await process.run(Settings(), Runtime()) == 0
+        assert await entry._run(Settings()) == 0
 
     async def test_when_one_of_its_tasks_dies_it_leaves_in_order_with_an_error(
         self, serve: Callable[..., None]
@@ -83,7 +84,7 @@ class TestProcess:
             left.append(True)
 
         serve(work)
-        assert await process.run(Settings(), Runtime()) == 1
+        assert await entry._run(Settings()) == 1
         assert left
 
     async def test_what_does_not_leave_is_made_to(
@@ -99,7 +100,7 @@ class TestProcess:
             await asyncio.Event().wait()
 
         serve(work)
-        assert await process.run(Settings(), Runtime()) == 1
+        assert await entry._run(Settings()) == 1
 
     async def test_bad_input_is_told_to_the_user(
         self, serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
@@ -108,5 +109,5 @@ class TestProcess:
             raise InputError("Secret pacekeeper-system/pacekeeper-ca: tls.key is missing")
 
         serve(work)
-        assert await process.run(Settings(), Runtime()) == 2
+        assert await entry._run(Settings()) == 2
         assert "tls.key is missing" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""What a run has reached of the operator: its checks, steps, effects and quarantine steps, and the words of its states.
+
+The operator's own tables are looked into where they are called, once a process; nothing is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from typing import Any, get_args
+
+from pacekeeper_operator import decide, effects
+from pacekeeper_operator.api import Cause, JobPhase, Outcome, QuarantinePhase, Remedy, Verdict, Witness
+from pacekeeper_operator.decide import node_steps, think
+from pacekeeper_operator.decide.treat import Check
+from pacekeeper_operator.observation import Observation, Policy
+from pacekeeper_operator.services import doing, quarantine, reconcile
+
+_reached: set[str] = set()
+
+
+@contextmanager
+def counting() -> Iterator[set[str]]:
+    """What the operators of this process reach meanwhile."""
+    _look_in()
+    _reached.clear()
+    yield _reached
+
+
+def everything() -> frozenset[str]:
+    """What there is to be reached."""
+    return frozenset(
+        [
+            *(f"check {_name(check)}" for check in decide.CHECKS),
+            *(f"step {name}" for name, _ in decide.STEPS),
+            *(f"effect {effect.__name__}" for effect in get_args(effects.Effect)),
+            *(f"quarantine step {step.__name__}" for step in get_args(node_steps.QuarantineStep)),
+            *(f"cause {word}" for word in Cause),
+            *(f"remedy {word}" for word in Remedy),
+            *(f"outcome {word}" for word in Outcome),
+            *(f"phase {word}" for word in JobPhase),
+            *(f"quarantine {word}" for word in QuarantinePhase),
+            *(f"verdict {word}" for word in Verdict),
+            *(f"witness {word}" for word in Witness),
+        ]
+    )
+
+
+@cache
+def _look_in() -> None:
+    vars(think)["STEPS"] = tuple((name, _step(name, step)) for name, step in decide.STEPS)
+    vars(reconcile)["carry_out"] = _said(doing.carry_out, "effect", 2)
+    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 3)
+
+
+def _step(name: str, step: decide.Step) -> decide.Step:
+    """It is reached where it changes the draft."""
+    if isinstance(step, partial):
+        step = partial(step.func, checks=tuple(_check(check) for check in decide.CHECKS))
+
+    def looked_at(observation: Observation, policy: Policy) -> Any:
+        draft = step(observation, policy)
+        if draft is not observation.draft and draft != observation.draft:
+            _reached.add(f"step {name}")
+        return draft
+
+    return looked_at
+
+
+def _check(check: Check) -> Check:
+    """It is reached where it finds something."""
+    word = f"check {_name(check)}"
+
+    @wraps(check)
+    def looked_at(observation: Observation, policy: Policy) -> Any:
+        found = check(observation, policy)
+        if found is not None:
+            _reached.add(word)
+        return found
+
+    return looked_at
+
+
+def _said(call: Callable[..., Any], what: str, place: int) -> Callable[..., Any]:
+    """`place`: of the argument whose class counts."""
+
+    def looked_at(*arguments: Any) -> Any:
+        _reached.add(f"{what} {type(arguments[place]).__name__}")
+        return call(*arguments)
+
+    return looked_at
+
+
+def _name(check: Check) -> str:
+    return str(check.__module__).rpartition(".")[2]

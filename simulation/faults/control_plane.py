@@ -1,0 +1,238 @@
+"""What goes wrong with the API server and what stands before it, and with Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
+from ..world import NAMESPACE
+from .fault import Cost, Fault, Heal, JobFault
+
+if TYPE_CHECKING:
+    from .scene import Scene
+
+
+@dataclass(frozen=True)
+class _ApiFault(Fault):
+    """Sets one of the API server's own faults."""
+
+    __abstract__: ClassVar = True
+
+    def _set(self, scene: Scene, name: str, value: object) -> Heal:
+        faults = scene.world.api.faults
+        before = getattr(type(faults)(), name)
+        setattr(faults, name, value)
+        return lambda: setattr(faults, name, before)
+
+
+@dataclass(frozen=True)
+class ApiIsDown(_ApiFault):
+    """Refused, or silent."""
+
+    silent: bool = False
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "silent" if self.silent else "down", True)
+
+
+@dataclass(frozen=True)
+class ApiFails(_ApiFault):
+    """This share of requests, with 500, 503 and 429."""
+
+    costs = (Cost.STATUS,)
+    rate: float = 0.3
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "error_rate", self.rate)
+
+
+@dataclass(frozen=True)
+class AnswersAreLost(_ApiFault):
+    """This share of writes takes effect without an answer."""
+
+    costs = (Cost.STATUS,)
+    rate: float = 0.15
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "lost_rate", self.rate)
+
+
+@dataclass(frozen=True)
+class WritesAreLate(_ApiFault):
+    """This share of writes takes effect after its sender has given up."""
+
+    costs = (Cost.STATUS,)
+    rate: float = 0.1
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "late_rate", self.rate)
+
+
+@dataclass(frozen=True)
+class ApiIsSlow(_ApiFault):
+    """Each request takes up to so many seconds longer."""
+
+    costs = (Cost.STATUS,)
+    by: float = 4.0
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "slow", (self.by / 4, self.by))
+
+
+@dataclass(frozen=True)
+class WatchesLag(_ApiFault):
+    """By up to so many seconds."""
+
+    by: float = 10.0
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "watch_lag", (self.by / 4, self.by))
+
+
+@dataclass(frozen=True)
+class HistoryIsShort(_ApiFault):
+    """A stream that ends can hardly go on from where it was: 410."""
+
+    def strike(self, scene: Scene) -> Heal:
+        return self._set(scene, "history", 1)
+
+
+@dataclass(frozen=True)
+class WatchesEnd(Fault):
+    """All of them, once; with `gone` what they have missed is lost."""
+
+    gone: bool = False
+
+    def strike(self, scene: Scene) -> None:
+        scene.tell("all watches end" + (", and their past is lost" if self.gone else ""))
+        scene.world.api.end_watches(gone=self.gone)
+
+
+@dataclass(frozen=True)
+class NextRequest(Fault):
+    """What becomes of the next one of this method ("": any) to a path with `part` in it."""
+
+    method: str = ""
+    part: str = ""
+    fate: Fate = Fate.REFUSED
+    status: int = 500
+
+    def strike(self, scene: Scene) -> None:
+        scene.world.api.faults.one_shots.append(OneShot(self.method, self.part, self.fate, self.status))
+
+
+@dataclass(frozen=True)
+class Conflicts(Fault):
+    """The next so many replacements of one kind meet somebody faster."""
+
+    plural: str = "trainingjobstates"
+    number: int = 5
+
+    def strike(self, scene: Scene) -> None:
+        shot = OneShot("PUT", f"/{self.plural}/", Fate.REFUSED, 409)
+        scene.world.api.faults.one_shots.extend([shot] * self.number)
+
+
+@dataclass(frozen=True)
+class WebhookIsSlow(JobFault):
+    """Creations of a job's pods take so much longer."""
+
+    by: float = 20.0
+
+    def strike(self, scene: Scene) -> Heal:
+        hooks = scene.world.api.faults.slow_webhooks
+        hook = SlowWebhook("pods", f"{scene.settings(self.job).name}-w", self.by)
+        hooks.append(hook)
+        return lambda: hooks.remove(hook)
+
+
+@dataclass(frozen=True)
+class PodsAreDenied(JobFault):
+    """By a policy: no pod of the job can be made."""
+
+    costs = (Cost.SPARES,)
+    status: int = 403
+
+    def strike(self, scene: Scene) -> Heal:
+        denials, name = scene.world.api.faults.denials, f"{scene.settings(self.job).name}-w"
+        words = {403: "admission webhook denied the request: no", 500: "failed calling webhook: no route to host"}
+        denial = Denial("pods", name, self.status, words[self.status])
+        denials.append(denial)
+        return lambda: denials.remove(denial)
+
+
+@dataclass(frozen=True)
+class QuotaIsFull(Fault):
+    """The namespace has room for so many pods more."""
+
+    costs = (Cost.SPARES,)
+    room: int = 0
+
+    def strike(self, scene: Scene) -> Heal:
+        api = scene.world.api
+        pods = len(api.all("pods", NAMESPACE)) + self.room
+        scene.tell(f"the quota allows {pods} pods")
+        body = {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": {"name": "pods", "namespace": NAMESPACE},
+            "spec": {"hard": {"pods": str(pods)}},
+        }
+        if api.get("resourcequotas", "pods", NAMESPACE) is not None:
+            api.delete("resourcequotas", "pods", NAMESPACE)
+        api.create("resourcequotas", body)
+
+        def heal() -> None:
+            if api.get("resourcequotas", "pods", NAMESPACE) is not None:
+                api.delete("resourcequotas", "pods", NAMESPACE)
+
+        return heal
+
+
+class Silence(StrEnum):
+    """How Prometheus fails."""
+
+    DOWN = "down"  # nobody listens
+    SILENT = "silent"  # no answer
+    EMPTY = "empty"  # answers without a series
+    STALE = "stale"  # the same figures again and again
+
+
+class Lie(StrEnum):
+    """What series say that is not so."""
+
+    NAN = "nan"
+    HUGE = "huge"
+    FOREIGN = "foreign"  # another job's figures under this one's labels
+    GPU = "gpu"  # DCGM: an XID where there is none
+    UNKNOWN_NODE = "unknown-node"  # DCGM: of nodes that do not exist
+
+
+@dataclass(frozen=True)
+class PrometheusFails(Fault):
+    """For everybody."""
+
+    costs = (Cost.METRICS,)
+    how: Silence = Silence.DOWN
+
+    def strike(self, scene: Scene) -> Heal:
+        prometheus = scene.world.prometheus
+        scene.tell(f"Prometheus is {self.how}")
+        prometheus.silence = self.how
+        return lambda: setattr(prometheus, "silence", "")
+
+
+@dataclass(frozen=True)
+class PrometheusLies(Fault):
+    """In some series."""
+
+    costs = (Cost.METRICS,)
+    lie: Lie = Lie.NAN
+
+    def strike(self, scene: Scene) -> Heal:
+        prometheus = scene.world.prometheus
+        scene.tell(f"Prometheus lies: {self.lie}")
+        prometheus.lie = self.lie
+        return lambda: setattr(prometheus, "lie", "")

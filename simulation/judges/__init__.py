@@ -1,0 +1,9 @@
+"""Judges: what must hold at every moment of a run, and what must be so at its end.
+
+`record` remembers what has happened, each of the other modules holds rules about one thing. To add an invariant: one
+class here, one line in its module's RULES, and a test that shows what it complains about.
+"""
+
+from .judge import Judge, Violation, watch
+
+__all__ = ["Judge", "Violation", "watch"]

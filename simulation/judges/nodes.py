@@ -1,0 +1,191 @@
+"""Invariants about nodes: nobody touches one without a witness, and what others have put on it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Witness, parse_time
+from pacekeeper_operator.decide.node_suspicion import AT_ONCE_SECONDS, SUSPICION_SECONDS, allowed_nodes
+from pacekeeper_operator.settings import Settings
+
+from .record import NEVER, by_operator, cordoned_by, is_cordoned, is_tainted
+from .rules import UNDER_WAY_SECONDS, Rule
+
+if TYPE_CHECKING:
+    from ..kubernetes.api_server import Change
+
+Object = Mapping[str, Any]
+NOTICED_SECONDS = 10.0
+"""So late an operator may notice a label or a pause."""
+
+
+class _Approvals(Rule):
+    """Judges an operator's decision to quarantine a node."""
+
+    kinds = ("nodequarantines",)
+
+    def heard(self, change: Change) -> Iterator[str]:
+        before = change.before
+        if before is None or change.type != "MODIFIED" or not by_operator(change):
+            return
+        if change.object["spec"].get("approved") and not before["spec"].get("approved"):
+            yield from self.approved(change)
+
+    def approved(self, change: Change) -> Iterator[str]:
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**self.world.settings.operator)
+
+
+class NodesHaveWitnesses(_Approvals):
+    words = "no node is quarantined without a witness"
+
+    def approved(self, change: Change) -> Iterator[str]:
+        node, spec = _name(change), change.object["spec"]
+        long_ago = change.at - SUSPICION_SECONDS - UNDER_WAY_SECONDS
+        if any(sign.get("witness") == Witness.GPU_SERIES for sign in spec.get("signs", ())):
+            return
+        unready = self.record.last_unready.get(node, NEVER)
+        failed = self.record.last_failed_probe.get(spec.get("nodeUID", ""), NEVER)
+        if max(unready, failed) < long_ago:
+            yield f"{node}: it was Ready, and no probe on it has failed"
+
+
+class QuarantinesWithinBudget(_Approvals):
+    words = "never more quarantines than the budget allows"
+
+    def approved(self, change: Change) -> Iterator[str]:
+        node, settings = _name(change), self.settings
+        others = [
+            name for name, body in self.record.quarantines.items() if name != node and body["spec"].get("approved")
+        ]
+        allowed = allowed_nodes(self.record.most_nodes, settings.quarantine_max_nodes, settings.quarantine_max_share)
+        if len(others) >= allowed:
+            yield f"{node}, beside {', '.join(others)}: {allowed} of {self.record.most_nodes} nodes are allowed"
+
+
+class TheBreakerHolds(_Approvals):
+    words = "no node is quarantined while many fail at once"
+
+    def approved(self, change: Change) -> Iterator[str]:
+        last = _last_sign(change.object)
+        once = [
+            name
+            for name, body in self.record.quarantines.items()
+            if body["spec"].get("signs") and abs(_last_sign(body) - last) <= AT_ONCE_SECONDS and _is_blamed(body)
+        ]
+        if len(once) >= self.settings.breaker_nodes:
+            yield f"{_name(change)}, while {', '.join(once)} are blamed at once"
+
+
+class NothingIsApprovedWhilePaused(_Approvals):
+    words = "no node is quarantined while remedies are paused"
+
+    def approved(self, change: Change) -> Iterator[str]:
+        if change.at - self.record.paused_since > NOTICED_SECONDS:
+            yield _name(change)
+
+
+class _Marks(Rule):
+    """Judges what an operator does to a node."""
+
+    kinds = ("nodes",)
+
+    def heard(self, change: Change) -> Iterator[str]:
+        if change.before is not None and change.type == "MODIFIED" and by_operator(change):
+            yield from self.touched(change, change.before)
+
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        raise NotImplementedError
+
+
+class MarksFollowQuarantines(_Marks):
+    words = "a node is marked only under an approved NodeQuarantine of its own"
+
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        if not _is_marked_anew(before, change.object):
+            return
+        name = _name(change)
+        if self.record.last_approved.get(name, NEVER) < change.at - UNDER_WAY_SECONDS:
+            yield name
+            return
+        body = self.record.quarantines.get(name)
+        meant = body and (body["spec"].get("nodeUID") or body.get("status", {}).get("nodeUID"))
+        if meant and meant != change.object["metadata"]["uid"]:
+            yield f"{name}, where another node of that name is meant"
+
+
+class OptedOutNodesAreLeftAlone(_Marks):
+    words = "a node with the opt-out label is never marked"
+
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        since = self.record.opted_out.get(_name(change))
+        if since is not None and change.at - since > NOTICED_SECONDS and _is_marked_anew(before, change.object):
+            yield _name(change)
+
+
+class OthersMarksStay(_Marks):
+    words = "others' cordons and taints are untouched"
+
+    def touched(self, change: Change, before: Object) -> Iterator[str]:
+        name, now = _name(change), change.object
+        if _others_taints(before) != _others_taints(now):
+            yield f"{name}: taints {_others_taints(before)} become {_others_taints(now)}"
+        others = [manager for manager in cordoned_by(before) if manager != FIELD_MANAGER_CORDON]
+        if others and before["spec"].get("unschedulable") and not now["spec"].get("unschedulable"):
+            yield f"{name}: the cordon of {', '.join(others)} is taken away"
+        for part in ("labels", "annotations", "finalizers"):
+            if before["metadata"].get(part) != now["metadata"].get(part):
+                yield f"{name}: its {part} are changed"
+
+
+class ReleasedNodesAreClean(Rule):
+    words = "a NodeQuarantine goes when nothing of it is left on its node"
+    kinds = ("nodequarantines",)
+
+    def heard(self, change: Change) -> Iterator[str]:
+        if change.type != "DELETED" or not by_operator(change):
+            return
+        node = self.record.nodes.get(_name(change))
+        if node is not None and (is_tainted(node) or is_cordoned(node)):
+            yield _name(change)
+
+
+def _name(change: Change) -> str:
+    name: str = change.object["metadata"]["name"]
+    return name
+
+
+def _is_marked_anew(before: Object, now: Object) -> bool:
+    return (is_tainted(now) and not is_tainted(before)) or (is_cordoned(now) and not is_cordoned(before))
+
+
+def _others_taints(node: Object) -> list[Object]:
+    return [taint for taint in node["spec"].get("taints", ()) if taint["key"] != TAINT_QUARANTINE]
+
+
+def _last_sign(quarantine: Object) -> float:
+    return max((parse_time(sign["at"]) for sign in quarantine["spec"].get("signs", ())), default=NEVER)
+
+
+def _is_blamed(quarantine: Object) -> bool:
+    """By one strong sign, or by two namespaces; and no probe has cleared it."""
+    signs, probes = quarantine["spec"]["signs"], quarantine.get("status", {}).get("probes", ())
+    strong = len(signs) > 1 or any(not sign.get("weak") for sign in signs)
+    over = quarantine.get("status", {}).get("phase") == "Released" or "deletionTimestamp" in quarantine["metadata"]
+    return strong and not over and not any(probe.get("passed") for probe in probes)
+
+
+RULES: tuple[type[Rule], ...] = (
+    NodesHaveWitnesses,
+    QuarantinesWithinBudget,
+    TheBreakerHolds,
+    NothingIsApprovedWhilePaused,
+    MarksFollowQuarantines,
+    OptedOutNodesAreLeftAlone,
+    OthersMarksStay,
+    ReleasedNodesAreClean,
+)

@@ -1,0 +1,34 @@
+"""What an invariant is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..kubernetes.api_server import Change
+    from ..world import World
+
+UNDER_WAY_SECONDS = 60.0
+"""A request that was right when it was sent may be carried out so much later: webhooks and API servers are slow."""
+
+
+class Rule:
+    """An invariant, in `words`. It is told of all changes of `kinds`, and looks at the world every few seconds; what it
+    yields are the ways in which it is broken, in words."""
+
+    words: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, world: World, record: Record) -> None:
+        self.world = world
+        self.record = record
+
+    def heard(self, _change: Change) -> Iterator[str]:
+        """Right after a change, which is in the record already."""
+        return iter(())
+
+    def looked(self) -> Iterator[str]:
+        return iter(())

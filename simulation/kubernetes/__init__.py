@@ -1,0 +1,1 @@
+"""A made-up Kubernetes: its API server, and the machines that work for it."""

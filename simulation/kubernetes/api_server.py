@@ -1,0 +1,609 @@
+"""The API server: objects, and all that may be done to them. How requests reach it over the network is `connection`'s.
+
+Whoever is given a stored object may read it and never change it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..loop import Process, VirtualLoop
+from ..network import Network
+from ..story import Story
+from . import admission, apply
+from .admission import Actor
+from .connection import Connection, Request
+from .errors import PATCH_OPTIONS, ApiError, Cause, already_exists, bad_request, conflict, forbidden, invalid, not_found
+from .faults import ApiFaults
+from .garbage import GarbageCollector
+from .objects import KINDS, Key, Kind, Object, as_sent, ended, json_patched, merged, seconds_of, timestamp
+from .quota import Quotas
+from .tokens import Tokens
+from .watch import Watch
+
+MERGE, JSON, APPLY = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
+_SYSTEM = (
+    "name",
+    "namespace",
+    "uid",
+    "creationTimestamp",
+    "generation",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "resourceVersion",
+    "managedFields",
+)
+"""Of an object's metadata: what nobody but the API server writes."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+class Surroundings(Protocol):
+    """What the API server needs of a world."""
+
+    loop: VirtualLoop
+    network: Network
+    story: Story
+
+    def random(self, purpose: str) -> random.Random: ...
+    def wall(self, place: str = "") -> float: ...
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of one object."""
+
+    type: str  # ADDED, MODIFIED or DELETED
+    plural: str
+    object: Object  # as it is now; of a deleted one: as it was last, with the version at which it went
+    before: Object | None
+    who: str  # the operator's pod, or the manager
+    at: float  # virtual seconds
+    verb: str  # create, update, patch, apply, delete
+    version: int
+
+
+class ApiServer:
+    """All objects of a cluster."""
+
+    def __init__(self, world: Surroundings) -> None:
+        self.faults = ApiFaults(restarts=self._restart)
+        self.world = world
+        self.tokens = Tokens(self)
+        self.random = world.random("api")
+        self.version = 1000
+        """resourceVersion of the last change."""
+        self.history: dict[str, deque[Change]] = {plural: deque() for plural in KINDS}
+        self.forgotten = dict.fromkeys(KINDS, self.version)
+        """By kind: up to this version changes are no longer in `history`."""
+        self.watches: list[Watch] = []
+        self._objects: dict[str, dict[Key, Object]] = {plural: {} for plural in KINDS}
+        self._quotas = Quotas(self)
+        self._subscribers: list[Callable[[Change], None]] = [GarbageCollector(self).hear, self._quotas.hear]
+        self._observers: list[Callable[[Request], None]] = []
+        for name in ("default", "kube-system"):
+            self.create("namespaces", {"metadata": {"name": name}})
+
+    # For the world's own machines: immediate, without the network and its faults.
+
+    def get(self, plural: str, name: str, namespace: str = "") -> Object | None:
+        return self._objects[plural].get((namespace, name))
+
+    def all(self, plural: str, namespace: str = "") -> list[Object]:
+        """In the order in which they were created; of all namespaces where none is given."""
+        items = self._objects[plural]
+        return [body for (place, _), body in items.items() if place == namespace] if namespace else list(items.values())
+
+    def create(self, plural: str, body: Object, *, manager: str = "world", dry_run: bool = False) -> Object:
+        return self.do_create(KINDS[plural], as_sent(body), Actor(manager, manager), dry_run=dry_run)
+
+    def update(self, plural: str, body: Object, *, subresource: str = "", manager: str = "world") -> Object:
+        """Replaces it; compare-and-swap where metadata.resourceVersion is given."""
+        metadata = body["metadata"]
+        place = (metadata.get("namespace", ""), metadata["name"])
+        return self.do_update(KINDS[plural], place, as_sent(body), Actor(manager, manager), subresource)
+
+    def patch(
+        self,
+        plural: str,
+        name: str,
+        namespace: str,
+        patch: Object,
+        *,
+        subresource: str = "",
+        manager: str = "world",
+    ) -> Object:
+        """A merge patch. `subresource`: status, or `binding` for a pod's spec.nodeName, `finalize` for the
+        spec.finalizers of a namespace, `scale` for the spec.replicas of a job."""
+        actor = Actor(manager, manager)
+        return self.do_patch(KINDS[plural], (namespace, name), as_sent(patch), actor, subresource, MERGE)
+
+    def delete(
+        self,
+        plural: str,
+        name: str,
+        namespace: str = "",
+        *,
+        uid: str = "",
+        grace: int | None = None,
+        manager: str = "world",
+        propagation: str = "Background",
+    ) -> None:
+        """Raises ApiError where it is not there. Pods: `grace` in seconds, by default what their spec says."""
+        actor = Actor(manager, manager)
+        self.do_delete(KINDS[plural], (namespace, name), actor, uid=uid, grace=grace, propagation=propagation)
+
+    def subscribe(self, call: Callable[[Change], None]) -> None:
+        """Called right after every change, before anything else happens."""
+        self._subscribers.append(call)
+
+    def observe(self, call: Callable[[Request], None]) -> None:
+        """Called for every request over the network: when it is sent, has taken effect, is answered."""
+        self._observers.append(call)
+
+    def mint_token(self, pod: Object, audience: str = "pacekeeper", seconds: float = 3600.0) -> str:
+        """A token of the pod's service account, as kubelets project it into a volume."""
+        return self.tokens.mint(pod, audience, seconds)
+
+    # For clients at the other end of the network.
+
+    def connection(self, place: str, process: Process) -> Connection:
+        """`place`: where the caller is, which is also who he is."""
+        return Connection(self, place, process)
+
+    def watch(
+        self,
+        place: str,
+        process: Process,
+        plural: str,
+        version: str,
+        *,
+        labels: str = "",
+        namespace: str = "",
+        seconds: float = 300.0,
+    ) -> Watch:
+        """Changes after `version` ("": all there is, then changes); the server ends the stream after `seconds`."""
+        return Watch(self, place, process, KINDS[plural], version, labels, namespace, seconds)
+
+    def end_watches(self, place: str = "", plural: str = "", *, gone: bool = False) -> None:
+        """Streams of that place and kind ("": of all) end now; `gone`: with 410, and nobody may go on from before."""
+        if gone:
+            self._forget(plural)
+        for watch in [w for w in self.watches if place in ("", w.place) and plural in ("", w.kind.plural)]:
+            watch.end(gone=gone)
+
+    def later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        """Between so many and so many seconds from now, or as long after that as the server is away: how its own
+        controllers work."""
+        self.world.after(self.random.uniform(*between), self._when_there, between, call, *arguments)
+
+    def _when_there(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        if self.faults.away:
+            self.later(between, call, *arguments)
+        else:
+            call(*arguments)
+
+    def _restart(self) -> None:
+        """Its process ends; whoever it is that comes back knows nothing of what was told."""
+        self._forget("")
+        for watch in list(self.watches):
+            watch.break_off()
+
+    def _forget(self, plural: str) -> None:
+        for name in [plural] if plural else list(KINDS):
+            self.history[name].clear()
+            self.forgotten[name] = self.version
+
+    def seen(self, request: Request) -> None:
+        """Tells those who observe requests."""
+        for call in self._observers:
+            call(request)
+
+    # What requests come down to.
+
+    def do_create(
+        self,
+        kind: Kind,
+        body: Object,
+        actor: Actor,
+        *,
+        dry_run: bool = False,
+        strict: bool = False,
+        verb: str = "create",
+    ) -> Object:
+        metadata = body.get("metadata") or {}
+        name, namespace = metadata.get("name", ""), metadata.get("namespace", "") if kind.namespaced else ""
+        admission.authorize(kind, name, "create", actor)
+        if kind.plural == "tokenreviews":
+            return self.tokens.review(body)
+        if metadata.get("resourceVersion"):
+            raise ApiError(500, "", "resourceVersion should not be set on objects to be created")
+        if not name:
+            why = "Required value: name or generateName is required"
+            raise invalid(kind, "", [Cause("metadata.name", why, "FieldValueRequired")])
+        body = admission.decoded(kind, {**body, "apiVersion": kind.api_version, "kind": kind.name}, strict=strict)
+        self._admit_place(kind, namespace, name)
+        if kind.plural == "pods":
+            admission.find_references(kind, body)
+        body = self._new(kind, body, namespace)
+        admission.check(kind, body, None)
+        admission.police(kind, body, None, actor)
+        self._deny(kind, name)
+        if kind.plural == "pods":
+            self._quotas.charge(kind, namespace, name, dry_run=dry_run)
+        if (namespace, name) in self._objects[kind.plural]:
+            raise already_exists(kind, name)
+        if kind.owners_of_fields:
+            by = apply.Manager(actor.manager, "Update")
+            _let_own(body, apply.updated(None, body, by, self._time()))
+        if dry_run:
+            return body
+        return self._store("ADDED", kind, body, None, actor, verb)
+
+    def do_update(
+        self, kind: Kind, place: Key, body: Object, actor: Actor, subresource: str = "", *, dry_run: bool = False
+    ) -> Object:
+        metadata = body.get("metadata") or {}
+        if metadata.get("name", place[1]) != place[1]:
+            words = f"the name of the object ({metadata['name']}) does not match the name on the URL ({place[1]})"
+            raise bad_request(words)
+        old = self._objects[kind.plural].get(place)
+        if old is None:
+            if not kind.created_by_replacing:
+                raise not_found(kind, place[1])
+            own = {name: part for name, part in metadata.items() if name not in _SYSTEM}
+            own |= {"name": place[1], **({"namespace": place[0]} if place[0] else {})}
+            return self.do_create(kind, {**body, "metadata": own}, actor, dry_run=dry_run, verb="update")
+        version = metadata.get("resourceVersion", "")
+        if not version and not kind.unconditional:
+            cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            error = invalid(kind, place[1], [cause])
+            raise ApiError(422, "Invalid", error.message.replace(kind.qualified, kind.resource, 1), error.details)
+        uid = metadata.get("uid", old["metadata"]["uid"])
+        if uid != old["metadata"]["uid"]:
+            raise conflict(kind, place[1], f"Precondition failed: UID in precondition: {uid}")
+        body = {"apiVersion": kind.api_version, "kind": kind.name, **body, "metadata": metadata}
+        return self._change(kind, old, body, actor, subresource, "update", version, dry_run=dry_run)
+
+    def do_patch(
+        self,
+        kind: Kind,
+        place: Key,
+        patch: Any,
+        actor: Actor,
+        subresource: str = "",
+        style: str = MERGE,
+        *,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> Object:
+        if style == APPLY:
+            return self._apply(kind, place, patch, actor, force=force, dry_run=dry_run)
+        old = self._objects[kind.plural].get(place)
+        if old is None:
+            raise not_found(kind, place[1])
+        if style == JSON:
+            try:
+                new = json_patched(old, patch)
+            except (ValueError, KeyError, IndexError):
+                words = "the server rejected our request due to an error in our request"
+                raise ApiError(422, "Invalid", words, {}) from None
+        else:
+            new = merged(old, patch)
+        metadata = new["metadata"]
+        if metadata.get("name") != place[1]:
+            words = f"the name of the object ({metadata.get('name')}) does not match the name on the URL ({place[1]})"
+            raise bad_request(words)
+        uid = metadata.get("uid", old["metadata"]["uid"])
+        if uid != old["metadata"]["uid"]:
+            cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
+            raise invalid(kind, place[1], [cause])
+        version = metadata.get("resourceVersion", "") if metadata is not old["metadata"] else ""
+        return self._change(kind, old, new, actor, subresource, "patch", version, dry_run=dry_run)
+
+    def do_delete(
+        self,
+        kind: Kind,
+        place: Key,
+        actor: Actor,
+        *,
+        uid: str = "",
+        version: str = "",
+        grace: int | None = None,
+        propagation: str = "Background",
+    ) -> Object:
+        """The object where it stays for now or was a pod or custom resource; otherwise a Status."""
+        admission.authorize(kind, place[1], "delete", actor)
+        old = self._objects[kind.plural].get(place)
+        if old is None:
+            raise not_found(kind, place[1])
+        metadata = old["metadata"]
+        if uid and uid != metadata["uid"]:
+            why = f"the UID in the precondition ({uid}) does not match the UID in record ({metadata['uid']})"
+            why = f"{why}. The object might have been deleted and then recreated"
+            raise conflict(kind, place[1], why, resource=kind.qualified)
+        if version and version != metadata["resourceVersion"]:
+            why = f"the ResourceVersion in the precondition ({version}) does not match the ResourceVersion in record"
+            why = f"{why} ({metadata['resourceVersion']}). The object might have been modified"
+            raise conflict(kind, place[1], why, resource=kind.qualified)
+        admission.police(kind, None, old, actor)
+        if kind.plural == "namespaces":
+            return self._end_namespace(old, actor)
+        finalizer = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}.get(propagation, "")
+        finalizers = metadata.get("finalizers", [])
+        if finalizer and finalizer not in finalizers and "deletionTimestamp" not in metadata:
+            finalizers = [*finalizers, finalizer]
+        if kind.plural != "pods" and not finalizers:
+            return self._remove(kind, old, actor)
+        marked = self._marked(old, _grace(old, grace) if kind.plural == "pods" else 0, finalizers)
+        if marked is not old:
+            marked = self._store("MODIFIED", kind, marked, old, actor, "delete")
+        if marked["metadata"]["deletionGracePeriodSeconds"] or finalizers:
+            return marked
+        return self._remove(kind, marked, actor)
+
+    # Inside.
+
+    def _admit_place(self, kind: Kind, namespace: str, name: str) -> None:
+        """Whether its namespace takes new objects."""
+        if not kind.namespaced:
+            return
+        if not namespace:
+            raise bad_request("an empty namespace may not be set during creation")
+        found = self._objects["namespaces"].get(("", namespace))
+        if found is None:
+            raise not_found(KINDS["namespaces"], namespace)
+        if "deletionTimestamp" in found["metadata"]:
+            why = f"unable to create new content in namespace {namespace} because it is being terminated"
+            cause = Cause("metadata.namespace", f"namespace {namespace} is being terminated", "NamespaceTerminating")
+            raise forbidden(kind, name, why, [cause])
+
+    def _new(self, kind: Kind, body: Object, namespace: str) -> Object:
+        """With the metadata that the server gives."""
+        given = {name: part for name, part in body["metadata"].items() if part not in _EMPTY}
+        metadata = {name: part for name, part in given.items() if name not in _SYSTEM}
+        metadata |= {"name": given["name"], **({"namespace": namespace} if namespace else {})}
+        metadata |= {"uid": self._uid(), "creationTimestamp": self._time()}
+        if kind.generation:
+            metadata["generation"] = 1
+        new = {**body, "metadata": metadata}
+        if kind.plural == "pods":
+            new["status"] = {"phase": "Pending"}
+        elif kind.plural == "namespaces":
+            new |= {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
+            metadata["labels"] = {**metadata.get("labels", {}), "kubernetes.io/metadata.name": metadata["name"]}
+        elif kind.custom and kind.status:
+            new.pop("status", None)
+        return new
+
+    def _deny(self, kind: Kind, name: str) -> None:
+        for denial in self.faults.denials:
+            if denial.plural == kind.plural and name.startswith(denial.prefix):
+                error = forbidden(kind, name, denial.message)
+                message = error.message if denial.status == 403 else denial.message
+                raise ApiError(denial.status, "Forbidden" if denial.status == 403 else "Invalid", message)
+
+    def _change(
+        self,
+        kind: Kind,
+        old: Object,
+        new: Object,
+        actor: Actor,
+        subresource: str,
+        verb: str,
+        version: str,
+        *,
+        dry_run: bool,
+    ) -> Object:
+        """`new` in the place of `old`, as far as this way of writing reaches."""
+        name = old["metadata"]["name"]
+        admission.authorize(kind, name, verb, actor)
+        if version and version != old["metadata"]["resourceVersion"]:
+            raise conflict(kind, name)
+        new = self._reached(kind, old, new, subresource)
+        disowned = kind.owners_of_fields and new["metadata"].get("managedFields") in ([], [{}])
+        new = admission.decoded(kind, new, strict=False)
+        new = _with_metadata(new, old)
+        if new == old and not disowned:
+            return old
+        if kind.generation and _wanted(kind, new) != _wanted(kind, old):
+            new["metadata"]["generation"] = old["metadata"]["generation"] + 1
+        if kind.owners_of_fields:
+            by = apply.Manager(actor.manager, "Update", "status" if subresource == "status" else "")
+            _let_own(new, [] if disowned else apply.updated(old, new, by, self._time()))
+        return self._finish(kind, old, new, actor, subresource, verb, dry_run=dry_run)
+
+    def _finish(
+        self, kind: Kind, old: Object, new: Object, actor: Actor, subresource: str, verb: str, *, dry_run: bool
+    ) -> Object:
+        if subresource not in ("status", "binding"):
+            admission.police(kind, new, old, actor)
+        if subresource != "binding":
+            admission.check(kind, new, old)
+        if dry_run:
+            return new
+        metadata = new["metadata"]
+        if "deletionTimestamp" in metadata and not metadata.get("finalizers"):
+            namespaced = kind.plural == "namespaces" and new["spec"].get("finalizers")
+            graceful = kind.plural == "pods" and metadata["deletionGracePeriodSeconds"]
+            if not namespaced and not graceful:
+                self._remove(kind, old, actor)
+                return new
+        return self._store("MODIFIED", kind, new, old, actor, verb)
+
+    def _reached(self, kind: Kind, old: Object, new: Object, subresource: str) -> Object:
+        match subresource:
+            case "":
+                if kind.status and new.get("status") != old.get("status"):
+                    new = {name: part for name, part in new.items() if name != "status"}
+                    return {**new, "status": old["status"]} if "status" in old else new
+                return new
+            case "status" if kind.status:
+                metadata = old["metadata"] if kind.custom else new["metadata"]
+                new = {name: part for name, part in new.items() if name == "status"}
+                return {**{name: part for name, part in old.items() if name != "status"}, **new, "metadata": metadata}
+            case "binding" if kind.plural == "pods":
+                node = new["spec"]["nodeName"]
+                if old["spec"].get("nodeName") or "deletionTimestamp" in old["metadata"]:
+                    why = (
+                        "is being deleted" if "deletionTimestamp" in old["metadata"] else "is already assigned to node"
+                    )
+                    raise conflict(kind, old["metadata"]["name"], f"pod {old['metadata']['name']} {why}")
+                others = [item for item in old["status"].get("conditions", ()) if item["type"] != "PodScheduled"]
+                placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._time()}
+                status = {**old["status"], "conditions": [*others, placed]}
+                return {**old, "spec": {**old["spec"], "nodeName": node}, "status": status}
+            case "finalize" if kind.plural == "namespaces":
+                return {**old, "spec": new.get("spec") or {}}
+            case "scale" if kind.plural == "trainingjobs":
+                return {**old, "spec": {**old["spec"], "replicas": new["spec"]["replicas"]}}
+        raise ApiError(404, "NotFound", "the server could not find the requested resource", {})
+
+    def _apply(
+        self, kind: Kind, place: Key, configuration: Object, actor: Actor, *, force: bool, dry_run: bool
+    ) -> Object:
+        name = place[1]
+        if not actor.manager:
+            words = "Required value: is required for apply patch"
+            raise invalid(PATCH_OPTIONS, "", [Cause("fieldManager", words, "FieldValueRequired")])
+        old = self._objects[kind.plural].get(place)
+        by = apply.Manager(actor.manager, "Apply")
+        uid = configuration["metadata"].get("uid", "")
+        version = configuration["metadata"].get("resourceVersion", "")
+        if old is None:
+            if uid:
+                why = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
+                raise conflict(kind, name, why)
+            metadata = {**configuration["metadata"], **({"namespace": place[0]} if place[0] else {})}
+            new = self.do_create(kind, {**configuration, "metadata": metadata}, actor, dry_run=True)
+            _let_own(new, apply.owners_after({"metadata": {}}, new, configuration, by, self._time()))
+            return new if dry_run else self._store("ADDED", kind, new, None, actor, "apply")
+        if uid and uid != old["metadata"]["uid"]:
+            raise invalid(kind, name, [Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')])
+        if version and version != old["metadata"]["resourceVersion"]:
+            raise conflict(kind, name)
+        admission.authorize(kind, name, "patch", actor)
+        new, conflicts = apply.applied(old, configuration, by)
+        if conflicts and not force:
+            raise _owned_by_others(conflicts, kind)
+        new = admission.decoded(kind, self._reached(kind, old, new, ""), strict=False)
+        new = _with_metadata(new, old)
+        owners = apply.owners_after(old, new, configuration, by, self._time())
+        if new == old and owners == old["metadata"].get("managedFields", []):
+            return old
+        if kind.generation and _wanted(kind, new) != _wanted(kind, old):
+            new["metadata"]["generation"] = old["metadata"]["generation"] + 1
+        _let_own(new, owners)
+        return self._finish(kind, old, new, actor, "", "apply", dry_run=dry_run)
+
+    def _marked(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
+        """As it is once it has been asked to go within so many seconds; itself where it is to go as soon already."""
+        metadata = old["metadata"]
+        since = int(self.world.wall("api"))
+        if "deletionTimestamp" in metadata:
+            if seconds >= metadata["deletionGracePeriodSeconds"]:
+                return old
+            since = seconds_of(metadata["deletionTimestamp"]) - metadata["deletionGracePeriodSeconds"]
+        elif "generation" in metadata:
+            metadata = {**metadata, "generation": metadata["generation"] + 1}
+        metadata = {
+            **metadata,
+            "deletionTimestamp": timestamp(since + seconds),
+            "deletionGracePeriodSeconds": seconds,
+        }
+        return {**old, "metadata": {**metadata, "finalizers": finalizers} if finalizers else metadata}
+
+    def _end_namespace(self, old: Object, actor: Actor) -> Object:
+        """The world's controller empties it, and then takes its spec.finalizers."""
+        if "deletionTimestamp" in old["metadata"]:
+            return old
+        marked = {**self._marked(old, 0, []), "status": {"phase": "Terminating"}}
+        return self._store("MODIFIED", KINDS["namespaces"], marked, old, actor, "delete")
+
+    def _remove(self, kind: Kind, old: Object, actor: Actor) -> Object:
+        metadata = old["metadata"]
+        del self._objects[kind.plural][metadata.get("namespace", ""), metadata["name"]]
+        self.version += 1
+        gone = {**old, "metadata": {**metadata, "resourceVersion": str(self.version)}}
+        self._tell(Change("DELETED", kind.plural, gone, old, actor.name, self._now(), "delete", self.version))
+        if kind.plural == "pods":
+            return gone
+        details = {"name": metadata["name"], "kind": kind.plural, "uid": metadata["uid"]}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+
+    def _store(self, type: str, kind: Kind, new: Object, old: Object | None, actor: Actor, verb: str) -> Object:
+        self.version += 1
+        metadata = {**new["metadata"], "resourceVersion": str(self.version)}
+        new = {**new, "metadata": metadata}
+        place = (metadata.get("namespace", ""), metadata["name"])
+        self._objects[kind.plural][place] = new
+        self._tell(Change(type, kind.plural, new, old, actor.name, self._now(), verb, self.version))
+        return new
+
+    def _tell(self, change: Change) -> None:
+        history = self.history[change.plural]
+        history.append(change)
+        while len(history) > self.faults.history:
+            self.forgotten[change.plural] = history.popleft().version
+        for watch in self.watches:
+            if watch.kind.plural == change.plural:
+                watch.hear(change)
+        for call in self._subscribers:
+            call(change)
+
+    def _now(self) -> float:
+        return self.world.loop.time()
+
+    def _time(self) -> str:
+        return timestamp(int(self.world.wall("api")))
+
+    def _uid(self) -> str:
+        digits = f"{self.random.getrandbits(128):032x}"
+        return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-8{digits[17:20]}-{digits[20:]}"
+
+
+def _with_metadata(new: Object, old: Object) -> Object:
+    """With what the server keeps of `old`; the same where nothing else is different."""
+    before = old["metadata"]
+    if new["metadata"] is before:
+        return dict(new, metadata=dict(before)) if new is not old else old
+    metadata = {name: part for name, part in new["metadata"].items() if part not in _EMPTY and name not in _SYSTEM}
+    return {**new, "metadata": metadata | {name: before[name] for name in _SYSTEM if name in before}}
+
+
+def _let_own(body: Object, owners: list[Object]) -> None:
+    """Writes them into a body that is not stored yet."""
+    body["metadata"].pop("managedFields", None)
+    if owners:
+        body["metadata"]["managedFields"] = owners
+
+
+def _wanted(kind: Kind, body: Object) -> object:
+    """What counts for metadata.generation."""
+    if kind.status or not kind.custom:
+        return body.get("spec")
+    return {name: part for name, part in body.items() if name not in ("metadata", "status")}
+
+
+def _grace(pod: Object, asked: int | None) -> int:
+    """Seconds that it is given; a pod that nothing runs of gets none."""
+    if "deletionTimestamp" in pod["metadata"]:  # who asks again without a time wants no other one
+        before: int = pod["metadata"]["deletionGracePeriodSeconds"]
+        return before if asked is None else asked
+    if not pod["spec"].get("nodeName") or ended(pod):
+        return 0
+    return int(pod["spec"]["terminationGracePeriodSeconds"]) if asked is None else asked
+
+
+def _owned_by_others(conflicts: list[apply.Conflict], kind: Kind) -> ApiError:
+    causes = [
+        {"reason": "FieldManagerConflict", "message": f'conflict with "{c.manager}"', "field": c.field}
+        for c in conflicts
+    ]
+    words = ", ".join(f"{cause['message']} using {kind.api_version}: {cause['field']}" for cause in causes)
+    count = f"{len(causes)} conflict{'s' if len(causes) > 1 else ''}"
+    return ApiError(409, "Conflict", f"Apply failed with {count}: {words}", {"causes": causes})

@@ -1,0 +1,105 @@
+"""What runs of a pod, as its kubelet handles it. Workers of jobs have a room of their own; here is everything else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ..loop import Process
+from ..network import API
+
+if TYPE_CHECKING:
+    from .nodes import Node
+    from .surroundings import Surroundings
+
+KILLED = 137
+"""Exit code: 128 + SIGKILL."""
+_PROBE_RUNS = (0.3, 3.0)
+_PROBE_TIMEOUT = 20.0
+"""Seconds, as of `pacekeeper_operator.probe`."""
+
+
+class Exited(Protocol):
+    """The main container has ended. Calls after the first one are of no account."""
+
+    def __call__(self, code: int, reason: str, message: str = "") -> None: ...
+
+
+class Containers(Protocol):
+    """What runs of a pod. It tells by `Exited` when its main container has ended."""
+
+    def start(self) -> None: ...
+
+    def terminate(self, grace: float) -> None:
+        """SIGTERM, and SIGKILL after so many seconds. Called again, it only shortens the time."""
+
+    def kill(self, code: int = KILLED, reason: str = "") -> None:
+        """All of them, at once."""
+
+    @property
+    def sidecar(self) -> Process | None: ...
+
+    def restart_sidecar(self) -> None:
+        """Kills it if it still runs; `sidecar` is another process then."""
+
+
+class Probe:
+    """The pod of a quarantine's probe: it ends well where the node can be used."""
+
+    def __init__(self, world: Surroundings, node: Node, exited: Exited) -> None:
+        self._world = world
+        self._node = node
+        self._exited = exited
+        self._random = world.random(f"probe on {node.name} at {world.now()}")
+        self._over = False
+
+    def start(self) -> None:
+        self._world.after(self._random.uniform(*_PROBE_RUNS), self._look)
+
+    def _look(self) -> None:
+        if self._over or self._node.stuck_since is not None:
+            return
+        if not self._world.network.reaches(self._node.name, API):
+            words = "the API server's service cannot be reached: timed out"
+            self._world.after(_PROBE_TIMEOUT, self._finish, 1, "Error", words)
+        elif self._node.sick:
+            self._finish(1, "Error", self._node.sick)
+        else:
+            self._finish(0, "Completed", "")
+
+    def _finish(self, code: int, reason: str, message: str) -> None:
+        if not self._over:
+            self._over = True
+            self._exited(code, reason, message)
+
+    def terminate(self, grace: float) -> None:
+        self._world.after(min(grace, 0.1), self.kill)
+
+    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+        self._finish(code, reason, "")
+
+    sidecar = None
+
+    def restart_sidecar(self) -> None:
+        raise AssertionError("a probe has no sidecar")
+
+
+class Other:
+    """Somebody else's pod: it takes room, for as long as it is let."""
+
+    def __init__(self, world: Surroundings, exited: Exited) -> None:
+        self._world = world
+        self._exited = exited
+
+    def start(self) -> None:
+        pass
+
+    def terminate(self, grace: float) -> None:
+        self._world.after(min(grace, 0.5), self.kill)
+
+    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+        self._exited(code, reason)
+
+    sidecar = None
+
+    def restart_sidecar(self) -> None:
+        raise AssertionError("it has no sidecar")

@@ -1,0 +1,291 @@
+"""Objects as on the wire, and the kinds that the simulated API server serves.
+
+Stored objects are never changed: a new one shares with the old one whatever stayed the same, so that "nothing has
+changed" is often a question of identity.
+"""
+
+from __future__ import annotations
+
+import calendar
+import marshal
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Object = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace ("" for what belongs to none) and name."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of objects, and how the API server treats them."""
+
+    plural: str
+    name: str
+    api_version: str = "v1"
+    namespaced: bool = True
+    status: bool = False
+    """Whether status is a subresource: then the other way to write the object leaves it alone."""
+    generation: bool = False
+    """Whether metadata.generation counts changes of what is wanted."""
+    unconditional: bool = True
+    """Whether a replacement may go without a resourceVersion."""
+    created_by_replacing: bool = False
+    """Whether a replacement of what does not exist creates it."""
+    custom: bool = False
+    """Whether its schema stands in crds/."""
+    owners_of_fields: bool = False
+    """Whether metadata.managedFields is kept; elsewhere nobody reads it, and it would cost time."""
+
+    @property
+    def group(self) -> str:
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def path(self) -> str:
+        return f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
+
+    @property
+    def resource(self) -> str:
+        """As messages name it."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    @property
+    def qualified(self) -> str:
+        """As messages about invalid objects name it."""
+        return f"{self.name}.{self.group}" if self.group else self.name
+
+
+def _custom(plural: str, name: str, *, namespaced: bool = True, status: bool = True) -> Kind:
+    return Kind(
+        plural, name, "pacekeeper.dev/v1alpha1", namespaced, status, generation=True, unconditional=False, custom=True
+    )
+
+
+KINDS: dict[str, Kind] = {
+    kind.plural: kind
+    for kind in (
+        Kind("pods", "Pod", status=True, generation=True),
+        Kind("nodes", "Node", namespaced=False, status=True, owners_of_fields=True),
+        Kind("namespaces", "Namespace", namespaced=False, status=True),
+        Kind("configmaps", "ConfigMap", owners_of_fields=True),
+        Kind("secrets", "Secret"),
+        Kind("resourcequotas", "ResourceQuota", status=True),
+        Kind("events", "Event", "events.k8s.io/v1", created_by_replacing=True),
+        Kind("leases", "Lease", "coordination.k8s.io/v1", unconditional=False, created_by_replacing=True),
+        Kind("tokenreviews", "TokenReview", "authentication.k8s.io/v1", namespaced=False),
+        Kind("networkpolicies", "NetworkPolicy", "networking.k8s.io/v1", generation=True),
+        _custom("trainingjobs", "TrainingJob"),
+        _custom("trainingjobstates", "TrainingJobState", status=False),
+        _custom("incidents", "Incident"),
+        _custom("nodequarantines", "NodeQuarantine", namespaced=False),
+    )
+}
+KINDS_BY_NAME: dict[tuple[str, str], Kind] = {(kind.group, kind.name): kind for kind in KINDS.values()}
+
+
+def as_sent(value: Any) -> Any:
+    """`value` as it arrives at the other end of a connection: a copy in plain types. Raises ValueError for a number
+    that JSON does not know."""
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {str(name): as_sent(part) for name, part in value.items()}
+    if kind is list or kind is tuple:
+        return [as_sent(part) for part in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not JSON")
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(name): as_sent(part) for name, part in value.items()}
+    raise TypeError(f"{kind.__name__} cannot be sent as JSON")
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of what is in plain types."""
+    return marshal.loads(marshal.dumps(value))
+
+
+def bytes_of(value: Any) -> int:
+    """About how long it is as JSON; never less than half of that."""
+    return len(marshal.dumps(value))
+
+
+def merged(value: Any, patch: Any) -> Any:
+    """By RFC 7396; the same object where nothing changes."""
+    if type(patch) is not dict:
+        return patch
+    base: Object = value if type(value) is dict else {}
+    result: Object | None = None if base is value else {}
+    for name, part in patch.items():
+        before = base.get(name)
+        if part is None:
+            if name in base:
+                result = dict(base) if result is None else result
+                del result[name]
+            continue
+        after = merged(before, part)
+        if after is before or (name in base and after == before):
+            continue
+        result = dict(base) if result is None else result
+        result[name] = after
+    return base if result is None else result
+
+
+def json_patched(value: Any, operations: list[Object]) -> Any:
+    """By RFC 6902 (add, remove, replace, test). Raises ValueError where an operation does not fit."""
+    for operation in operations:
+        names = [part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]]
+        value = _json_operation(value, names, operation)
+    return value
+
+
+def _json_operation(value: Any, names: list[str], operation: Object) -> Any:
+    name, rest = names[0], names[1:]
+    verb = operation["op"]
+    if isinstance(value, list):
+        items = list(value)
+        if name == "-" and not rest and verb == "add":
+            return [*items, operation["value"]]
+        place = int(name)
+        if rest:
+            items[place] = _json_operation(items[place], rest, operation)
+        elif verb == "add":
+            items.insert(place, operation["value"])
+        elif place >= len(items):
+            raise ValueError(f"there is no item {place}")
+        elif verb == "remove":
+            del items[place]
+        elif verb == "replace":
+            items[place] = operation["value"]
+        elif items[place] != operation["value"]:
+            raise ValueError(f"testing {operation['path']} failed")
+        return items
+    if not isinstance(value, dict) or (name not in value and (rest or verb in ("remove", "replace"))):
+        raise ValueError(f"there is no {operation['path']}")
+    if rest:
+        return {**value, name: _json_operation(value[name], rest, operation)}
+    if verb == "remove":
+        return {key: part for key, part in value.items() if key != name}
+    if verb == "test":
+        if value.get(name) != operation["value"]:
+            raise ValueError(f"testing {operation['path']} failed")
+        return value
+    return {**value, name: operation["value"]}
+
+
+def without_nulls(value: Any) -> Any:
+    """Built-in kinds know no null: a field that is null is not there. The same object where there is none."""
+    if type(value) is dict:
+        if any(part is None for part in value.values()):
+            value = {name: part for name, part in value.items() if part is not None}
+        parts = {name: without_nulls(part) for name, part in value.items() if type(part) in (dict, list)}
+        if any(part is not value[name] for name, part in parts.items()):
+            return {**value, **parts}
+        return value
+    if type(value) is list:
+        items = [without_nulls(item) for item in value]
+        return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+    return value
+
+
+@lru_cache(maxsize=4096)
+def timestamp(second: int) -> str:
+    """RFC 3339, as the API server writes its own."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(second))
+
+
+def seconds_of(text: str) -> int:
+    """The other way round."""
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def ended(pod: Object) -> bool:
+    """Whether all that ran in it has ended."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+Matches = Callable[[Object], bool]
+
+
+@lru_cache(maxsize=256)
+def label_selector(text: str) -> Matches:
+    """Whether an object matches. Raises ValueError."""
+    return _all_of([_label_requirement(part.strip()) for part in _requirements(text)])
+
+
+def _requirements(text: str) -> list[str]:
+    """Split at commas that are not inside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def _label_requirement(text: str) -> Matches:
+    for word, negated in ((" notin ", True), (" in ", False)):
+        if word in text:
+            name, _, listed = text.partition(word)
+            values = [value.strip() for value in listed.strip().strip("()").split(",")]
+            return _label(name.strip(), values, negated)
+    for word, negated in (("!=", True), ("==", False), ("=", False)):
+        if word in text:
+            name, _, value = text.partition(word)
+            return _label(name.strip(), [value.strip()], negated)
+    if text.startswith("!"):
+        absent = text[1:].strip()
+        return lambda body: absent not in (body["metadata"].get("labels") or {})
+    return lambda body: text in (body["metadata"].get("labels") or {})
+
+
+def _label(name: str, values: list[str], negated: bool) -> Matches:
+    def matches(body: Object) -> bool:
+        value = (body["metadata"].get("labels") or {}).get(name)
+        return (value in values) != negated
+
+    return matches
+
+
+_FIELDS: Mapping[str, Callable[[Object], Any]] = {
+    "metadata.name": lambda body: body["metadata"]["name"],
+    "metadata.namespace": lambda body: body["metadata"].get("namespace", ""),
+    "spec.nodeName": lambda body: body["spec"].get("nodeName", ""),
+    "status.phase": lambda body: body.get("status", {}).get("phase", ""),
+}
+
+
+@lru_cache(maxsize=256)
+def field_selector(text: str, plural: str) -> Matches:
+    """Whether an object matches. Raises ValueError for a field that its kind cannot be selected by."""
+    found = []
+    for part in text.split(","):
+        name, _, value = part.partition("!=" if "!=" in part else "=")
+        name, value = name.strip(), value.lstrip("=").strip()
+        if name not in _FIELDS or (plural != "pods" and not name.startswith("metadata.")):
+            raise ValueError(f"field label not supported: {name}")
+        found.append(_field(_FIELDS[name], value, "!=" in part))
+    return _all_of(found)
+
+
+def _field(read: Callable[[Object], Any], value: str, negated: bool) -> Matches:
+    return lambda body: (read(body) == value) != negated
+
+
+def _all_of(matches: list[Matches]) -> Matches:
+    if len(matches) == 1:
+        return matches[0]
+    return lambda body: all(match(body) for match in matches)

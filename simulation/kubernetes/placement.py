@@ -1,0 +1,276 @@
+"""Whether a pod may be put on a node, as the scheduler sees it. Pure.
+
+What is not here is not simulated: topology spread constraints, preferred node affinity, volumes, priorities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Object = Mapping[str, Any]
+
+_UNITS = {
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_KEEPS_AWAY = ("NoSchedule", "NoExecute")
+
+
+def obstacle(pod: Needs, node: Offer, nodes: Mapping[str, Offer]) -> str:
+    """Why the pod cannot be put on the node, in the scheduler's words; "": it can."""
+    if node.unschedulable and not _tolerated(_CORDON, pod.tolerations):
+        return "node(s) were unschedulable"
+    for taint in node.taints:
+        if taint["effect"] in _KEEPS_AWAY and not _tolerated(taint, pod.tolerations):
+            return f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"
+    if not _selected(pod, node):
+        return "node(s) didn't match Pod's node affinity/selector"
+    if lacking := refused_resource(pod, node):
+        return f"Insufficient {lacking}" if lacking != "pods" else "Too many pods"
+    if any(pod.ports & other.ports for other in node.pods.values()):
+        return "node(s) didn't have free ports for the requested pod ports"
+    if not all(any(term.means(other) for other in _around(node, term, nodes)) for term in pod.close):
+        return "node(s) didn't match pod affinity rules"
+    if any(term.means(other) for term in pod.apart for other in _around(node, term, nodes)):
+        return "node(s) didn't match pod anti-affinity rules"
+    # What keeps others away once it is there keeps them away for as long as it is there.
+    if any(term.means(pod) for place in nodes.values() for term in place.kept_free_of(node)):
+        return "node(s) didn't satisfy existing pods anti-affinity rules"
+    return ""
+
+
+def liking(pod: Needs, node: Offer, nodes: Mapping[str, Offer]) -> float:
+    """How well the node meets the pod's preferences; more is better."""
+    return sum(
+        weight * sum(term.means(other) for other in _around(node, term, nodes)) for weight, term in pod.preferences
+    )
+
+
+def refused_resource(pod: Needs, node: Offer) -> str:
+    """What of its resources the node has too little of; "": nothing."""
+    if len(node.pods) >= node.capacity.get("pods", float("inf")):
+        return "pods"
+    for name, amount in pod.resources.items():
+        if amount > node.capacity.get(name, 0.0) - node.used.get(name, 0.0) + 1e-9:
+            return name
+    return ""
+
+
+def toleration_seconds(taint: Object, tolerations: Sequence[Object]) -> float | None:
+    """For how long the taint is tolerated: for ever is math.inf; None: it is not."""
+    found = [item.get("tolerationSeconds") for item in tolerations if _tolerates(item, taint)]
+    if not found:
+        return None
+    return min((float(seconds) for seconds in found if seconds is not None), default=float("inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class PodTerm:
+    """Pods with these labels in one of these namespaces, as far as the topology's domain goes."""
+
+    labels: Mapping[str, str]
+    expressions: Sequence[Object]
+    namespaces: Sequence[str]
+    topology: str  # a label of nodes
+
+    @classmethod
+    def parse(cls, term: Object, namespace: str) -> PodTerm:
+        selector = term.get("labelSelector") or {}
+        return cls(
+            selector.get("matchLabels") or {},
+            selector.get("matchExpressions") or (),
+            term.get("namespaces") or (namespace,),
+            term["topologyKey"],
+        )
+
+    def means(self, pod: Needs) -> bool:
+        return (
+            pod.namespace in self.namespaces
+            and all(pod.labels.get(key) == value for key, value in self.labels.items())
+            and all(_matches(item, pod.labels) for item in self.expressions)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """What a pod asks of its place; read once."""
+
+    uid: str
+    namespace: str
+    labels: Mapping[str, str]
+    resources: Mapping[str, float]
+    ports: frozenset[int]  # of the node's own network
+    tolerations: Sequence[Object]
+    selector: Mapping[str, str]
+    node_terms: Sequence[Object] | None  # alternatives; None: any node will do
+    close: tuple[PodTerm, ...]
+    apart: tuple[PodTerm, ...]
+    preferences: tuple[tuple[float, PodTerm], ...]  # less than 0: rather not there
+
+    @classmethod
+    def parse(cls, pod: Object) -> Needs:
+        metadata, spec = pod["metadata"], pod["spec"]
+        namespace, affinity = metadata["namespace"], spec.get("affinity") or {}
+        close, apart = affinity.get("podAffinity") or {}, affinity.get("podAntiAffinity") or {}
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        terms = ((affinity.get("nodeAffinity") or {}).get(required) or {}).get("nodeSelectorTerms")
+        return cls(
+            uid=metadata["uid"],
+            namespace=namespace,
+            labels=metadata.get("labels") or {},
+            resources=_requests(spec),
+            ports=frozenset(_ports(spec)),
+            tolerations=spec.get("tolerations") or (),
+            selector=spec.get("nodeSelector") or {},
+            node_terms=terms,
+            close=tuple(PodTerm.parse(term, namespace) for term in close.get(required) or ()),
+            apart=tuple(PodTerm.parse(term, namespace) for term in apart.get(required) or ()),
+            preferences=(*_preferences(close, 1.0, namespace), *_preferences(apart, -1.0, namespace)),
+        )
+
+
+class Offer:
+    """What a node has to give, and who is on it."""
+
+    def __init__(self, node: Object, pods: Mapping[str, Needs] | None = None) -> None:
+        metadata, spec = node["metadata"], node.get("spec") or {}
+        self.name: str = metadata["name"]
+        self.labels: Mapping[str, str] = metadata.get("labels") or {}
+        self.unschedulable = bool(spec.get("unschedulable"))
+        self.taints: Sequence[Object] = spec.get("taints") or ()
+        allocatable = (node.get("status") or {}).get("allocatable") or {}
+        self.capacity = {name: quantity(value) for name, value in allocatable.items()}
+        self.used: dict[str, float] = {}
+        self.pods: dict[str, Needs] = {}
+        for pod in (pods or {}).values():
+            self.add(pod)
+
+    def add(self, pod: Needs) -> None:
+        if pod.uid not in self.pods:
+            self.pods[pod.uid] = pod
+            for name, amount in pod.resources.items():
+                self.used[name] = self.used.get(name, 0.0) + amount
+
+    def remove(self, uid: str) -> bool:
+        """Whether it was there."""
+        pod = self.pods.pop(uid, None)
+        for name, amount in pod.resources.items() if pod is not None else ():
+            self.used[name] -= amount
+        return pod is not None
+
+    def kept_free_of(self, place: Offer) -> Iterator[PodTerm]:
+        """Pods that the pods here do not suffer at `place`."""
+        for pod in self.pods.values():
+            for term in pod.apart:
+                if _one_domain(self, place, term.topology):
+                    yield term
+
+
+def quantity(value: object) -> float:
+    """Kubernetes' quantities: 250m, 64Mi, 8."""
+    text = str(value)
+    unit = text.lstrip("0123456789.+-")
+    return float(text.removesuffix(unit)) * (_UNITS[unit] if unit else 1.0)
+
+
+_CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+
+
+def _tolerated(taint: Object, tolerations: Sequence[Object]) -> bool:
+    return any(_tolerates(item, taint) for item in tolerations)
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    if toleration.get("effect") and toleration["effect"] != taint["effect"]:
+        return False
+    if toleration.get("key") and toleration["key"] != taint["key"]:
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return True
+    return bool(toleration.get("key")) and toleration.get("value", "") == taint.get("value", "")
+
+
+def _selected(pod: Needs, node: Offer) -> bool:
+    if any(node.labels.get(key) != value for key, value in pod.selector.items()):
+        return False
+    return pod.node_terms is None or any(_term_selects(term, node) for term in pod.node_terms)
+
+
+def _term_selects(term: Object, node: Offer) -> bool:
+    labels, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
+    if not labels and not fields:
+        return False  # an empty term selects nothing
+    return all(_matches(item, node.labels) for item in labels) and all(
+        _matches(item, {"metadata.name": node.name}) for item in fields
+    )
+
+
+def _matches(expression: Object, values: Mapping[str, str]) -> bool:
+    key: str = expression["key"]
+    wanted: Sequence[str] = expression.get("values") or ()
+    match expression["operator"]:
+        case "In":
+            return values.get(key) in wanted
+        case "NotIn":
+            return values.get(key) not in wanted
+        case "Exists":
+            return key in values
+        case "DoesNotExist":
+            return key not in values
+        case "Gt":
+            return key in values and int(values[key]) > int(wanted[0])
+        case "Lt":
+            return key in values and int(values[key]) < int(wanted[0])
+        case operator:
+            raise ValueError(f"a selector's operator {operator!r} is unknown")
+
+
+def _around(node: Offer, term: PodTerm, nodes: Mapping[str, Offer]) -> Iterable[Needs]:
+    """The pods in the node's domain."""
+    if term.topology == "kubernetes.io/hostname":
+        return node.pods.values()
+    return (pod for other in nodes.values() if _one_domain(node, other, term.topology) for pod in other.pods.values())
+
+
+def _one_domain(one: Offer, other: Offer, topology: str) -> bool:
+    return one is other or (topology in one.labels and one.labels[topology] == other.labels.get(topology))
+
+
+def _preferences(affinity: Object, sign: float, namespace: str) -> Iterator[tuple[float, PodTerm]]:
+    for wish in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ():
+        yield sign * wish["weight"], PodTerm.parse(wish["podAffinityTerm"], namespace)
+
+
+def _requests(spec: Object) -> dict[str, float]:
+    """Of all containers that run together; what runs before them may need more."""
+    first: Sequence[Object] = spec.get("initContainers") or ()
+    beside = [container for container in first if container.get("restartPolicy") == "Always"]
+    total: dict[str, float] = {}
+    for container in [*spec["containers"], *beside]:
+        for name, amount in _request(container).items():
+            total[name] = total.get(name, 0.0) + amount
+    for container in first:
+        for name, amount in _request(container).items():
+            total[name] = max(total.get(name, 0.0), amount)
+    return total
+
+
+def _request(container: Object) -> dict[str, float]:
+    resources = container.get("resources") or {}
+    return {name: quantity(v) for name, v in {**resources.get("limits", {}), **resources.get("requests", {})}.items()}
+
+
+def _ports(spec: Object) -> Iterator[int]:
+    for container in [*spec["containers"], *spec.get("initContainers", ())]:
+        for port in container.get("ports") or ():
+            if spec.get("hostNetwork") or port.get("hostPort"):
+                yield port.get("hostPort") or port["containerPort"]

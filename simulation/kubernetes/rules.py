@@ -1,0 +1,168 @@
+"""What the CEL rules of crds/ say, each beside its own words.
+
+The key is the rule's text with single spaces; `old` is what CEL calls oldSelf. A rule that has no entry here cannot be
+loaded, so that who changes a rule changes its equivalent, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Rule = Callable[[Any, Any], bool]
+
+_DURATION = re.compile(r"([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?")
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_MEMBER = "nvidia__dot__com__slash__gpu"
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and _DURATION.fullmatch(value) is not None
+
+
+def _within(least: float, most: float) -> Rule:
+    """Seconds of a duration; what is none is another rule's business."""
+
+    def holds(value: Any, _: Any) -> bool:
+        match = _DURATION.fullmatch(value) if _is_duration(value) else None
+        if match is None:
+            return True
+        hours, minutes, seconds = (int(part[:-1]) if part else 0 for part in match.groups())
+        return least <= hours * 3600 + minutes * 60 + seconds <= most
+
+    return holds
+
+
+def _bounded(least: str, most: str) -> str:
+    return (
+        "!(type(self) == string && self.matches('^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$') && self != '') "
+        f"|| (duration(self) >= duration('{least}') && duration(self) <= duration('{most}'))"
+    )
+
+
+def _was_suspended(old: Any) -> bool:
+    return bool(old["spec"]["suspend"]) and old.get("status", {}).get("phase", "Suspended") == "Suspended"
+
+
+def _same_storage(job: Any, old: Any) -> bool:
+    one, other = job["spec"]["checkpoint"], old["spec"]["checkpoint"]
+    fields = ("path", "everySteps", "volumeClaimName")
+    return all(one.get(field, "") == other.get(field, "") for field in fields)
+
+
+def _trainers(spec: Any) -> list[Any]:
+    return [c for c in spec["template"]["spec"]["containers"] if c["name"] == "trainer"]
+
+
+def _enough_gpus(spec: Any, _: Any) -> bool:
+    limits = [c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu") for c in _trainers(spec)]
+    return all(limit is None or spec["nprocPerNode"] <= int(limit) for limit in limits)
+
+
+def _claim_is_free(spec: Any, _: Any) -> bool:
+    if "volumeClaimName" not in spec["checkpoint"]:
+        return True
+    mounts = [mount["mountPath"] for c in _trainers(spec) for mount in c.get("volumeMounts", ())]
+    return spec["checkpoint"]["path"] not in mounts
+
+
+def _unchanged(name: str) -> Rule:
+    return lambda spec, old: bool(spec.get(name) == old.get(name))
+
+
+_SUSPENDED = (
+    "(oldSelf.spec.suspend && "
+    "(!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Suspended'))"
+)
+
+RULES: Mapping[str, Rule] = {
+    # Incident
+    "self == oldSelf": lambda value, old: bool(value == old),
+    "self.matches('^[a-z][a-z-]*[a-z]$')": lambda value, _: re.fullmatch("[a-z][a-z-]*[a-z]", value) is not None,
+    # NodeQuarantine
+    "self.approved || !oldSelf.approved": lambda spec, old: bool(spec["approved"] or not old["approved"]),
+    "has(self.nodeUID) == has(oldSelf.nodeUID) && (!has(self.nodeUID) || self.nodeUID == oldSelf.nodeUID)": (
+        _unchanged("nodeUID")
+    ),
+    "has(self.incidentRef) == has(oldSelf.incidentRef) && (!has(self.incidentRef) || "
+    "self.incidentRef == oldSelf.incidentRef)": _unchanged("incidentRef"),
+    "self.trim() != ''": lambda value, _: bool(value.strip()),
+    # Durations
+    "type(self) == string && self.matches('^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$') && self != ''": (
+        lambda value, _: _is_duration(value)
+    ),
+    _bounded("1s", "8760h"): _within(1, 8760 * 3600),
+    _bounded("10s", "168h"): _within(10, 168 * 3600),
+    _bounded("1m", "720h"): _within(60, 720 * 3600),
+    # TrainingJob
+    "self.metadata.name.size() <= 40 && self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')": (
+        lambda job, _: len(job["metadata"]["name"]) <= 40 and _NAME.fullmatch(job["metadata"]["name"]) is not None
+    ),
+    f"self.spec.template == oldSelf.spec.template || {_SUSPENDED}": (
+        lambda job, old: job["spec"]["template"] == old["spec"]["template"] or _was_suspended(old)
+    ),
+    f"self.spec.nprocPerNode == oldSelf.spec.nprocPerNode || {_SUSPENDED}": (
+        lambda job, old: job["spec"]["nprocPerNode"] == old["spec"]["nprocPerNode"] or _was_suspended(old)
+    ),
+    "(self.spec.checkpoint.path == oldSelf.spec.checkpoint.path "
+    "&& self.spec.checkpoint.everySteps == oldSelf.spec.checkpoint.everySteps "
+    "&& (has(self.spec.checkpoint.volumeClaimName) ? self.spec.checkpoint.volumeClaimName : '') "
+    "== (has(oldSelf.spec.checkpoint.volumeClaimName) ? oldSelf.spec.checkpoint.volumeClaimName : '')) "
+    f"|| {_SUSPENDED}": lambda job, old: _same_storage(job, old) or _was_suspended(old),
+    "!has(self.minReplicas) || self.minReplicas <= self.replicas": (
+        lambda spec, _: bool(spec.get("minReplicas", 0) <= spec["replicas"])
+    ),
+    "self.template.spec.containers.all(c, c.name != 'trainer' || !has(c.resources) || !has(c.resources.limits) "
+    f"|| !has(c.resources.limits.{_MEMBER}) || self.nprocPerNode <= int(c.resources.limits.{_MEMBER}))": _enough_gpus,
+    "!has(self.checkpoint.volumeClaimName) || self.template.spec.containers.all(c, c.name != 'trainer' "
+    "|| !has(c.volumeMounts) || c.volumeMounts.all(m, m.mountPath != self.checkpoint.path))": _claim_is_free,
+    "self.all(key, !key.startsWith('pacekeeper.dev/'))": (
+        lambda keys, _: not any(key.startswith("pacekeeper.dev/") for key in keys)
+    ),
+    "!has(self.restartPolicy) || self.restartPolicy == 'Never'": (
+        lambda spec, _: spec.get("restartPolicy", "Never") == "Never"
+    ),
+    "!has(self.nodeName) || self.nodeName == ''": lambda spec, _: spec.get("nodeName", "") == "",
+    "self.exists(c, c.name == 'trainer')": lambda containers, _: any(c["name"] == "trainer" for c in containers),
+    "self.all(c, c.name != 'pacekeeper-sidecar')": (
+        lambda containers, _: all(c["name"] != "pacekeeper-sidecar" for c in containers)
+    ),
+    "self.all(c, !has(c.ports) || c.ports.all(p, p.containerPort != 9464))": (
+        lambda containers, _: all(port["containerPort"] != 9464 for c in containers for port in c.get("ports", ()))
+    ),
+    "self.all(e, !e.name.startsWith('PACEKEEPER_'))": (
+        lambda variables, _: not any(variable["name"].startswith("PACEKEEPER_") for variable in variables)
+    ),
+    "self.all(m, m.mountPath != '/run/pacekeeper' && !m.mountPath.startsWith('/run/pacekeeper/') "
+    "&& !m.mountPath.startsWith('/var/run/secrets/pacekeeper'))": (
+        lambda mounts, _: (
+            not any(
+                mount["mountPath"] == "/run/pacekeeper"
+                or mount["mountPath"].startswith(("/run/pacekeeper/", "/var/run/secrets/pacekeeper"))
+                for mount in mounts
+            )
+        )
+    ),
+    "type(self) == int ? self >= 0 : self.matches('^[0-9]{1,4}$')": (
+        lambda value, _: value >= 0 if isinstance(value, int) else re.fullmatch("[0-9]{1,4}", value) is not None
+    ),
+    "self.all(v, !v.name.startsWith('pacekeeper-'))": (
+        lambda volumes, _: not any(volume["name"].startswith("pacekeeper-") for volume in volumes)
+    ),
+    "self.matches('^/[^:]*[^:/]$') && !self.contains('/../') && !self.endsWith('/..')": (
+        lambda path, _: re.fullmatch("/[^:]*[^:/]", path) is not None and "/../" not in path and path[-3:] != "/.."
+    ),
+    "self != '/run/pacekeeper' && !self.startsWith('/run/pacekeeper/') && self != '/dev/shm'": (
+        lambda path, _: path not in ("/run/pacekeeper", "/dev/shm") and not path.startswith("/run/pacekeeper/")
+    ),
+    "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')": (
+        lambda name, _: re.fullmatch("[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) is not None
+    ),
+    "type(self) == int ? self >= 1 && self <= 86400 : self == 'auto'": (
+        lambda value, _: 1 <= value <= 86400 if isinstance(value, int) else value == "auto"
+    ),
+}
+
+NOT_SIMULATED: Mapping[str, str] = {}
+"""Rules without an equivalent, each with the reason."""

@@ -1,0 +1,104 @@
+"""Tokens of pods, and what the API server says of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .objects import Object
+
+if TYPE_CHECKING:
+    from .api_server import ApiServer
+
+CACHE_SECONDS = 10.0
+"""So long the API server believes what it has found good: also of a pod that is gone by then."""
+
+
+@dataclass
+class _Minted:
+    """A token, and when it was found good last, in virtual seconds."""
+
+    namespace: str
+    pod: str
+    uid: str
+    account: str
+    audience: str
+    expires: float  # seconds since the epoch
+    good_at: float = -CACHE_SECONDS
+
+
+class Tokens:
+    """All that were minted."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+        self._minted: dict[str, _Minted] = {}
+
+    def mint(self, pod: Object, audience: str, seconds: float) -> str:
+        """Valid for so many seconds, and as long as the pod is there."""
+        metadata = pod["metadata"]
+        account = pod["spec"].get("serviceAccountName", "default")
+        now = self._api.world.wall("api")
+        claims = {
+            "aud": [audience],
+            "exp": int(now + seconds),
+            "iat": int(now),
+            "iss": "https://kubernetes.default.svc",
+            "kubernetes.io": {
+                "namespace": metadata["namespace"],
+                "pod": {"name": metadata["name"], "uid": metadata["uid"]},
+            },
+            "sub": f"system:serviceaccount:{metadata['namespace']}:{account}",
+        }
+        token = ".".join((_encoded({"alg": "none"}), _encoded(claims), f"s{len(self._minted)}"))
+        self._minted[token] = _Minted(
+            metadata["namespace"], metadata["name"], metadata["uid"], account, audience, now + seconds
+        )
+        return token
+
+    def review(self, body: Object) -> Object:
+        """A TokenReview with its answer."""
+        spec = body["spec"]
+        wanted = spec.get("audiences", [])
+        minted = self._minted.get(spec.get("token", ""))
+        now = self._api.world.loop.time()
+        if minted is None:
+            return self._answer(body, {"user": {}, "error": "invalid bearer token"})
+        if minted.audience not in wanted:
+            why = f'token audiences ["{minted.audience}"] is invalid for the target audiences {json.dumps(wanted)}'
+            return self._answer(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
+        if now - minted.good_at >= CACHE_SECONDS:
+            if why := self._flaw(minted):
+                return self._answer(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
+            minted.good_at = now
+        user = {
+            "username": f"system:serviceaccount:{minted.namespace}:{minted.account}",
+            "groups": [
+                "system:serviceaccounts",
+                f"system:serviceaccounts:{minted.namespace}",
+                "system:authenticated",
+            ],
+            "extra": {
+                "authentication.kubernetes.io/pod-name": [minted.pod],
+                "authentication.kubernetes.io/pod-uid": [minted.uid],
+            },
+        }
+        return self._answer(body, {"authenticated": True, "user": user, "audiences": [minted.audience]})
+
+    def _flaw(self, minted: _Minted) -> str:
+        if self._api.world.wall("api") >= minted.expires:
+            return "service account token has expired"
+        pod = self._api.get("pods", minted.pod, minted.namespace)
+        if pod is None or pod["metadata"]["uid"] != minted.uid:
+            return "service account token has been invalidated"
+        return ""
+
+    @staticmethod
+    def _answer(body: Object, status: Object) -> Object:
+        return {**body, "status": status}
+
+
+def _encoded(part: Object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode()

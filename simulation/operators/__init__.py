@@ -1,0 +1,1 @@
+"""The operator's pods: the real process, on edges that lead into the simulation."""

@@ -1,0 +1,281 @@
+"""What kopf promises to handlers, as far as the operator's rely on it. A stand-in for kopf itself, nothing more.
+
+Read off kopf 1.45 (reactor/queueing.py, reactor/processing.py, engines/daemons.py, clients/watching.py):
+- a kind's objects are listed (events of type None), then watched; a watch that ends goes on from where it was, one
+  whose past is lost (410) begins with a new list, which tells of nothing that has gone meanwhile;
+- one object's events are processed one after the other, different objects' at once; errors of event handlers are
+  logged, and forgotten;
+- an object with daemons gets a finalizer; its daemon sees a body that is always the newest; once the object is being
+  deleted the daemon is asked to stop, and when it has ended, and a second has passed, the finalizer is taken off;
+- kopf writes with a client of its own: it does not ask whether the operator leads;
+- a daemon that raises is run again a minute later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import kopf
+
+from pacekeeper_operator.cluster import JSON, MERGE_PATCH, Answer, Connection, Object
+from pacekeeper_operator.handlers import quarantines, startup, trainingjobs, watches  # noqa: F401  # registers them
+from pacekeeper_operator.services.operator import Operator
+
+from ..kubernetes.errors import ApiError
+from ..kubernetes.watch import Watch
+
+RECONNECT_SECONDS = 0.1
+INACTIVITY_SECONDS = 70.0
+"""A watch that says nothing for so long is begun anew; bookmarks are words, too."""
+RETRY_SECONDS = 60.0
+log = logging.getLogger(__name__)
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class Body(dict[str, Any]):
+    """Always the newest that was seen."""
+
+
+class Stopped:
+    """kopf's DaemonStopped."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+@dataclass
+class _Daemon:
+    body: Body
+    stopped: Stopped
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind, as handlers name it."""
+
+    group: str
+    version: str
+    plural: str
+
+    @property
+    def path(self) -> str:
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+
+@dataclass
+class Kopf:
+    """Of one operator process. `watch`: (plural, from version, labels)."""
+
+    operator: Operator
+    connection: Connection
+    watch: Callable[[str, str, str], Watch]
+    memo: kopf.Memo = field(init=False)
+    settings: kopf.OperatorSettings = field(default_factory=kopf.OperatorSettings)
+    _queues: dict[str, asyncio.Queue[tuple[str | None, Object]]] = field(default_factory=dict)  # by uid
+    _daemons: dict[str, _Daemon] = field(default_factory=dict)  # by uid
+
+    def __post_init__(self) -> None:
+        self.memo = kopf.Memo(operator=self.operator)
+        self._registry = kopf.get_default_registry()
+
+    async def run(self, *stops: asyncio.Event) -> None:
+        """Until one of `stops` is set; then watches end, then daemons, then what is to be cleaned up is."""
+        await self._activities("startup")
+        tasks = [
+            asyncio.create_task(self._follow(resource), name=f"watch {resource.plural}")
+            for resource in self._resources()
+        ]
+        try:
+            await self.operator.runtime.either(*(stop.wait() for stop in stops))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for daemon in list(self._daemons.values()):
+                daemon.stopped.set()
+            running = [daemon.task for daemon in self._daemons.values() if daemon.task is not None]
+            if running:
+                await asyncio.wait(running, timeout=self.settings.background.instant_exit_timeout)
+            for task in running:
+                task.cancel()
+            await self._activities("cleanup")
+
+    async def _activities(self, name: str) -> None:
+        for handler in self._registry._activities._handlers:
+            if handler.activity is not None and handler.activity.value == name:
+                call: Callable[..., Any] = handler.fn
+                await call(memo=self.memo, settings=self.settings)
+
+    def _resources(self) -> list[Resource]:
+        handlers = [*self._registry._watching._handlers, *self._registry._spawning._handlers]
+        named = [_resource(handler.selector) for handler in handlers]
+        return list(dict.fromkeys(named))
+
+    async def _follow(self, resource: Resource) -> None:
+        labels = ",".join(
+            labels
+            for selector, labels in self.settings.watching.label_selectors.items()
+            if _resource(selector) == resource
+        )
+        while True:
+            try:
+                version = await self._list(resource, labels)
+                while True:
+                    version = await self._watch(resource, version, labels)
+            except (*_BROKEN, ApiError) as error:
+                log.debug("watching %s begins anew: %r", resource.plural, error)
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _list(self, resource: Resource, labels: str) -> str:
+        """Tries as often as kopf does. Raises what _BROKEN lists."""
+        query = {"labelSelector": labels} if labels else {}
+        answer = await self._ask("GET", f"{resource.path}/{resource.plural}", query, None, JSON)
+        if answer.status >= 300:
+            raise aiohttp.ClientConnectionError(f"status {answer.status}")
+        for item in answer.body["items"]:
+            self._take(resource, None, item)
+        version: str = answer.body["metadata"]["resourceVersion"]
+        return version
+
+    async def _watch(self, resource: Resource, version: str, labels: str) -> str:
+        """One stream's length. Raises ApiError: Gone, say."""
+        stream = self.watch(resource.plural, version, labels)
+        try:
+            async with asyncio.timeout(self.settings.watching.connect_timeout):
+                await stream.open()
+            while True:
+                async with asyncio.timeout(INACTIVITY_SECONDS):
+                    type_, found = await anext(stream)
+                version = found["metadata"]["resourceVersion"]
+                if type_ != "BOOKMARK":
+                    self._take(resource, type_, found)
+        except (StopAsyncIteration, *_BROKEN):
+            await asyncio.sleep(0)  # an answer that ends at once must not be asked for without end
+        finally:
+            stream.close()
+        return version
+
+    def _take(self, resource: Resource, type_: str | None, found: Object) -> None:
+        uid = found["metadata"]["uid"]
+        queue = self._queues.get(uid)
+        if queue is None:
+            queue = self._queues[uid] = asyncio.Queue()
+            asyncio.create_task(self._work(resource, uid, queue), name=f"worker for {resource.plural}")  # noqa: RUF006  # the queue holds it
+        queue.put_nowait((type_, found))
+
+    async def _work(self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]) -> None:
+        while not queue.empty():
+            type_, found = queue.get_nowait()
+            await self._process(resource, type_, found)
+        del self._queues[uid]
+
+    async def _process(self, resource: Resource, type_: str | None, found: Object) -> None:
+        metadata = found["metadata"]
+        daemon = self._daemons.get(metadata["uid"])
+        if daemon is not None:
+            daemon.body.clear()
+            daemon.body.update(found)
+        for handler in self._concerned(self._registry._watching._handlers, resource, found):
+            try:
+                await handler.fn(
+                    memo=self.memo, body=found, type=type_, namespace=metadata.get("namespace"), name=metadata["name"]
+                )
+            except Exception as error:
+                log.exception("a handler of %s failed: %r", resource.plural, error)
+        for handler in self._concerned(self._registry._spawning._handlers, resource, found):
+            await self._accompany(handler, resource, type_, found, daemon)
+
+    async def _accompany(
+        self, handler: Any, resource: Resource, type_: str | None, found: Object, daemon: _Daemon | None
+    ) -> None:
+        metadata, finalizer = found["metadata"], self.settings.persistence.finalizer
+        if type_ == "DELETED":
+            return
+        if "deletionTimestamp" not in metadata:
+            if daemon is None:
+                self._spawn(handler, resource, found)
+            if finalizer not in metadata.get("finalizers", ()):
+                await self._patch_finalizers(resource, found, [*metadata.get("finalizers", ()), finalizer])
+        elif daemon is not None:
+            daemon.stopped.set()
+
+    def _spawn(self, handler: Any, resource: Resource, found: Object) -> None:
+        daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), Stopped())
+        daemon.task = asyncio.create_task(
+            self._keep(handler, resource, daemon), name=f"daemon {found['metadata']['name']}"
+        )
+
+    async def _keep(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
+        ours = self.settings.persistence.finalizer
+        while True:
+            try:
+                await handler.fn(memo=self.memo, body=daemon.body, stopped=daemon.stopped)
+            except Exception as error:
+                log.exception("a daemon of %s failed: %r", resource.plural, error)
+                if not daemon.stopped:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+            break
+        while "deletionTimestamp" in daemon.body["metadata"]:
+            await asyncio.sleep(self.settings.background.cancellation_polling)
+            others = [name for name in daemon.body["metadata"].get("finalizers", ()) if name != ours]
+            if await self._patch_finalizers(resource, daemon.body, others):
+                break
+
+    async def _patch_finalizers(self, resource: Resource, found: Object, finalizers: list[str]) -> bool:
+        """Whether there is nothing left to be done about it."""
+        metadata = found["metadata"]
+        place = f"/namespaces/{metadata['namespace']}" if metadata.get("namespace") else ""
+        path = f"{resource.path}{place}/{resource.plural}/{metadata['name']}"
+        known = {name: metadata[name] for name in ("uid", "resourceVersion")}
+        body = {"metadata": {**known, "finalizers": finalizers}}
+        try:
+            answer = await self._ask("PATCH", path, {"fieldManager": "kopf"}, body, MERGE_PATCH)
+        except _BROKEN:
+            return False
+        return answer.status < 300 or answer.status == 404
+
+    async def _ask(self, method: str, path: str, query: dict[str, str], body: Object | None, style: str) -> Answer:
+        """Tried again where nobody answers, as often as kopf does. Raises what _BROKEN lists."""
+        backoffs = self.settings.networking.error_backoffs
+        for pause in [*(backoffs if isinstance(backoffs, Iterable) else ()), None]:
+            try:
+                answer = await self.connection.request(method, path, query, body, style)
+                if pause is None or (answer.status < 500 and answer.status != 429):
+                    return answer
+            except _BROKEN:
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    def _concerned(self, handlers: Any, resource: Resource, found: Object) -> Iterator[Any]:
+        for handler in handlers:
+            if _resource(handler.selector) != resource or not _has_labels(handler.labels, found):
+                continue
+            if handler.when is None or handler.when(spec=found.get("spec", {}), status=found.get("status", {})):
+                yield handler
+
+
+def _resource(selector: Any) -> Resource:
+    return Resource(selector.group, selector.version, selector.any_name)
+
+
+def _has_labels(wanted: Mapping[str, object] | None, found: Object) -> bool:
+    """As far as the operator asks: that they are there."""
+    return all(name in found["metadata"].get("labels", {}) for name in wanted or ())

@@ -1,0 +1,30 @@
+"""The operator's one seam to time and chance, in a simulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pacekeeper_operator.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..world import World
+
+
+class SimulatedRuntime(Runtime):
+    """Of one process at a place, whose clock may be off. Sleeping is the loop's business."""
+
+    def __init__(self, world: World, place: str, purpose: str) -> None:
+        super().__init__()
+        self._world = world
+        self._place = place
+        self._random = world.random(purpose)
+        self._booted = self._random.uniform(1e3, 1e6)
+
+    def now(self) -> float:
+        return self._world.wall(self._place)
+
+    def monotonic(self) -> float:
+        return self._booted + self._world.now()
+
+    def identifier(self) -> str:
+        return f"{self._random.getrandbits(128):032x}"

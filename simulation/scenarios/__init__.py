@@ -1,0 +1,1 @@
+"""Directed scenarios: what went wrong once, and does not any more."""

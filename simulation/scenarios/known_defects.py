@@ -1,0 +1,186 @@
+"""Defects of the operator that were found by simulation, each with the shortest story that shows it.
+
+`tests/unit/simulation/test_known_defects.py` plays each of them twice: as the operator is, and with its mend undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..faults import control_plane, machines, operators, people, ranks
+from ..faults.fault import Fault, Role
+from ..faults.moments import AfterFault, At, Moment, WorkerExits
+from ..generator import OPERATOR
+from ..kubernetes.faults import Fate
+from ..schedule import Aim, JobSettings, Schedule, Stroke
+from ..world import WorldSettings
+
+CALM = 40.0
+"""Virtual seconds at which a job has trained for a while."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`words`: what went wrong."""
+
+    words: str
+    schedule: Schedule
+    patience: float = 120.0
+    """Seconds for which a job that could train may stand still."""
+
+
+def _scenario(
+    words: str,
+    *strokes: Stroke,
+    patience: float = Scenario.patience,
+    aim: Aim = Aim.SAFETY,
+    jobs: tuple[JobSettings, ...] = (),
+    seed: int = 1,
+    nodes: int = 8,
+    slots: int = 1,
+    replicas: int = 2,
+    spares: int = 1,
+    **spec: Any,
+) -> Scenario:
+    spec = {"remediation": {"maxRestarts": 100}, "schedulingTimeout": "60s", **spec}
+    world = WorldSettings(nodes=nodes, slots=slots, operator=OPERATOR)
+    job = JobSettings(replicas=replicas, spares=spares, spec=spec)
+    return Scenario(words, Schedule(seed, aim, world, jobs or (job,), strokes), patience)
+
+
+def _at(when: float | Moment, what: Fault, seconds: float | None = 0.0) -> Stroke:
+    return Stroke(At(when) if isinstance(when, float) else when, what, seconds)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    # What is not known is no news.
+    "failed-list": _scenario(
+        "one failed list of pods when the operator restarts ends the workers of a healthy job",
+        _at(CALM, operators.OperatorKilled()),
+        *[_at(CALM + 0.1, control_plane.NextRequest("GET", "/v1/pods", Fate.REFUSED, 503)) for _ in range(3)],
+    ),
+    # Crashes.
+    "broken-gpu": _scenario(
+        "a rank that ends with an error in each round on one worker fails the job, beside a warm spare",
+        _at(CALM, ranks.ScriptFails(index=1), None),
+        _at(CALM + 0.1, ranks.RankCrashes(index=1)),
+        replicas=3,
+    ),
+    # Ends.
+    "finished-and-lost": _scenario(
+        "one trainer has come to its end, another worker is lost before: nobody ever finishes",
+        _at(CALM, people.JobFinishes(steps=3)),
+        _at(CALM + 4.4, machines.PowerFails(index=1), 100.0),
+        replicas=4,
+    ),
+    "finished-unseen": _scenario(
+        "the job finishes while the operator is away, and a pod that has ended is removed before it is back",
+        _at(CALM, people.JobFinishes(steps=2)),
+        _at(WorkerExits(1), operators.OperatorFrozen(), 100.0),
+        _at(AfterFault(1, 5.0), machines.NodeVanishes(free=True, index=4), 200.0),
+        spares=0,
+    ),
+    "finished-and-removed": _scenario(
+        "a pod is removed between its trainer's end and its kubelet's report: its ranks never finish",
+        _at(CALM, people.JobFinishes(steps=2)),
+        _at(WorkerExits(1), machines.PodDeleted(force=True)),
+    ),
+    # Machines.
+    "all-lose-power": _scenario(
+        "all nodes of a job lose power at once: the job says Running for minutes, beside warm spares",
+        _at(CALM, machines.PowerFails(index=0), 200.0),
+        _at(CALM, machines.PowerFails(index=1), 200.0),
+        patience=30.0,
+        spares=2,
+    ),
+    "operator-cut-from-node": _scenario(
+        "operator and node are cut from each other: a worker that trains is killed, and its node quarantined",
+        _at(CALM, machines.NodeIsCutOff(index=1, beyond=machines.Beyond.OPERATOR), 60.0),
+        replicas=3,
+    ),
+    "operator-cut-from-all": _scenario(
+        "the operator reaches no node: the worker of a job that has but one is killed while it trains",
+        _at(CALM, operators.OperatorIsCutOff(beyond=operators.Beyond.NODES), 60.0),
+        replicas=1,
+        spares=0,
+    ),
+    "silent-spare": _scenario(
+        "a spare that nobody hears of any more is given the ranks of a lost worker",
+        _at(CALM, machines.NodeIsCutOff(role=Role.SPARE, beyond=machines.Beyond.OPERATOR), 150.0),
+        _at(CALM + 20.0, machines.PodDeleted(force=True)),
+        patience=40.0,
+    ),
+    "dead-spare-and-resume": _scenario(
+        "a spare whose node is dead keeps a job from being resumed",
+        _at(CALM, machines.PowerFails(role=Role.SPARE), 280.0),
+        _at(CALM + 20.0, people.JobSuspended(), 40.0),
+        patience=60.0,
+    ),
+    "suspended-and-lost": _scenario(
+        "a node that dies while its job is being suspended keeps it from being resumed",
+        _at(CALM, people.JobSuspended(), 60.0),
+        _at(CALM + 0.2, machines.PowerFails(), 280.0),
+        spares=0,
+        patience=120.0,
+    ),
+    # Ranks.
+    "hang-after-joining": _scenario(
+        "a hang in the first steps after a spare has joined is found half an hour later",
+        _at(CALM, machines.PodDeleted(force=True)),
+        _at(CALM + 5.0, ranks.RankHangs(index=1)),
+        patience=150.0,
+    ),
+    "frozen": _scenario(
+        "a worker whose launcher stands still is never replaced",
+        _at(CALM, ranks.Frozen(index=1), 250.0),
+        _at(CALM + 0.1, ranks.RankHangs(index=1)),
+        patience=60.0,
+    ),
+    # Pods.
+    "stray-pod": _scenario(
+        "a pod that is made late, for a worker that is not wanted any more, stays for ever",
+        _at(CALM, control_plane.WebhookIsSlow(by=20.0), 100.0),
+        _at(CALM + 1.0, people.JobScaled(replicas=4)),
+        _at(CALM + 15.0, people.JobScaled(replicas=2)),
+        spares=0,
+    ),
+    "slow-creation": _scenario(
+        "while the creation of a pod takes its time, nothing else is decided",
+        _at(CALM, control_plane.WebhookIsSlow(by=14.0), 100.0),
+        _at(CALM + 0.1, people.JobEdited(edit=people.Edit.SPARES)),
+        _at(CALM + 2.0, machines.PodDeleted(force=True)),
+        patience=12.0,
+    ),
+    "no-room-for-a-spare": _scenario(
+        "a quota without room for a spare keeps the operator busy",
+        _at(CALM, control_plane.QuotaIsFull(room=-1), 150.0),
+        _at(CALM + 1.0, machines.PodDeleted(force=True, role=Role.SPARE)),
+    ),
+    # People.
+    "created-anew": _scenario(
+        "a job that is created anew after a forced removal inherits the end of the one before",
+        _at(CALM, people.JobFinishes(steps=2)),
+        _at(CALM + 30.0, people.JobDeleted(again=True, by_force=True)),
+        seed=3,
+    ),
+    "more-is-allowed": _scenario(
+        "what was only recommended is not done when more is allowed later",
+        _at(CALM, people.JobEdited(edit=people.Edit.RECOMMEND), 40.0),
+        _at(CALM + 5.0, machines.PodDeleted(force=True)),
+        patience=60.0,
+    ),
+    # Clocks and leadership.
+    "clocks-differ": _scenario(
+        "restarts are dated by the clocks of workers: two hours behind, none of them counts",
+        _at(30.0, machines.ClockIsOff(index=1, hours=-2.0), 300.0),
+        *[_at(CALM + 15.0 * i, ranks.RankCrashes(index=1)) for i in range(6)],
+        remediation={"maxRestarts": 3},
+    ),
+    "lease-not-found": _scenario(
+        "a 404 when the Lease is renewed ends its keeper, and a second operator acts beside the first",
+        _at(CALM, control_plane.NextRequest("PUT", "/leases", Fate.REFUSED, 404)),
+        _at(CALM + 20.0, operators.OperatorScaled(replicas=2), 200.0),
+        _at(CALM + 40.0, machines.PodDeleted(force=True)),
+    ),
+}

@@ -1,0 +1,13 @@
+"""What the simulated API server says to the probes; tests/cluster/test_simulated_api.py asks the real one, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.api_probes import PROBES, Probe
+from tests.support.simulated_api import SimulatedServer
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_a_probe(probe: Probe) -> None:
+    assert probe.says(SimulatedServer()) == probe.expected

@@ -1,0 +1,126 @@
+"""Time that jumps, and processes that are killed and frozen within it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from simulation.loop import Process, Stuck, VirtualLoop, current_process
+
+
+@pytest.fixture
+def loop() -> VirtualLoop:
+    return VirtualLoop()  # type: ignore[abstract]  # asyncio itself needs no more of a loop
+
+
+def test_time_jumps_to_what_comes_next(loop: VirtualLoop) -> None:
+    async def main() -> float:
+        await asyncio.sleep(3600)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await asyncio.sleep(60)
+        return loop.time()
+
+    assert loop.run(main()) == 3610
+
+
+def test_what_comes_at_one_moment_comes_in_the_order_in_which_it_was_asked_for(loop: VirtualLoop) -> None:
+    seen: list[int] = []
+
+    async def main() -> None:
+        for n in range(20):
+            loop.call_later(1.0, seen.append, n)
+        await asyncio.sleep(2)
+
+    loop.run(main())
+    assert seen == list(range(20))
+
+
+def test_what_never_comes_is_an_error(loop: VirtualLoop) -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Stuck):
+        loop.run(main())
+
+
+def test_nothing_of_a_killed_process_runs_on_not_even_what_it_would_do_last(loop: VirtualLoop) -> None:
+    said: list[str] = []
+    process = Process(loop, "p")
+
+    async def child() -> None:
+        try:
+            await asyncio.sleep(1)
+            said.append("child")
+        finally:
+            said.append("last words")
+
+    async def parent() -> None:
+        asyncio.create_task(child())  # noqa: RUF006  # the loop holds it for the second that it takes
+        loop.call_later(1, said.append, "timer")
+        await asyncio.sleep(5)
+
+    async def main() -> None:
+        process.spawn(parent(), "parent")
+        await asyncio.sleep(0.5)
+        process.on_death(lambda: said.append("mourned"))
+        process.kill()
+        await asyncio.sleep(10)
+
+    loop.run(main())
+    assert said == ["mourned"]
+
+
+def test_a_frozen_process_does_later_what_it_would_have_done(loop: VirtualLoop) -> None:
+    ticks: list[float] = []
+    process = Process(loop, "p")
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(1)
+            ticks.append(loop.time())
+
+    async def main() -> None:
+        process.spawn(tick(), "tick")
+        await asyncio.sleep(2.5)
+        process.pause()
+        await asyncio.sleep(10)
+        process.resume()
+        await asyncio.sleep(1.5)
+
+    loop.run(main())
+    assert ticks == [1, 2, 12.5, 13.5]
+
+
+def test_whatever_a_process_starts_is_its_own(loop: VirtualLoop) -> None:
+    owners: list[Process | None] = []
+    process = Process(loop, "p")
+
+    async def inner() -> None:
+        owners.append(current_process())
+
+    async def outer() -> None:
+        await asyncio.gather(inner(), asyncio.create_task(inner()))
+
+    async def main() -> None:
+        owners.append(current_process())
+        await process.spawn(outer(), "outer")
+
+    loop.run(main())
+    assert owners == [None, process, process]
+
+
+def test_a_connection_goes_where_the_world_says(loop: VirtualLoop) -> None:
+    async def connect(host: str, port: int) -> None:
+        if port != 10250:
+            raise ConnectionRefusedError(host)
+
+    async def main() -> None:
+        loop.connect = connect
+        _, writer = await asyncio.open_connection("192.0.2.1", 10250)
+        writer.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("192.0.2.1", 1)
+
+    loop.run(main())
