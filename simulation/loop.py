@@ -256,7 +256,7 @@ def nobodys() -> contextvars.Context:
 def _drop(task: asyncio.Task[Any]) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
-        task.get_coro().close()  # type: ignore[union-attr]
+        task.get_coro().close()
 
 
 def _say_nothing(_: object) -> None:
