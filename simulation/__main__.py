@@ -18,7 +18,6 @@ from .run import Outcome, run
 from .schedule import Schedule
 from .shrink import shrink
 
-
 ROOT = Path(__file__).parent.parent
 CODE = ("analysis", "operator", "simulation", "trainer/pacekeeper/launcher")
 """What a run depends on."""
