@@ -10,7 +10,7 @@ from typing import Any
 
 from ..faults import control_plane, machines, operators, people, ranks
 from ..faults.fault import Fault, Role
-from ..faults.moments import AfterFault, At, Moment, WorkerExits
+from ..faults.moments import AfterFault, At, Moment, RankExits, WorkerExits
 from ..generator import OPERATOR
 from ..kubernetes.faults import Fate
 from ..schedule import Aim, JobSettings, Schedule, Stroke
@@ -76,7 +76,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Beginnings.
     "hang-before-warm": _scenario(
         "a worker that hangs before it is warm keeps its job from beginning, beside a warm spare",
-        _at(12.9, ranks.Frozen(role=Role.SPARE), 300.0),
+        _at(12.9, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
     ),
     "older-job-cannot-begin": _scenario(
         "an older job whose template is refused keeps a younger one waiting",
@@ -94,7 +94,7 @@ SCENARIOS: dict[str, Scenario] = {
     "finished-and-lost": _scenario(
         "one trainer has come to its end, another worker is lost before: nobody ever finishes",
         _at(CALM, people.JobFinishes(steps=3)),
-        _at(CALM + 4.4, machines.PowerFails(index=1), 100.0),
+        _at(RankExits(1), machines.PowerFails(index=1), 100.0),
         replicas=4,
     ),
     "finished-unseen": _scenario(
@@ -177,7 +177,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "no-room-for-a-spare": _scenario(
         "a quota without room for a spare keeps the operator busy",
-        _at(CALM, control_plane.QuotaIsFull(room=-1), 150.0),
+        _at(CALM, control_plane.QuotaIsFull(room=-1), 40.0),
         _at(CALM + 1.0, machines.PodDeleted(force=True, role=Role.SPARE)),
     ),
     # People.

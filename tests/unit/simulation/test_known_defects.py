@@ -12,7 +12,17 @@ import pytest
 from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime
-from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, start_failed, treat, workforce
+from pacekeeper_operator.decide import (
+    crash,
+    frozen,
+    membership,
+    node_lost,
+    remedies,
+    stages,
+    start_failed,
+    treat,
+    workforce,
+)
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
 from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, sidecars
