@@ -1,0 +1,67 @@
+"""A disaster in the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pacekeeper_operator.api import LABEL_JOB
+from pacekeeper_operator.state import Draft
+
+from .. import judges
+from ..faults.fault import Fault, Heal, Missed
+from ..faults.scene import NAMESPACE, Scene
+from ..schedule import Schedule
+from ..world import World
+from .disaster import Disaster
+from .performance import Entry, Object, perform
+
+
+def simulate(disaster: Disaster, told: Callable[[str], None] = lambda _: None) -> tuple[Entry, ...]:
+    """What happened; at its end what the judges found, which the test cluster has none of."""
+    schedule = Schedule(disaster.seed, world=disaster.world, jobs=(disaster.job,))
+    world = World(disaster.seed, disaster.world)
+    judge = judges.watch(world, schedule)
+    stage = SimulatedStage(world, Scene(world, schedule))
+    try:
+        entries = world.run(perform(stage, disaster, lambda entry: told(f"{world.now():9.3f}  {entry}")))
+    finally:
+        world.loop.close()
+    return (*entries, *(f"VIOLATED {found.rule}: {found.words}" for found in judge.violations))
+
+
+class SimulatedStage:
+    """Of a world."""
+
+    def __init__(self, world: World, scene: Scene) -> None:
+        self._world = world
+        self._scene = scene
+
+    def make_job(self) -> None:
+        self._scene.make_job(0)
+
+    def strike(self, fault: Fault) -> Heal | None:
+        return fault.strike(self._scene)
+
+    def kill_operator(self) -> None:
+        leader = self._world.deployment.leader
+        if leader is not None:
+            leader.kill()
+
+    def revive_operator(self) -> None:
+        """Its kubelet does."""
+
+    def job(self) -> Object:
+        return self._scene.job(0)
+
+    def draft(self) -> Draft | None:
+        try:
+            return self._scene.draft(0)
+        except Missed:
+            return None
+
+    def incidents(self) -> list[Object]:
+        return list(self._world.api.all("incidents", NAMESPACE))
+
+    def pods(self) -> frozenset[str]:
+        pods = self._world.api.all("pods", NAMESPACE)
+        return frozenset(pod["metadata"]["name"] for pod in pods if LABEL_JOB in pod["metadata"].get("labels", {}))
