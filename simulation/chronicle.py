@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pacekeeper_operator import ledger
 from pacekeeper_operator.api import LABEL_JOB, LABEL_PROBE
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.ledger import read_runs
 
 if TYPE_CHECKING:
     from .kubernetes.api_server import Change
@@ -20,7 +19,6 @@ class Chronicle:
     def __init__(self, world: World) -> None:
         self.reached: set[str] = set()
         self._world = world
-        self._drafts: dict[str, Draft] = {}  # by the uid of the TrainingJobState
         self._tellers: Mapping[str, Callable[[Change], None]] = {
             "trainingjobs": self._job,
             "trainingjobstates": self._state,
@@ -47,31 +45,40 @@ class Chronicle:
             self._tell(change, f"is {phase}" + (f": {message[:100]}" if message else ""))
 
     def _state(self, change: Change) -> None:
-        metadata = change.object["metadata"]
         if change.type == "DELETED":
             self._tell(change, "its bookkeeping is gone")
             return
-        before = self._drafts.get(metadata["uid"])
-        draft = self._drafts[metadata["uid"]] = ledger.read(change.object, metadata["name"]).draft
-        plan = draft.plan
-        if before is None or plan.membership != before.plan.membership or plan.members != before.plan.members:
-            names = " ".join(member.worker for member in plan.members) or "nobody"
-            self._tell(change, f"plan {plan.version}, membership {plan.membership}: {names}")
-        elif plan.round != before.plan.round:
-            self._tell(change, f"plan {plan.version}, round {plan.round}")
-        if before is not None and plan.stop != before.plan.stop:
-            self._tell(change, f"plan {plan.version}: {plan.stop or 'train'}")
-        if before is not None and plan.sync_mode != before.plan.sync_mode:
-            self._tell(change, f"plan {plan.version}: mode {plan.sync_mode}")
-        if before is not None and plan.shares != before.plan.shares:
-            self._tell(change, f"plan {plan.version}: shares {plan.shares}")
-        known = {} if before is None else {worker.name: worker for worker in before.state.placement.workers}
-        for worker in draft.state.placement.workers:
-            if worker.leaving and (worker.name not in known or not known[worker.name].leaving):
-                self._tell(change, f"gives {worker.name} up: {worker.leaving}")
-        life = draft.state.life
-        if life.failed_reason and (before is None or not before.state.life.failed_reason):
-            self._tell(change, f"fails: {life.failed_reason}: {life.failed_message[:100]}")
+        job = change.object["metadata"]["name"]
+        plan, before = change.object["plan"], change.before["plan"] if change.before is not None else {}
+        head = f"plan {plan['version']}"
+        if any(plan.get(key) != before.get(key) for key in ("membership", "members")):
+            names = " ".join(_workers(plan["members"], job)) or "nobody"
+            self._tell(change, f"{head}, membership {plan['membership']}: {names}")
+        elif plan["round"] != before.get("round"):
+            self._tell(change, f"{head}, round {plan['round']}")
+        for key in ("stop", "syncMode", "shares"):
+            if change.before is not None and plan.get(key) != before.get(key):
+                self._tell(change, f"{head}: {key} {plan.get(key) or 'is over'}")
+        for worker, why in self._given_up(change):
+            self._tell(change, f"gives {worker} up: {why}")
+        life, once = (body["state"]["life"] if body is not None else {} for body in (change.object, change.before))
+        if life.get("failedReason") != once.get("failedReason", ""):
+            self._tell(change, f"fails: {life['failedReason']}: {life.get('failedMessage', '')[:100]}")
+
+    @staticmethod
+    def _given_up(change: Change) -> list[tuple[str, str]]:
+        """(worker, why) of those that were not before."""
+        columns = change.object["state"]["placement"]["workers"]
+        marks = {int(place): mark["leaving"] for place, mark in columns.get("marks", {}).items() if "leaving" in mark}
+        if not marks:
+            return []
+        job = change.object["metadata"]["name"]
+        names, before = _workers(columns, job), dict[str, Any]()
+        if change.before is not None:
+            old = change.before["state"]["placement"]["workers"]
+            old_names = _workers(old, job)
+            before = {old_names[int(place)]: mark.get("leaving") for place, mark in old.get("marks", {}).items()}
+        return [(names[place], why) for place, why in marks.items() if before.get(names[place]) != why]
 
     def _incident(self, change: Change) -> None:
         spec = change.object["spec"]
@@ -121,6 +128,12 @@ _WORDS = {
     "nodequarantines": "quarantine",
     "pods": "pod",
 }
+
+
+def _workers(columns: Mapping[str, Any], job: str) -> list[str]:
+    """Names, as a TrainingJobState writes them."""
+    numbers = zip(read_runs(columns["ordinals"]), read_runs(columns["incarnations"]), strict=True)
+    return [f"{job}-w{ordinal}-{incarnation}" for ordinal, incarnation in numbers]
 
 
 def _part(change: Change, key: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -180,6 +180,10 @@ class Process:
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         return self._loop.create_task(work, name=name, context=self._context.copy())
 
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+        """`call` in so many seconds, by this process."""
+        return self._loop.call_later(seconds, call, *arguments, context=self._context)
+
     def kill(self) -> None:
         """SIGKILL: nothing of it runs ever again, no `finally` either."""
         if self.dead:

@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,13 +55,14 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False) -> Outcome:
-    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines."""
+def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
+    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
+    for which a job that can train may stand still."""
     gc.collect()
     gc.disable()
     began = time.perf_counter()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule)
+    performance = _Performance(world, schedule, patience)
     try:
         with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(began)
@@ -114,12 +116,12 @@ class _Log(logging.Handler):
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule) -> None:
+    def __init__(self, world: World, schedule: Schedule, patience: float) -> None:
         self.world = world
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
-        self.judge = judges.watch(world, schedule)
+        self.judge = judges.watch(world, schedule, patience)
         self.requests = self.writes = 0
         self._under_way: dict[int, tuple[Stroke, Heal]] = {}
         world.api.observe(self._asked)
@@ -134,6 +136,10 @@ class _Performance:
             violations.append(Violation(self.world.now(), "the run ends", f"nothing goes on: {error}"))
         except _Circles as error:
             violations.append(Violation(self.world.now(), "the run ends", str(error)))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
+            violations.append(Violation(self.world.now(), "the simulator works", words))
         return (*self.judge.violations, *violations, *self._ends)
 
     async def _play(self, began: float) -> None:

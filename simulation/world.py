@@ -24,6 +24,7 @@ from .operators.endpoint import Endpoint
 from .operators.pod import Deployment
 from .prometheus import Prometheus
 from .story import Story
+from .workers.training import Trainings
 from .workers.worker import Worker
 
 EPOCH = 1_800_000_000.0
@@ -64,7 +65,8 @@ class World:
         self.fleet = Fleet(self)
         self.nodes = self.fleet.nodes
         self.workers: dict[str, Worker] = {}
-        """By their pods' uids; those that have ended, too."""
+        """Those of which something runs, by their pods' uids."""
+        self.trainings = Trainings(self)
         self.prometheus = Prometheus(self)
         self.endpoint = Endpoint(self)
         self.network.listens = self.fleet.listens

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,21 +18,22 @@ from pacekeeper_analysis.errors import InputError
 
 Converters = Mapping[str, Callable[[Any], Any]]
 Record = TypeVar("Record")
+_PLAIN = frozenset({str, int, float, bool})
 _Writer = Callable[[Any, Converters], dict[str, Any]]
 
 
 def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters: Converters) -> Record:
     """`path` is where `data` stands, for messages: `spec.checkpoint`. Absent and null fields take their default."""
-    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    known = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     values: dict[str, Any] = {}
-    for name, hint in hints.items():
-        key = camel_case(name)
-        if data.get(key) is not None:
-            values[name] = _read(hint, data[key], f"{path}.{key}", converters, converters.get(name))
+    for name, key, hint in known:
+        value = data.get(key)
+        if value is not None:
+            values[name] = _read(hint, value, f"{path}.{key}", converters, converters.get(name))
     try:
         return cls(**values)
     except TypeError as error:
-        missing = [camel_case(name) for name in hints if name not in values]
+        missing = [key for name, key, _ in known if name not in values]
         raise InputError(f"{path}: {', '.join(missing)} must be given") from error
 
 
@@ -46,6 +47,7 @@ def to_patch(record: Any, converters: Converters) -> dict[str, Any]:
     return dict(_fields(record, converters, to_patch))
 
 
+@cache
 def camel_case(name: str) -> str:
     """`class_` → `class`, `node_uid` → `nodeUID`, `job_ref` → `jobRef`."""
     first, *rest = name.rstrip("_").split("_")
@@ -53,8 +55,32 @@ def camel_case(name: str) -> str:
 
 
 @cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
+    """(field, key, annotation) of each field."""
+    return tuple((name, camel_case(name), hint) for name, hint in typing.get_type_hints(cls).items())
+
+
+class _Shape(Enum):
+    """What values of an annotation look like."""
+
+    TUPLE = auto()
+    RECORD = auto()
+    WORD = auto()
+    OTHER = auto()
+
+
+@cache
+def _shape(hint: Any) -> tuple[_Shape, Any]:
+    """With what the annotation comes down to: of a tuple, that of its items."""
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        return _Shape.TUPLE, typing.get_args(hint)[0]
+    if is_dataclass(hint):
+        return _Shape.RECORD, hint
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return _Shape.WORD, hint
+    return _Shape.OTHER, hint
 
 
 def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
@@ -63,18 +89,16 @@ def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Cal
             return convert(value)
         except (InputError, TypeError, ValueError) as error:
             raise InputError(f"{path}: {error}") from error
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
+    shape, hint = _shape(hint)
+    if shape is _Shape.TUPLE:
         if not isinstance(value, list):
             raise InputError(f"{path}: must be a list, not {value!r}")
-        item = typing.get_args(hint)[0]
-        return tuple(_read(item, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
-    if is_dataclass(hint):
+        return tuple(_read(hint, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
+    if shape is _Shape.RECORD:
         if not isinstance(value, Mapping):
             raise InputError(f"{path}: must be an object, not {value!r}")
-        return from_json(typing.cast(type[Any], hint), value, path, converters)
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return from_json(hint, value, path, converters)
+    if shape is _Shape.WORD:
         try:
             return hint(value)
         except ValueError as error:
@@ -87,14 +111,21 @@ def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Cal
 
 
 def _fields(record: Any, converters: Converters, nested: _Writer) -> Iterator[tuple[str, Any]]:
-    for item in fields(record):
-        value, convert = getattr(record, item.name), converters.get(item.name)
-        yield camel_case(item.name), None if value is None else _write(value, converters, convert, nested)
+    for name in _names(type(record)):  # type: ignore[arg-type]  # as above
+        value = getattr(record, name)
+        yield camel_case(name), None if value is None else _write(value, converters, converters.get(name), nested)
+
+
+@cache
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls))
 
 
 def _write(value: Any, converters: Converters, convert: Callable[[Any], Any] | None, nested: _Writer) -> Any:
     if convert is not None:
         return convert(value)
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, tuple):
         return [_write(item, converters, None, to_json) for item in value]
     if is_dataclass(value):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kopf
@@ -80,7 +82,7 @@ class NothingFails(Rule):
         heard, _EARS.heard = _EARS.heard, []
         yield from heard
         for context in self.world.loop.errors:
-            yield f"{context.get('message')}: {context.get('exception')!r}"
+            yield _in_words(context.get("exception")) or str(context.get("message"))
 
 
 class _Ears(logging.Handler):
@@ -93,7 +95,16 @@ class _Ears(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, EXPECTED):
-            self.heard.append(f"{record.getMessage()} ({error!r})")
+            self.heard.append(_in_words(error) or record.getMessage())
+
+
+def _in_words(error: BaseException | None) -> str:
+    """Of what kind it is, and where it came from; "": there is none. No addresses: runs must be alike."""
+    if error is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 _EARS = _Ears()

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..world import World
 
 Object = Mapping[str, Any]
-STATUS_SECONDS = 40.0
-"""So old the step in a job's status may be: it is written every 15 s, and told by heartbeats."""
+STEP_SECONDS = 10.0
+"""A step takes no longer."""
+LACKS = (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE)
 EXPIRY_SECONDS = 300.0
 """So long after its time is over a quarantine may last: a probe, its back-off, and another probe."""
 
@@ -67,10 +68,8 @@ def _job(world: World, record: Record, job: JobRecord, schedule: Schedule) -> It
     if job.body["spec"].get("suspend") and not books.over:
         if phase != JobPhase.SUSPENDED or pods:
             yield f"{job.name} is suspended: it is {phase}, with {len(pods)} pods"
-    elif phase == JobPhase.FAILED:
-        yield from _failed(world, job, status)
-    elif phase == JobPhase.COMPLETE:
-        yield from _complete(world, job)
+    elif phase in (JobPhase.FAILED, JobPhase.COMPLETE):
+        return
     elif phase != JobPhase.RUNNING:
         yield f"{job.name} is {phase}: {_said(status)}"
     else:
@@ -82,36 +81,8 @@ def _conditions(job: JobRecord, status: Object, schedule: Schedule) -> Iterator[
     hindered, degraded = found.get(Condition.HINDERED), found.get(Condition.DEGRADED)
     if hindered is not None and hindered["status"] == "True" and not schedule.costs:
         yield f"{job.name} is hindered: {hindered.get('message')}"
-    lacking = (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE)
-    if degraded is not None and degraded["status"] == "True" and degraded["reason"] in lacking:
-        if not schedule.costs:
-            yield f"{job.name} is degraded: {degraded['reason']}: {degraded.get('message')}"
-
-
-def _failed(world: World, job: JobRecord, status: Object) -> Iterator[str]:
-    """Whether it may have, for this reason."""
-    failed: Object = next((c for c in status.get("conditions", ()) if c["type"] == Condition.FAILED), {})
-    reason, books = failed.get("reason"), job.books
-    assert job.body is not None
-    assert books is not None
-    if reason == Reason.RESTART_BUDGET_SPENT:
-        window = parse_duration(job.body["spec"].get("remediation", {}).get("restartWindow", "1h"))
-        last = max(books.restarts, default=0.0)
-        if sum(at > last - window for at in books.restarts) < job.allowed_restarts[0]:
-            yield f"{job.name} has failed with restarts left: {failed.get('message')}"
-    elif reason == Reason.DEADLINE_EXCEEDED:
-        if "activeDeadlineSeconds" not in job.body["spec"].get("runPolicy", {}):
-            yield f"{job.name} has failed of a deadline that it has not"
-    elif reason == Reason.SCRIPT_FAILED:
-        if not _history(world, job).script_errors:
-            yield f"{job.name} has failed of its script, which was well: {failed.get('message')}"
-    else:
-        yield f"{job.name} has failed: {reason}: {failed.get('message')}"
-
-
-def _complete(world: World, job: JobRecord) -> Iterator[str]:
-    if not _history(world, job).finished:
-        yield f"{job.name} is Complete, and its ranks have not come to their end"
+    if degraded is not None and degraded["status"] == "True" and degraded["reason"] in LACKS and not schedule.costs:
+        yield f"{job.name} is degraded: {degraded['reason']}: {degraded.get('message')}"
 
 
 def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -> Iterator[str]:
@@ -131,7 +102,22 @@ def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -
             yield f"{job.name}: its status counts {counts.get('summary')} workers"
         if status.get("restarts") != books.total:
             yield f"{job.name}: its status counts {status.get('restarts')} restarts of {books.total}"
-    yield from _training(world, job, status, seats, schedule)
+    yield from _training(world, job, seats, schedule)
+
+
+def _training(world: World, job: JobRecord, seats: list[str], schedule: Schedule) -> Iterator[str]:
+    training = world.trainings.of_job(job.uid)
+    if Cost.STEPS in schedule.costs:
+        return
+    if training is None or not training.runs:
+        yield f"{job.name} has never trained"
+        return
+    run = training.runs[-1]
+    names = list(dict.fromkeys(rank.worker.name for rank in run.seated))
+    if run.over or not run.ordinals or world.now() - run.stepped_at > STEP_SECONDS:
+        yield f"{job.name} takes no step in round {run.round}, of {', '.join(names)}"
+    elif names != seats:
+        yield f"{job.name}: {', '.join(names)} train, and by the plan it should be {', '.join(seats)}"
 
 
 def _said(status: Object) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import behaviour, bookkeeping, end, nodes, promises
+from . import behaviour, bookkeeping, end, nodes, promises, training, truth
 from .record import Record
 from .rules import Rule
 
@@ -21,6 +22,8 @@ RULES: tuple[type[Rule], ...] = (
     *promises.RULES,
     *nodes.RULES,
     *behaviour.RULES,
+    *training.RULES,
+    *truth.RULES,
 )
 
 
@@ -37,14 +40,16 @@ class Violation:
 
 
 class Judge:
-    """Of one run. `rules`: those that it knows."""
+    """Of one run. `patience`: seconds for which a job that can train may stand still; `rules`: those that it knows."""
 
-    def __init__(self, world: World, schedule: Schedule, rules: Iterable[type[Rule]] = RULES) -> None:
+    def __init__(
+        self, world: World, schedule: Schedule, patience: float = math.inf, rules: Iterable[type[Rule]] = RULES
+    ) -> None:
         self.violations: list[Violation] = []
         """Each kind of trouble once, as it was when it showed first."""
         self._world = world
         self._schedule = schedule
-        self._record = Record(world.now)
+        self._record = Record(world.now, patience)
         self._rules = [rule(world, self._record) for rule in rules]
         self._listeners: dict[str, list[Rule]] = {}
         for rule in self._rules:
@@ -76,6 +81,6 @@ class Judge:
             self._world.story.tell("judge", f"{rule.words}: {words}")
 
 
-def watch(world: World, schedule: Schedule) -> Judge:
+def watch(world: World, schedule: Schedule, patience: float = math.inf) -> Judge:
     """Before anything happens in `world`."""
-    return Judge(world, schedule)
+    return Judge(world, schedule, patience)

@@ -115,6 +115,8 @@ class JobRecord:
     """The same of (node, incident) of a quarantine."""
     incidents: dict[str, str] = field(default_factory=dict)
     """All that were ever written in its books, with their outcome."""
+    most_allowed: dict[int, int] = field(default_factory=dict)
+    """Membership → the most restarts that its plan ever left to the launchers."""
     allowed_restarts: tuple[int, int] = (0, 0)
     """The smallest and the largest maxRestarts that its spec ever had."""
 
@@ -124,10 +126,11 @@ class JobRecord:
 
 
 class Record:
-    """Of everything. `now`: virtual seconds."""
+    """Of everything. `now`: virtual seconds; `patience`: seconds for which a job that can train may stand still."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], patience: float = math.inf) -> None:
         self.now = now
+        self.patience = patience
         self.jobs: dict[str, JobRecord] = {}
         self.nodes: dict[str, Object] = {}
         self.most_nodes = 0
@@ -193,6 +196,7 @@ class Record:
         job.before, job.books = (old if by_operator(change) else None), new
         if new is None:
             return
+        job.most_allowed[new.membership] = max(new.allowed_restarts, job.most_allowed.get(new.membership, 0))
         for name, hand in new.hands.items():
             if not hand.leaving:
                 job.last_wanted[name] = math.inf

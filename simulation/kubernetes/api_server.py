@@ -227,7 +227,7 @@ class ApiServer:
             raise already_exists(kind, name)
         if kind.owners_of_fields:
             by = apply.Manager(actor.manager, "Update")
-            body["metadata"]["managedFields"] = apply.updated(None, body, by, self._time())
+            _let_own(body, apply.updated(None, body, by, self._time()))
         if dry_run:
             return body
         return self._store("ADDED", kind, body, None, actor, verb)
@@ -393,15 +393,16 @@ class ApiServer:
         if version and version != old["metadata"]["resourceVersion"]:
             raise conflict(kind, name)
         new = self._reached(kind, old, new, subresource)
+        disowned = kind.owners_of_fields and new["metadata"].get("managedFields") in ([], [{}])
         new = admission.decoded(kind, new, strict=False)
         new = _with_metadata(new, old)
-        if new == old:
+        if new == old and not disowned:
             return old
         if kind.generation and _wanted(kind, new) != _wanted(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         if kind.owners_of_fields:
             by = apply.Manager(actor.manager, "Update", "status" if subresource == "status" else "")
-            new["metadata"]["managedFields"] = apply.updated(old, new, by, self._time())
+            _let_own(new, [] if disowned else apply.updated(old, new, by, self._time()))
         return self._finish(kind, old, new, actor, subresource, verb, dry_run=dry_run)
 
     def _finish(
@@ -467,9 +468,7 @@ class ApiServer:
                 raise conflict(kind, name, why)
             metadata = {**configuration["metadata"], **({"namespace": place[0]} if place[0] else {})}
             new = self.do_create(kind, {**configuration, "metadata": metadata}, actor, dry_run=True)
-            new["metadata"]["managedFields"] = apply.owners_after(
-                {"metadata": {}}, new, configuration, by, self._time()
-            )
+            _let_own(new, apply.owners_after({"metadata": {}}, new, configuration, by, self._time()))
             return new if dry_run else self._store("ADDED", kind, new, None, actor, "apply")
         if uid and uid != old["metadata"]["uid"]:
             raise invalid(kind, name, [Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')])
@@ -486,9 +485,7 @@ class ApiServer:
             return old
         if kind.generation and _wanted(kind, new) != _wanted(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
-        new["metadata"]["managedFields"] = owners
-        if not owners:
-            del new["metadata"]["managedFields"]
+        _let_own(new, owners)
         return self._finish(kind, old, new, actor, "", "apply", dry_run=dry_run)
 
     def _marked(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
@@ -683,6 +680,13 @@ def _with_metadata(new: Object, old: Object) -> Object:
         return dict(new, metadata=dict(before)) if new is not old else old
     metadata = {name: part for name, part in new["metadata"].items() if part not in _EMPTY and name not in _SYSTEM}
     return {**new, "metadata": metadata | {name: before[name] for name in _SYSTEM if name in before}}
+
+
+def _let_own(body: Object, owners: list[Object]) -> None:
+    """Writes them into a body that is not stored yet."""
+    body["metadata"].pop("managedFields", None)
+    if owners:
+        body["metadata"]["managedFields"] = owners
 
 
 def _wanted(kind: Kind, body: Object) -> object:

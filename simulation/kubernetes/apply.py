@@ -188,9 +188,8 @@ def _fields(body: Object, *, containers: bool) -> dict[Path, Any]:
             continue
         if name == "metadata":
             part = {key: value for key, value in part.items() if key not in _NOBODYS_METADATA}
-            if not part:
-                continue
-        _collect(part, (f"f:{name}",), found, containers)
+        if part != {}:  # nobody owns a whole spec
+            _collect(part, (f"f:{name}",), found, containers)
     return found
 
 

@@ -50,8 +50,8 @@ class Node:
 
     def power_off(self) -> None:
         """At once, as by its plug."""
+        self._boots += 1  # one that is under way comes to nothing
         if self.powered:
-            self._boots += 1
             self.powered = False
             self._world.story.tell(self.name, "loses power")
             self._world.network.power(self.name, on=False)

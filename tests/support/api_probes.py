@@ -1053,9 +1053,22 @@ def writing_to_nodes(api: Api) -> Sequence[object]:
     return effect, by_status, by_status.body["spec"].get("unschedulable")
 
 
+@probe(["before-first-apply Update", "cordon Apply"], True, ["before-first-apply Update"])
+def a_cordon_of_a_node_that_nobody_owns_anything_of(api: Api) -> Sequence[object]:
+    """Who changed what is not written down before the first apply; the cordon that is there then stays."""
+    _node(api, "probe-nobodys")
+    api.patch("nodes", "probe-nobodys", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
+    applied = api.apply("nodes", "probe-nobodys", {"spec": {"unschedulable": True}}, "cordon")
+    left = api.apply("nodes", "probe-nobodys", {}, "cordon")
+    api.delete("nodes", "probe-nobodys")
+    field = "spec.unschedulable"
+    return managers(applied, field), left.body["spec"].get("unschedulable"), managers(left, field)
+
+
 def _node(api: Api, name: str, **spec: Any) -> None:
     api.delete("nodes", name)
-    assert api.create("nodes", {"metadata": {"name": name}, "spec": spec}).status == 201
+    made = api.create("nodes", {"metadata": {"name": name, "labels": {"probe": name}}, "spec": spec})
+    assert made.status == 201
 
 
 def _taints(found: Saw) -> list[str]:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.launcher.inspection import Inspector, is_reachable
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.stacks import Look, StackFile, main_stack, process_state
-from pacekeeper.launcher.watch import Watch, deadline, is_reachable, rank_state
+from pacekeeper.launcher.stacks import StackFile, main_stack, process_state
+from pacekeeper.launcher.watch import Look, Watch, deadline, rank_state, step_seconds_of
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, LauncherState
@@ -61,14 +62,14 @@ class Bench:
     """A watch over one made-up rank that takes a tenth of a second for a step."""
 
     path: Path
-    watch: Watch = field(init=False)
+    stopped: bool = False
     faults: list[Fault] = field(default_factory=list)
     now: float = 1_000.0
 
     def __post_init__(self) -> None:
         create_ring(self.path, rank=5, round_=3, capacity=64)
         self.writer, self.reader = RingWriter(self.path), RingReader(self.path)
-        self.watch = Watch(SETTINGS, lambda _: self.reader.records(), self.faults.append)
+        self.watch = Watch(SETTINGS, lambda _: step_seconds_of(self.reader.records()), lambda _: self.stopped)
         self.writer.enter_phase(Phase.TRAIN)
 
     def steps(self, count: int) -> None:
@@ -77,13 +78,13 @@ class Bench:
             self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
             self.writer.end_step(1, end)
 
-    async def look(self, after: float, pid: int | None = None) -> int:
+    def look(self, after: float) -> int:
         """How many stalls have been reported after a further look."""
         self.now += after
-        pids, stacks = ({}, {}) if pid is None else ({0: pid}, {0: StackFile(self.path.with_suffix(".stack"))})
-        self.watch.look(RUNNING, {0: self.reader.state()}, pids, stacks, [], self.now)
-        if self.watch._inspection is not None:
-            await self.watch._inspection
+        ranks = {0: self.reader.state()}
+        if self.watch.look(ranks, self.now):
+            self.watch.begin_report(self.now)
+            self.faults.append(self.watch.report(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.now, wall=5e9))
         return len(self.faults)
 
 
@@ -92,50 +93,60 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "0")
 
 
-async def test_a_rank_that_steps_is_not_stalled(bench: Bench) -> None:
+def test_a_rank_that_steps_is_not_stalled(bench: Bench) -> None:
     for _ in range(30):
         bench.steps(1)
-        assert await bench.look(after=1.9) == 0
+        assert bench.look(after=1.9) == 0
 
 
-async def test_a_rank_stalls_after_its_deadline_and_is_reported_ever_more_seldom(bench: Bench) -> None:
+def test_a_rank_stalls_after_its_deadline_and_is_reported_ever_more_seldom(bench: Bench) -> None:
     bench.steps(10)
-    assert [await bench.look(after) for after in (0.0, 1.9, 0.2, 2.0, 1.1, 5.0, 1.1, 11.0, 1.1, 13.0, 2.1)] == [
+    assert [bench.look(after) for after in (0.0, 1.9, 0.2, 2.0, 1.1, 5.0, 1.1, 11.0, 1.1, 13.0, 2.1)] == [
         0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5,
     ]  # fmt: skip
     assert len({fault.name for fault in bench.faults}) == 5
     (rank,) = bench.faults[0].ranks
     assert (rank.rank, rank.phase, rank.step, rank.process_state) == (5, "TRAIN", 1, "")
-    assert bench.faults[0].completed_step
+    assert (bench.faults[0].completed_step, bench.faults[0].noticed_at) == (True, 5e9)
+    assert bench.faults[0].unreachable == ("192.0.2.1",)
 
 
-async def test_progress_ends_the_stall(bench: Bench) -> None:
+def test_progress_ends_the_stall(bench: Bench) -> None:
     bench.steps(10)
-    await bench.look(0.0)
-    assert await bench.look(2.1) == 1
+    bench.look(0.0)
+    assert bench.look(2.1) == 1
     bench.steps(1)
-    assert await bench.look(60.0) == 1
-    assert await bench.look(1.9) == 1
-    assert await bench.look(0.2) == 2
+    assert bench.look(60.0) == 1
+    assert bench.look(1.9) == 1
+    assert bench.look(0.2) == 2
     assert len({fault.name for fault in bench.faults}) == 2, "the operator may have settled the first one"
 
 
-async def test_the_first_steps_of_a_round_have_time(bench: Bench) -> None:
+def test_the_first_steps_of_a_round_have_time(bench: Bench) -> None:
     bench.steps(4)
-    await bench.look(0.0)
-    assert await bench.look(600.0) == 0
+    bench.look(0.0)
+    assert bench.look(600.0) == 0
 
 
-async def test_a_stopped_process_is_a_stall_from_the_first_moment_on(
-    bench: Bench, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_stopped_process_is_a_stall_whatever_it_was_busy_with(bench: Bench) -> None:
+    bench.stopped = True
+    bench.writer.enter_phase(Phase.CHECKPOINT)
+    assert [bench.look(0.0), bench.look(1.9), bench.look(0.2)] == [0, 0, 1]
+
+
+async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleeper: subprocess.Popen[bytes]) -> None:
     _stop(sleeper)
-    assert await bench.look(0.0, sleeper.pid) == 0
-    assert await bench.look(2.1, sleeper.pid) == 1
+    inspector = Inspector(SETTINGS, lambda _: bench.reader.records(), bench.faults.append)
+    for now in (0.0, 2.1):
+        assert not bench.faults
+        stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+    assert inspector._inspection is not None
+    await inspector._inspection
     assert bench.faults[0].ranks[0].process_state == "T"
 
 
-async def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
+def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
     assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
     bench.steps(4)
     assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
@@ -146,43 +157,43 @@ async def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAIN])
-async def test_a_minute_in_another_phase_is_no_stall(bench: Bench, phase: Phase) -> None:
+def test_a_minute_in_another_phase_is_no_stall(bench: Bench, phase: Phase) -> None:
     bench.steps(10)
     bench.writer.enter_phase(phase)
-    await bench.look(0.0)
-    assert await bench.look(60.0) == 0
-    assert await bench.look(1800.0) == 1
+    bench.look(0.0)
+    assert bench.look(60.0) == 0
+    assert bench.look(1800.0) == 1
 
 
-async def test_a_loader_that_hangs_is_overdue_after_a_minute(bench: Bench) -> None:
+def test_a_loader_that_hangs_is_overdue_after_a_minute(bench: Bench) -> None:
     bench.steps(10)
     bench.writer.end_load(2_000_000_000)
     bench.writer.end_load(1_000_000_000)
     bench.writer.enter_phase(Phase.LOAD)
-    await bench.look(0.0)
-    assert await bench.look(59.0) == 0
-    assert await bench.look(1.1) == 1
+    bench.look(0.0)
+    assert bench.look(59.0) == 0
+    assert bench.look(1.1) == 1
     (rank,) = bench.faults[0].ranks
     assert (rank.phase, rank.overdue) == ("LOAD", True)
 
 
-async def test_what_is_looked_up_on_the_gpu_is_no_progress(bench: Bench) -> None:
+def test_what_is_looked_up_on_the_gpu_is_no_progress(bench: Bench) -> None:
     bench.steps(10)
-    await bench.look(0.0)
+    bench.look(0.0)
     state = bench.writer.state
     state.device, state.device_sequence, state.device_group = Device.STARTED, 17, 4
     state.device_collective = Collective.ALL_REDUCE
-    assert await bench.look(2.1) == 1
+    assert bench.look(2.1) == 1
     (rank,) = bench.faults[0].ranks
     told = (rank.device, rank.device_collective, rank.device_group, rank.device_sequence)
     assert told == ("STARTED", "ALL_REDUCE", 4, 17)
 
 
-async def test_entering_another_collective_is_progress(bench: Bench) -> None:
+def test_entering_another_collective_is_progress(bench: Bench) -> None:
     bench.steps(10)
     for number in range(10):
         bench.writer.enter_collective(Collective.ALL_REDUCE, 1, number, 0)
-        assert await bench.look(after=1.5) == 0
+        assert bench.look(after=1.5) == 0
 
 
 def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:

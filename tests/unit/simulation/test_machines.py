@@ -445,6 +445,160 @@ def test_a_node_out_of_service_loses_the_pods_that_are_being_deleted() -> None:
     machines.until(lambda: machines.pod(name) is None, 5.0)
 
 
+def test_a_node_that_is_back_in_time_keeps_its_pods_and_the_next_outage_counts_from_its_own_beginning() -> None:
+    machines = Machines()
+    name = machines.worker()
+    worker = machines.runs(name)
+    node, number = machines.fleet.nodes[worker.node], int(worker.node[-1])
+    for _ in range(2):
+        node.stop_kubelet()
+        machines.until(lambda: "unreachable:NoExecute" in machines.taints(number))
+        machines.wait(250.0)
+        node.start_kubelet()
+        machines.until(lambda: not machines.taints(number))
+    machines.wait(400.0)
+    assert worker.alive
+    assert "deletionTimestamp" not in machines.there(name)["metadata"]
+
+
+def test_pods_stay_on_a_tainted_node_for_as_long_as_they_tolerate_it() -> None:
+    machines = Machines(nodes=1)
+    machines.node(0).taint("example.com/repair", "NoExecute")
+    toleration = {"key": "example.com/repair", "operator": "Exists"}
+    short = machines.worker(0, spec={"tolerations": [{**toleration, "effect": "NoExecute", "tolerationSeconds": 60}]})
+    patient = machines.worker(1, spec={"tolerations": [toleration]})
+    machines.runs(patient)
+    machines.runs(short)
+    took = machines.until(lambda: machines.pod(short) is None, 90.0)
+    assert 55.0 <= took <= 65.0
+    assert machines.phase(patient) == "Running"
+    machines.node(0).untaint("example.com/repair")
+    machines.runs(machines.worker(2))
+    machines.node(0).taint("example.com/repair", "NoExecute")
+    machines.until(lambda: "deletionTimestamp" in machines.there("j-w2-0")["metadata"], 1.0)
+    assert machines.phase(patient) == "Running"
+
+
+def test_a_pod_bound_to_a_node_that_does_not_exist_is_collected() -> None:
+    machines = Machines(nodes=1)
+    name = machines.probe(7)
+    machines.wait(35.0)
+    assert machines.phase(name) == "Pending"
+    machines.until(lambda: machines.pod(name) is None, 30.0)
+
+
+def test_only_what_is_being_deleted_on_a_silent_node_out_of_service_is_taken_by_force() -> None:
+    machines = Machines(nodes=1)
+    key = "node.kubernetes.io/out-of-service"
+    spec = {"tolerations": [{"operator": "Exists"}]}
+    kept, taken = machines.worker(0, spec=spec), machines.worker(1, spec=spec)
+    machines.runs(kept)
+    machines.runs(taken).takes = 100.0
+    machines.api.delete("pods", taken, NAMESPACE, grace=100)
+    machines.node(0).taint(key, "NoExecute")
+    machines.wait(5.0)
+    assert machines.phase(taken) == "Running"  # the node is well
+    machines.node(0).power_off()
+    machines.until(lambda: machines.taints(0) != ["out-of-service:NoExecute"], 60.0)
+    machines.until(lambda: machines.pod(taken) is None, 5.0)
+    assert machines.phase(kept) == "Running"
+
+
+def test_a_kubelet_that_restarts_goes_on_with_what_it_had_begun() -> None:
+    machines = Machines(nodes=1)
+    worker = machines.runs(machines.worker(0))
+    starting = machines.worker(1)
+    machines.until(lambda: view_pod(machines.there(starting)).node)
+    machines.wait(0.31)
+    machines.node(0).stop_kubelet()
+    machines.wait(10.0)
+    assert machines.phase(starting) == "Pending"
+    machines.node(0).start_kubelet()
+    machines.runs(starting)
+    machines.node(0).images = Images.FAIL
+    late = machines.worker(2)
+    probe = machines.probe(0)
+    machines.until(lambda: view_pod(machines.there(late)).waiting_reason == "ErrImagePull", 5.0)
+    machines.node(0).stop_kubelet()
+    machines.node(0).start_kubelet()
+    machines.wait(20.0)
+    machines.node(0).images = Images.COME
+    machines.node(0).hang_runtime()
+    worker.sidecar.pause()
+    machines.until(lambda: "restart sidecar" in worker.words, 45.0)
+    machines.until(lambda: machines.phase(probe) == "Failed", 130.0)
+    assert machines.there(probe)["status"]["reason"] == "DeadlineExceeded"
+    machines.node(0).mend_runtime()
+    machines.runs(late)
+
+
+def test_a_workers_address_is_free_after_a_power_failure_and_a_nodes_own_never() -> None:
+    machines = Machines(nodes=1)
+    own, hosts = machines.worker(0), machines.worker(1, spec={"hostNetwork": True})
+    address = machines.runs(own).address
+    assert machines.runs(hosts).address == machines.node(0).address
+    machines.runs(hosts).end(1)
+    machines.until(lambda: machines.phase(hosts) == "Failed")
+    assert machines.node(0).address in machines.world.network.addresses
+    machines.node(0).power_off()
+    assert address not in machines.world.network.addresses
+
+
+def test_two_ends_of_one_pod_are_told_as_the_first() -> None:
+    machines = Machines()
+    name = machines.worker()
+    worker = machines.runs(name)
+    machines.fleet.nodes[worker.node].evict(machines.there(name)["metadata"]["uid"])
+    worker.end(0)
+    machines.until(lambda: machines.phase(name) == "Failed", 5.0)
+    machines.fleet.nodes[worker.node].evict(machines.there(name)["metadata"]["uid"])
+    worker.exited(9, "Error")
+    machines.wait(5.0)
+    assert machines.terminated(name)["exitCode"] == 0  # it had ended well, and yet it was evicted
+    assert machines.there(name)["status"]["reason"] == "Evicted"
+
+
+def test_power_that_comes_and_goes_while_a_node_boots() -> None:
+    machines = Machines(nodes=1)
+    node = machines.node(0)
+    node.power_off()
+    node.power_on()
+    machines.wait(1.0)
+    node.power_off()
+    machines.wait(60.0)
+    assert not node.powered
+    assert not machines.world.network.reaches("node-0", "api")
+    node.power_on()
+    machines.until(lambda: node.powered, 16.0)
+    machines.runs(machines.worker())
+
+
+def test_an_empty_namespace_goes() -> None:
+    machines = Machines()
+    machines.api.create("namespaces", {"metadata": {"name": "empty"}})
+    machines.api.delete("namespaces", "empty")
+    machines.until(lambda: machines.api.get("namespaces", "empty") is None, 1.0)
+
+
+def test_kubelets_forget_what_is_gone() -> None:
+    machines = Machines(nodes=1)
+    for ordinal, grace in enumerate((None, 0)):
+        name = machines.worker(ordinal)
+        machines.runs(name)
+        machines.api.delete("pods", name, NAMESPACE, grace=grace)
+    machines.wait(30.0)
+    assert not machines.node(0).kubelet._pods
+
+
+def test_the_statuses_that_a_restarted_worker_writes_are_few() -> None:
+    machines = Machines(nodes=1)
+    name = machines.worker()
+    machines.runs(name).end(1)
+    machines.wait(300.0)
+    writes = [change.verb for change in machines.changes if change.plural == "pods"]
+    assert len(writes) <= 6  # created, bound, creating, running, exited, ended
+
+
 def test_a_deleted_namespace_is_emptied_and_goes() -> None:
     machines = Machines()
     worker = machines.runs(machines.worker())

@@ -22,6 +22,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
+from .inspection import Inspector
 from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
@@ -29,7 +30,6 @@ from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
 from .settings import LauncherSettings
 from .warm import Warm
-from .watch import Watch
 from .wire import MeetingClient, MeetingHost
 from .words import describe
 
@@ -84,7 +84,7 @@ class Launcher:
         self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
         self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
-        self._watch = Watch(settings, self._ranks.records, self.notify)
+        self._inspector = Inspector(settings, self._ranks.records, self.notify)
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
@@ -109,7 +109,7 @@ class Launcher:
             self._exit = Exit(1, str(error))
         finally:
             loop.remove_reader(self._warm.connection)
-            self._watch.stop()
+            self._inspector.stop()
             self._ranks.close()
             self._sign.end()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
@@ -152,11 +152,11 @@ class Launcher:
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
-            self._watch.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
+            self._inspector.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
             for event in self._gpus.poll(now):
-                fault = gpu_fault(event, self._state, self._settings)
+                fault = gpu_fault(event, self._state, self._settings, time.time())
                 if fault.name not in self._gpu_faults:
                     self._gpu_faults.add(fault.name)
                     self.notify(fault)
@@ -198,7 +198,7 @@ class Launcher:
             case Terminate():
                 self._ranks.signal(signal.SIGTERM)
             case Kill():
-                self._watch.stop()
+                self._inspector.stop()
                 self._ranks.signal(signal.SIGKILL)
             case Notify():
                 self.notify(command.fault)
@@ -265,11 +265,11 @@ class Launcher:
         log.info(
             "round %d starts with ranks %s of %d", command.round, list(command.plan.ranks), command.plan.world_size
         )
-        self._watch.stop()
+        self._inspector.stop()
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
-        earlier = self._watch.step_seconds(self._ranks.states()) or command.plan.step_seconds
+        earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
-        self._watch = Watch(self._settings, self._ranks.records, self.notify, earlier)
+        self._inspector = Inspector(self._settings, self._ranks.records, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""
@@ -280,9 +280,12 @@ class Launcher:
         self._client.leave()
 
 
-def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings) -> Fault:
+def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings, wall: float) -> Fault:
     """The same XID of the same GPU is the same fault for as long as the round lasts: a kernel with a wild pointer makes
-    thousands of them, before which the operator would never come to the rank's own end."""
+    thousands of them, before which the operator would never come to the rank's own end.
+
+    `wall`: seconds since the epoch.
+    """
     place = f"{event.gpu}-xid-{event.xid}".replace(" ", "-")
     return Fault(
         name=f"{settings.worker}-{settings.incarnation}-r{state.round}-gpu-{place}".lower(),
@@ -290,7 +293,7 @@ def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings) ->
         worker=settings.worker,
         round=state.round,
         membership=max(state.membership, 0),
-        noticed_at=time.time(),
+        noticed_at=wall,
         error=event.text,
         xid=event.xid,
     )

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from .rank import STACK_SIGNAL
+from .watch import Look
 
 _PATIENCE = 0.2
 """Seconds that a stack may take to be written. A stopped process writes none."""
 _PAUSE = 0.01
-
-
-@dataclass(frozen=True)
-class Look:
-    """What was seen. `ticks`: processor time of the main thread."""
-
-    process_state: str = ""  # letter of /proc/<pid>/stat; "": gone
-    ticks: int = 0
-    stack: str = ""  # of the main thread, innermost call last
 
 
 class StackFile:

@@ -1,16 +1,13 @@
-"""Notices that this worker's ranks make no progress, and says what each of them is doing.
+"""Notices that this worker's ranks make no progress, and says what each of them is doing. Pure.
 
 It accuses nobody: in a job that hangs, every worker stalls, and most of them only wait for the culprit. Which rank that
-is follows from all workers' reports together (`pacekeeper_analysis.diagnose.hang`).
+is follows from all workers' reports together (`pacekeeper_analysis.diagnose.hang`). Its edge, which looks at processes
+and neighbours, is `inspection.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -22,7 +19,6 @@ from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
 from .rounds import RoundState
 from .settings import LauncherSettings
-from .stacks import Look, StackFile, look_at, process_state
 
 ARMED_AFTER = 5
 """Steps of the round before the training phase's deadline is taken from them."""
@@ -33,8 +29,6 @@ SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
 SHORTEST_LOAD, LOADS_LONG = 60.0, 20
 """A loader's deadline: so many seconds, or so many of the round's longest waits for it where they are longer."""
 RECENT_STEPS = 32
-STOPPED = "T"
-"""State letter of a process that a signal has stopped."""
 BETWEEN_LOOKS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
 TICKS_OF_A_LOOK = 2
@@ -44,9 +38,6 @@ LONGEST_HOST_WORK = 30.0
 it spins for a kernel of its own that never ends."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
-_PROBE_TIMEOUT = 1.0
-
-log = logging.getLogger(__name__)
 
 
 def deadline(
@@ -76,102 +67,74 @@ def deadline(
     return settings.phase_deadline
 
 
+@dataclass(frozen=True)
+class Look:
+    """What one look at a rank's process has seen. `ticks`: processor time of the main thread."""
+
+    process_state: str = ""  # letter of /proc/<pid>/stat; "": gone
+    ticks: int = 0
+    stack: str = ""  # of the main thread, innermost call last
+
+
 @dataclass
 class _Progress:
     """What a rank's state was when it last changed, and when that was (seconds, monotonic)."""
 
     state: bytes
     since: float
-    step_seconds: float | None = None  # read from the ring only when it matters
+    step_seconds: float | None = None  # asked for only when it matters
 
 
 @dataclass
 class Watch:
-    """Watches the ranks of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
+    """Watches the ranks of one round.
+
+    `longest_step`: how long a step takes a local rank (`step_seconds_of`); `is_stopped`: whether a signal has stopped
+    its process. Both are asked only about a rank that stands still.
+    """
 
     settings: LauncherSettings
-    records: Callable[[int], NDArray[np.void]]
-    notify: Callable[[Fault], None]
+    longest_step: Callable[[int], float]
+    is_stopped: Callable[[int], bool]
     earlier_step_seconds: float = 0.0
     """That of the round before, or the plan's where there was none here that got so far; 0: it is not known."""
     _progress: dict[int, _Progress] = field(default_factory=dict)
-    _inspection: asyncio.Task[None] | None = None
     _reports: int = 0
     _reports_of_this_stall: int = 0
     _report_at: float = 0.0
 
-    def look(
-        self,
-        state: RoundState,
-        ranks: Mapping[int, np.void],
-        pids: Mapping[int, int],
-        stacks: Mapping[int, StackFile],
-        neighbours: Iterable[str],
-        now: float,
-    ) -> None:
-        """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
-        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, pids.get(local), now)]
+    def look(self, ranks: Mapping[int, np.void], now: float) -> bool:
+        """Whether a stall is to be reported now. Call it often.
+
+        `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic.
+        """
+        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now)]
         if not stalled:
             self._reports_of_this_stall = 0
             self._report_at = 0.0
-        elif now >= self._report_at and (self._inspection is None or self._inspection.done()):
-            self._reports += 1
-            self._report_at = now + min(REPORT_AGAIN * 2 ** min(self._reports_of_this_stall, 10), LONGEST_PAUSE)
-            self._reports_of_this_stall += 1
-            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
-            self._inspection = asyncio.create_task(inspection)
+        return bool(stalled) and now >= self._report_at
 
-    def stop(self) -> None:
-        """The round is over."""
-        if self._inspection is not None:
-            self._inspection.cancel()
+    def begin_report(self, now: float) -> None:
+        """The next one of the same stall has time."""
+        self._reports += 1
+        self._report_at = now + min(REPORT_AGAIN * 2 ** min(self._reports_of_this_stall, 10), LONGEST_PAUSE)
+        self._reports_of_this_stall += 1
 
-    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
-        """For the next round: how long a step takes the slowest rank here; what was known before, in a young round."""
-        armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= ARMED_AFTER]
-        return max((_longest_step(self.records(local)) for local in armed), default=self.earlier_step_seconds)
-
-    def _is_stalled(self, local_rank: int, rank: np.void, pid: int | None, now: float) -> bool:
-        content = _without_looks(rank)
-        progress = self._progress.get(local_rank)
-        if progress is None or progress.state != content:
-            self._progress[local_rank] = _Progress(content, now)
-            return False
-        silent = now - progress.since
-        if silent < min(SHORTEST, self.settings.hang or SHORTEST):
-            return False
-        if pid is not None and process_state(pid)[0] == STOPPED:
-            return True  # whatever it was busy with
-        return silent >= self._deadline(local_rank, rank)
-
-    def _deadline(self, local_rank: int, rank: np.void) -> float:
-        progress = self._progress[local_rank]
-        if progress.step_seconds is None:
-            progress.step_seconds = _longest_step(self.records(local_rank))
-        return deadline(
-            Phase(int(rank["phase"])),
-            int(rank["steps_in_round"]),
-            progress.step_seconds,
-            self.settings,
-            self.earlier_step_seconds,
-            int(rank["longest_load_ns"]) * 1e-9,
-        )
-
-    async def _inspect(
+    def report(
         self,
         state: RoundState,
-        ranks: dict[int, np.void],
-        pids: dict[int, int],
-        stacks: dict[int, StackFile],
-        neighbours: list[str],
-    ) -> None:
-        """Looks twice at every rank, and once whether the neighbours are there; reports the stall."""
-        probes = asyncio.gather(*(is_reachable(address, self.settings.neighbour_port) for address in neighbours))
-        first = await _look_at_all(pids, stacks)
-        await asyncio.sleep(BETWEEN_LOOKS)
-        second = await _look_at_all(pids, stacks)
-        reachable = await probes
-        now = time.monotonic()
+        ranks: Mapping[int, np.void],
+        looks: tuple[Mapping[int, Look], Mapping[int, Look]],
+        unreachable: Collection[str],
+        now: float,
+        wall: float,
+    ) -> Fault:
+        """The stall that the last `begin_report` was for.
+
+        `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer; `wall`:
+        seconds since the epoch.
+        """
+        first, second = looks
         states = tuple(
             rank_state(
                 rank,
@@ -183,19 +146,48 @@ class Watch:
             )
             for local, rank in ranks.items()
         )
-        fault = Fault(
+        return Fault(
             name=f"{self.settings.worker}-{self.settings.incarnation}-r{state.round}-stalled-{self._reports}".lower(),
             kind=FaultKind.STALLED,
             worker=self.settings.worker,
             round=state.round,
             membership=state.membership,
-            noticed_at=time.time(),
+            noticed_at=wall,
             step=min(rank.step for rank in states),
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
-            unreachable=tuple(address for address, there in zip(neighbours, reachable, strict=True) if not there),
+            unreachable=tuple(unreachable),
         )
-        self.notify(fault)
+
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
+        """For the next round: how long a step takes the slowest rank here; what was known before, in a young round."""
+        armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= ARMED_AFTER]
+        return max((self.longest_step(local) for local in armed), default=self.earlier_step_seconds)
+
+    def _is_stalled(self, local_rank: int, rank: np.void, now: float) -> bool:
+        content = _without_looks(rank)
+        progress = self._progress.get(local_rank)
+        if progress is None or progress.state != content:
+            self._progress[local_rank] = _Progress(content, now)
+            return False
+        silent = now - progress.since
+        if silent < min(SHORTEST, self.settings.hang or SHORTEST):
+            return False
+        # A stopped one is stalled whatever it was busy with.
+        return self.is_stopped(local_rank) or silent >= self._deadline(local_rank, rank)
+
+    def _deadline(self, local_rank: int, rank: np.void) -> float:
+        progress = self._progress[local_rank]
+        if progress.step_seconds is None:
+            progress.step_seconds = self.longest_step(local_rank)
+        return deadline(
+            Phase(int(rank["phase"])),
+            int(rank["steps_in_round"]),
+            progress.step_seconds,
+            self.settings,
+            self.earlier_step_seconds,
+            int(rank["longest_load_ns"]) * 1e-9,
+        )
 
 
 def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float, *, overdue: bool) -> RankState:
@@ -227,23 +219,11 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
     )
 
 
-async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:
-    looks = await asyncio.gather(*(look_at(pid, stacks[local]) for local, pid in pids.items()))
-    return dict(zip(pids, looks, strict=True))
-
-
-async def is_reachable(address: str, port: int) -> bool:
-    """Whether the host answers at all: a refused connection is an answer, silence is none."""
-    try:
-        async with asyncio.timeout(_PROBE_TIMEOUT):
-            _, writer = await asyncio.open_connection(address, port)
-    except ConnectionRefusedError:
-        return True
-    except (TimeoutError, OSError):
-        return False
-    with contextlib.suppress(ConnectionError):
-        writer.close()
-    return True
+def step_seconds_of(records: NDArray[np.void]) -> float:
+    """Median duration of the last training steps, seconds, or of the last synchronisations if those take longer; 0:
+    there was none."""
+    training = records[records["phase"] == Phase.TRAIN]
+    return max(_median(training[training["kind"] == kind]) for kind in (Kind.STEP, Kind.SYNCHRONISATION))
 
 
 def _without_looks(rank: np.void) -> bytes:
@@ -253,13 +233,6 @@ def _without_looks(rank: np.void) -> bytes:
         state[name] = 0
     content: bytes = state.tobytes()
     return content
-
-
-def _longest_step(records: NDArray[np.void]) -> float:
-    """Median duration of the last training steps, seconds, or of the last synchronisations if those take longer; 0:
-    there was none."""
-    training = records[records["phase"] == Phase.TRAIN]
-    return max(_median(training[training["kind"] == kind]) for kind in (Kind.STEP, Kind.SYNCHRONISATION))
 
 
 def _median(records: NDArray[np.void]) -> float:

@@ -81,7 +81,20 @@ class RankHistory:
                 if record["phase"] == Phase.TRAIN:
                     own = _seconds(own_work.get(int(record["start_ns"]), record))
                     step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage, lengths)
-                    self._append(step, int(record["flags"]))
+                    self.append(step, int(record["flags"]))
+
+    def append(self, step: StepTimes, mode: int) -> None:
+        """Take in one step. `mode`: position in plan.SyncMode of the one that was in force."""
+        if mode != self._mode:
+            self._mode = mode
+            self.start_round()
+        is_full = len(self._steps) == self._window_steps
+        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
+            self._earlier.append(self._steps[0])
+        self._steps.append(step)
+        self.samples_total += step.samples
+        if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
+            self._learn_baseline(step)
 
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
@@ -139,18 +152,6 @@ class RankHistory:
     def first_steps_own_seconds(self) -> float | None:
         """Median own work in it."""
         return None if self._baseline is None else self._baseline[1]
-
-    def _append(self, step: StepTimes, mode: int) -> None:
-        if mode != self._mode:
-            self._mode = mode
-            self.start_round()
-        is_full = len(self._steps) == self._window_steps
-        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
-            self._earlier.append(self._steps[0])
-        self._steps.append(step)
-        self.samples_total += step.samples
-        if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
-            self._learn_baseline(step)
 
     def _learn_baseline(self, step: StepTimes) -> None:
         if self._skipped < FIRST_STEPS_SKIPPED:

@@ -1,0 +1,124 @@
+"""What a job's status says is so. It may be old for a while, and for as long as the operator cannot know better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pacekeeper_operator.api import Condition, JobPhase, Reason, parse_duration
+
+from ..network import API
+from .record import Books, JobRecord, Record
+from .rules import Rule
+
+if TYPE_CHECKING:
+    from ..kubernetes.api_server import Change
+    from ..workers.run import Run
+    from ..world import World
+
+KNOWN_SECONDS = 90.0
+"""So late, at most, an operator that can see it says what is so."""
+LOOKS = 9
+"""So many looks back the step in a status may lie: 45 s."""
+
+
+class StatusIsTrue(Rule):
+    words = "status never says for long what is not so"
+
+    def __init__(self, world: World, record: Record) -> None:
+        super().__init__(world, record)
+        self._calm_since = 0.0
+        self._wrong_since: dict[tuple[str, str], float] = {}
+        """(uid, what is wrong) → since when it is."""
+        self._stepped: dict[str, float] = {}
+        """By uid: when it last took a step."""
+        self._steps: dict[str, list[int]] = {}
+        """By uid: at the last looks."""
+        world.trainings.on_step.append(self._took_a_step)
+
+    def looked(self) -> Iterator[str]:
+        now = self.record.now()
+        if not is_calm(self.world):
+            self._calm_since = now
+        wrong = {(job.uid, what): job.name for job in self.record.jobs.values() for what in self._wrong(job)}
+        self._wrong_since = {key: self._wrong_since.get(key, now) for key in wrong}
+        for key, since in self._wrong_since.items():
+            if now - max(since, self._calm_since) > KNOWN_SECONDS:
+                yield f"{wrong[key]}: {key[1]}"
+
+    def _wrong(self, job: JobRecord) -> Iterator[str]:
+        if job.body is None or job.deleted:
+            return
+        status, now = job.body.get("status", {}), self.record.now()
+        phase, stepped = status.get("phase"), self._stepped.get(job.uid)
+        steps = self._steps.setdefault(job.uid, [])
+        training = self.world.trainings.of_job(job.uid)
+        steps.append(training.runs[-1].progress.step if training is not None and training.runs else -1)
+        del steps[:-LOOKS]
+        trains = stepped is not None and now - stepped < 10.0
+        if phase == JobPhase.RUNNING and not trains:
+            yield "it is said to be Running, and takes no step"
+        if phase in (JobPhase.PENDING, JobPhase.STARTING, JobPhase.SUSPENDED) and trains:
+            yield f"it is said to be {phase}, and trains"
+        if phase == JobPhase.RUNNING and len(steps) >= LOOKS and status.get("step", -1) < min(steps):
+            yield "its step is an old one"
+
+    def _took_a_step(self, run: Run) -> None:
+        if run.ordinals:
+            self._stepped[run.training.uid] = self.record.now()
+
+
+class JobsEndTruly(Rule):
+    words = "a job is Complete or Failed for the reason that it tells"
+    kinds = ("trainingjobs",)
+
+    def heard(self, change: Change) -> Iterator[str]:
+        was, now = (body.get("status", {}).get("phase") if body else None for body in (change.before, change.object))
+        job = self.record.jobs.get(change.object["metadata"]["uid"])
+        if change.type != "MODIFIED" or was == now or job is None or job.books is None:
+            return
+        training = self.world.trainings.of_job(job.uid)
+        if now == JobPhase.COMPLETE and (
+            training is None
+            or training.until is None
+            or all(run.progress.step < training.until for run in training.runs)
+        ):
+            yield f"{job.name} is Complete, and its ranks have not come to their end"
+        if now == JobPhase.FAILED:
+            conditions = change.object["status"].get("conditions", ())
+            failed = next((c for c in conditions if c["type"] == Condition.FAILED and c["status"] == "True"), None)
+            if failed is None:
+                yield f"{job.name} has failed, and does not say why"
+            elif not self._is_true(job, job.books, failed["reason"]):
+                yield f"{job.name} has failed of {failed['reason']}: {failed.get('message')}"
+
+    def _is_true(self, job: JobRecord, books: Books, reason: str) -> bool:
+        assert job.body is not None
+        spec = job.body["spec"]
+        if reason == Reason.RESTART_BUDGET_SPENT:
+            window = parse_duration(spec.get("remediation", {}).get("restartWindow", "1h"))
+            last = max(books.restarts, default=0.0)
+            return sum(at > last - window for at in books.restarts) >= job.allowed_restarts[0]
+        if reason == Reason.DEADLINE_EXCEEDED:
+            return "activeDeadlineSeconds" in spec.get("runPolicy", {})
+        if reason == Reason.SCRIPT_FAILED:  # on one worker alone it may as well be the worker
+            failing = [
+                worker for worker in self.world.workers.values() if worker.job_uid == job.uid and worker.script_fails
+            ]
+            return len(failing) > 1 or (bool(failing) and not spec.get("spares"))
+        return False
+
+
+def is_calm(world: World) -> bool:
+    """Whether an operator leads that sees and reaches all that it needs."""
+    leader, faults, reaches = world.deployment.leader, world.api.faults, world.network.reaches
+    if leader is None or leader.process.paused or leader.operator is None or not leader.operator.leads():
+        return False
+    if faults.down or faults.silent or faults.error_rate or faults.lost_rate or faults.late_rate or faults.slow[1]:
+        return False
+    if faults.watch_lag[1] > 1.0 or not reaches(leader.name, API):
+        return False
+    return all(reaches(leader.name, worker.node) for worker in world.workers.values() if not worker.gone)
+
+
+RULES: tuple[type[Rule], ...] = (StatusIsTrue, JobsEndTruly)

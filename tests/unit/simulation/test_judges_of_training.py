@@ -1,0 +1,348 @@
+"""What judges say of rounds, steps, statuses and ends: told by hand-made rounds in a world without machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pacekeeper_operator.api import format_time
+from simulation.faults.fault import Cost
+from simulation.judges import end, training, truth
+from simulation.judges.judge import Judge
+from simulation.workers.volume import Kept
+from simulation.world import EPOCH
+from tests.support.courts import OPERATOR, Court
+
+
+@dataclass
+class Run:
+    """A round, as judges see one."""
+
+    training: Any
+    round: int = 1
+    membership: int = 1
+    restored_step: int = -1
+    ordinals: int = 0
+    began_at: float = 0.0
+    stepped_at: float = 0.0
+    over: bool = False
+    stands: bool = False
+    progress: Any = field(default_factory=lambda: SimpleNamespace(step=0))
+    seated: tuple[Any, ...] = ()
+
+
+class TrainingCourt(Court):
+    """With what a job trains, and who trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=SimpleNamespace(newest=None))
+        self.leader = SimpleNamespace(
+            name=OPERATOR,
+            operator=SimpleNamespace(leads=lambda: True),
+            process=SimpleNamespace(paused=False, dead=False),
+        )
+        world = cast(Any, self.world)
+        world.trainings = SimpleNamespace(on_step=[], of_job=lambda uid: self.training if uid == self.job.uid else None)
+        world.workers, world.nodes = {}, {"node-0": None, "node-1": None}
+        world.deployment = SimpleNamespace(pods=[self.leader], leader=self.leader)
+        self.judge = Judge(world, cast(Any, SimpleNamespace(costs=frozenset())), 60.0, (*training.RULES, *truth.RULES))
+        self.judge._record.hear(self._made())
+        self.write(self.draft)
+
+    def _made(self) -> Any:
+        body = self.api.get("trainingjobs", "j", "ns")
+        return SimpleNamespace(plural="trainingjobs", type="ADDED", object=body, before=None, at=0.0, who="kubectl")
+
+    def begin(self, round_: int, membership: int = 1, restored_step: int = -1) -> Run:
+        run = Run(self.training, round_, membership, restored_step, began_at=self.world.now())
+        self.training.runs.append(run)
+        self.tell(run)
+        return run
+
+    def step(self, run: Run) -> None:
+        run.ordinals += 1
+        run.progress.step += 1
+        run.stepped_at = self.world.now()
+        self.tell(run)
+
+    def tell(self, run: Run) -> None:
+        for call in cast(Any, self.world).trainings.on_step:
+            call(run)
+        self.look()
+
+    def status(self, **status: Any) -> None:
+        self.api.patch("trainingjobs", "j", "ns", {"status": status}, subresource="status", manager=OPERATOR)
+
+    def train(self, run: Run, seconds: float) -> None:
+        for _ in range(int(seconds / 5.0)):
+            self.wait(5.0)
+            self.step(run)
+
+    @property
+    def reasons(self) -> list[str]:
+        return self.judge.at_end()
+
+
+@pytest.fixture
+def court() -> TrainingCourt:
+    return TrainingCourt()
+
+
+# Rounds.
+
+
+def test_rounds_follow_each_other(court: TrainingCourt) -> None:
+    court.step(court.begin(1))
+    court.step(court.begin(2))
+    court.step(court.begin(3, membership=2))
+    assert court.complaints == []
+
+
+def test_a_round_that_was_is_found(court: TrainingCourt) -> None:
+    court.begin(2)
+    court.begin(2)
+    assert court.complaints == ["one round at a time, and each has a number above all before"]
+
+
+def test_an_old_round_may_take_steps_for_a_moment(court: TrainingCourt) -> None:
+    old = court.begin(1)
+    court.begin(2, membership=2)
+    court.wait(5.0)
+    court.step(old)
+    assert court.complaints == []
+    court.wait(10.0)
+    court.step(old)
+    assert court.complaints == ["one round at a time, and each has a number above all before"]
+
+
+def test_what_was_kept_is_gone_on_from(court: TrainingCourt) -> None:
+    court.training.volume.newest = Kept(40, 1, {})
+    court.begin(1, restored_step=40)
+    court.begin(2, restored_step=45)
+    assert court.complaints == []
+    court.begin(3, restored_step=39)
+    assert court.complaints == ["a round goes on from the newest checkpoint, or from something newer"]
+
+
+def test_launchers_begin_as_many_rounds_as_they_may(court: TrainingCourt) -> None:
+    court.write(court.draft.with_plan(restarts=2))
+    court.judge._record.jobs[court.job.uid].most_allowed = {1: 2}
+    for round_ in range(1, 4):
+        court.begin(round_)
+    assert court.complaints == []
+    court.begin(4)
+    assert court.complaints == ["launchers begin no more rounds by themselves than the plan allows"]
+
+
+def test_a_job_that_stands_still_is_found(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    court.train(run, 100.0)
+    assert court.complaints == []
+    court.wait(61.0)
+    court.look()
+    assert court.complaints == ["a job that can train does not stand still"]
+
+
+def test_a_suspended_job_may_stand_still(court: TrainingCourt) -> None:
+    court.step(court.begin(1))
+    court.api.patch("trainingjobs", "j", "ns", {"spec": {"suspend": True}}, manager="kubectl")
+    for _ in range(20):
+        court.wait(5.0)
+        court.look()
+    assert court.complaints == []
+
+
+def worker(court: TrainingCourt, run: Run, **changes: Any) -> None:
+    """Of the record `j-w0-0`, with one rank in `run`."""
+    process = SimpleNamespace(process=SimpleNamespace(paused=False))
+    found = SimpleNamespace(gone=False, node="node-0", launcher=process, sidecar=process, job_uid=court.job.uid)
+    found.ranks, found.script_fails, found.name = [SimpleNamespace(alive=True, run=run)], False, "j-w0-0"
+    for name, value in changes.items():
+        setattr(found, name, value)
+    pod = court.create_pod("j-w0-0")
+    cast(Any, court.world).workers[pod["metadata"]["uid"]] = found
+    record = court.draft.state.placement.worker("j-w0-0")
+    assert record is not None
+    court.write(court.draft.with_worker(replace(record, uid=pod["metadata"]["uid"])))
+
+
+def give_up(court: TrainingCourt, *, dead: bool = True) -> None:
+    record = court.draft.state.placement.worker("j-w0-0")
+    assert record is not None
+    court.write(court.draft.with_worker(replace(record, leaving="nobody hears of it", dead=dead)))
+
+
+def test_who_trains_well_stays(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    court.step(run)
+    worker(court, run)
+    give_up(court)
+    assert court.complaints == ["a worker whose ranks train well is not given up for lost"]
+
+
+@pytest.mark.parametrize("trouble", ["stands", "over", "cut off", "gone", "slow"])
+def test_who_is_lost_may_be_given_up(court: TrainingCourt, trouble: str) -> None:
+    run = court.begin(1)
+    court.step(run)
+    worker(court, run, gone=trouble == "gone")
+    run.stands, run.over = trouble == "stands", trouble == "over"
+    if trouble == "cut off":
+        court.world.network.isolate("node-0")
+    give_up(court, dead=trouble != "slow")  # one that is slow is replaced while it trains on
+    assert court.complaints == []
+
+
+# What is said.
+
+
+def test_a_true_status_is_fine(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    for _ in range(30):
+        court.train(run, 15.0)
+        court.status(phase="Running", step=run.progress.step)
+    assert court.complaints == []
+
+
+def test_running_without_steps_is_found(court: TrainingCourt) -> None:
+    court.judge._record.patience = 1e9
+    court.step(court.begin(1))
+    court.status(phase="Running", step=1)
+    for _ in range(30):
+        court.wait(5.0)
+        court.look()
+    assert court.complaints == ["status never says for long what is not so"]
+
+
+def test_an_operator_that_sees_nothing_need_not_know(court: TrainingCourt) -> None:
+    court.judge._record.patience = 1e9
+    court.step(court.begin(1))
+    court.status(phase="Running", step=1)
+    court.leader.process.paused = True
+    for _ in range(30):
+        court.wait(5.0)
+        court.look()
+    assert court.complaints == []
+
+
+def test_an_old_step_is_found(court: TrainingCourt) -> None:
+    court.status(phase="Running", step=1)
+    run = court.begin(1)
+    court.train(run, 300.0)
+    assert court.complaints == ["status never says for long what is not so"]
+
+
+@pytest.mark.parametrize(("steps", "fine"), [(9, False), (10, True)])
+def test_complete_means_that_the_last_step_is_taken(court: TrainingCourt, steps: int, fine: bool) -> None:
+    court.training.until = 10
+    run = court.begin(1)
+    run.progress.step = steps
+    court.status(phase="Complete")
+    assert court.complaints == ([] if fine else ["a job is Complete or Failed for the reason that it tells"])
+
+
+def fail(court: TrainingCourt, reason: str) -> None:
+    condition = {"type": "Failed", "status": "True", "reason": reason, "message": "m"}
+    court.status(phase="Failed", conditions=[{**condition, "lastTransitionTime": format_time(EPOCH)}])
+
+
+@pytest.mark.parametrize("restarts", [9, 10])
+def test_a_budget_that_is_spent_was_spent(court: TrainingCourt, restarts: int) -> None:
+    for i in range(restarts):
+        court.write(court.draft.count_restart(1000.0 + i))
+    fail(court, "RestartBudgetSpent")
+    assert bool(court.complaints) == (restarts == 9)
+
+
+def test_a_script_that_was_well_is_no_reason(court: TrainingCourt) -> None:
+    worker(court, court.begin(1), script_fails=True)
+    fail(court, "ScriptFailed")  # on one worker, beside a spare
+    assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
+
+
+def test_a_deadline_that_there_is_not_is_no_reason(court: TrainingCourt) -> None:
+    fail(court, "DeadlineExceeded")
+    assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
+
+
+# The end.
+
+
+def settled(court: TrainingCourt) -> Run:
+    """Everything is as it shall be."""
+    run = court.begin(1)
+    run.seated = tuple(SimpleNamespace(worker=SimpleNamespace(name=f"j-w{i}-0")) for i in range(2))
+    court.step(run)
+    court.status(phase="Running", workers={"ready": 2, "spare": 1, "desired": 2, "summary": "2/2+1"}, restarts=0)
+    return run
+
+
+def test_all_is_well(court: TrainingCourt) -> None:
+    settled(court)
+    assert court.reasons == []
+
+
+def test_a_job_that_takes_no_step_is_not_settled(court: TrainingCourt) -> None:
+    settled(court)
+    court.wait(20.0)
+    assert court.reasons == ["j takes no step in round 1, of j-w0-0, j-w1-0"]
+    cast(Any, court.judge._schedule).costs = frozenset({Cost.STEPS})
+    assert court.reasons == []
+
+
+def test_a_job_with_too_few_workers_is_not_settled(court: TrainingCourt) -> None:
+    settled(court)
+    court.api.patch("trainingjobs", "j", "ns", {"spec": {"replicas": 3}}, manager="kubectl")
+    assert court.reasons == ["j: 2 members instead of 3", "j: 3 workers instead of 4"]
+    cast(Any, court.judge._schedule).costs = frozenset({Cost.STRENGTH, Cost.SPARES})
+    assert court.reasons == []
+
+
+def test_two_operators_that_serve_are_no_end(court: TrainingCourt) -> None:
+    settled(court)
+    cast(Any, court.world).deployment.pods.append(court.leader)
+    assert court.reasons == ["2 operators serve: operator-0, operator-0"]
+
+
+def test_a_pod_of_a_job_that_is_gone_is_an_orphan(court: TrainingCourt) -> None:
+    settled(court)
+    court.create_pod("j-w0-0")
+    court.api.delete("trainingjobs", "j", "ns")
+    assert any("pod j-w0-0 belongs to no job" in words for words in court.reasons)
+
+
+def test_a_pod_that_nobody_knows_is_left_over(court: TrainingCourt) -> None:
+    settled(court)
+    court.create_pod("j-w7-0")
+    assert court.reasons == ["pod j-w7-0 is in no bookkeeping"]
+
+
+def test_a_node_that_is_held_without_a_quarantine_is_not_settled(court: TrainingCourt) -> None:
+    settled(court)
+    court.create_node()
+    court.taint()
+    assert court.reasons == ["node-1 is held without an approved NodeQuarantine"]
+
+
+def test_end_names_what_is_open(court: TrainingCourt) -> None:
+    settled(court)
+    body = {"metadata": {"name": "i", "namespace": "ns"}}
+    reference = {"name": "j", "namespace": "ns", "uid": court.job.uid}
+    spec = {"jobRef": reference, "cause": "crash", "class": "Unknown", "round": 1, "message": "m"}
+    court.api.create("incidents", {**body, "spec": spec}, manager=OPERATOR)
+    assert court.reasons == ["Incident i is open"]
+
+
+def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:
+    settled(court)
+    court.create_node()
+    cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="")
+    court.suspect(who="kubectl", approved=True, expiresAfter="60s")
+    status = {"status": {"cordonedAt": format_time(court.world.wall())}}
+    court.api.patch("nodequarantines", "node-1", "", status, subresource="status", manager=OPERATOR)
+    assert court.reasons == []
+    court.wait(60.0 + end.EXPIRY_SECONDS + 1.0)
+    assert "node-1 is well, and its quarantine does not end" in court.reasons

@@ -1,0 +1,181 @@
+"""Each defect that simulation has found does not come back; and with its mend undone, it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from pacekeeper_analysis.reports import Fault
+from pacekeeper_operator import decision as decisions
+from pacekeeper_operator import observation, rounds, runtime
+from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, treat, workforce
+from pacekeeper_operator.decide.remedies.applied import Applied
+from pacekeeper_operator.observe import gather
+from pacekeeper_operator.services import bookkeeping, errands, leadership, operator
+from simulation.judges import Violation
+from simulation.run import run
+from simulation.scenarios.known_defects import SCENARIOS, Scenario
+
+Patch = pytest.MonkeyPatch
+UNDONE: dict[str, Callable[[Patch], None]] = {}
+
+
+def undoes(name: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Registers what takes the mend of a scenario away."""
+
+    def register(undo: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        UNDONE[name] = undo
+        return undo
+
+    return register
+
+
+async def nothing(*_: Any) -> None:
+    return None
+
+
+@undoes("failed-list")
+def _(patch: Patch) -> None:
+    patch.setattr(operator.Operator, "know", nothing)
+
+
+@undoes("broken-gpu")
+def _(patch: Patch) -> None:
+    def why_not_move(blame: crash._Blame) -> str:
+        return "" if blame.memory else "the worker is not at fault"
+
+    patch.setattr(crash._Blame, "why_not_move", property(why_not_move))
+
+
+@undoes("two-signals")
+def _(patch: Patch) -> None:
+    def error_of(fault: Fault) -> str:
+        return fault.error or crash._ending(fault)
+
+    patch.setattr(crash, "error_of", error_of)
+
+
+@undoes("finished-and-lost")
+def _(patch: Patch) -> None:
+    patch.setattr(membership, "_cannot_end", lambda *_: False)
+
+
+@undoes("finished-unseen")
+def _(patch: Patch) -> None:
+    def ended_well(view: observation.WorkerView, _membership: int) -> bool:
+        return view.pod is not None and view.pod.exit_code == 0
+
+    patch.setattr(stages, "_ended_well", ended_well)
+
+
+@undoes("all-lose-power")
+def _(patch: Patch) -> None:
+    patch.setattr(node_lost, "_fails_as_a_whole", lambda _: False)
+
+
+@undoes("operator-cut-from-node")
+@undoes("operator-cut-from-all")
+def _(patch: Patch) -> None:
+    def proof(_seen: observation.Observation, _policy: Any, view: observation.WorkerView) -> str:
+        return "nobody hears of it" if view.silent_seconds > node_lost.SILENT_SECONDS else ""
+
+    patch.setattr(node_lost, "_proof", proof)
+
+
+@undoes("silent-spare")
+@undoes("dead-spare-and-resume")
+def _(patch: Patch) -> None:
+    patch.setattr(observation, "FRESH_SECONDS", math.inf)
+    patch.setattr(workforce, "FRESH_SECONDS", math.inf)
+
+
+@undoes("suspended-and-lost")
+def _(patch: Patch) -> None:
+    patch.setattr(workforce, "_nobody_confirms", lambda *_: False)
+
+
+@undoes("hang-after-joining")
+def _(patch: Patch) -> None:
+    begin = rounds.begin
+    patch.setattr(rounds, "begin", lambda *given: _with_plan(begin(*given), step_seconds=0.0))
+
+
+def _with_plan(draft: Any, **changes: Any) -> Any:
+    return replace(draft, plan=replace(draft.plan, **changes))
+
+
+@undoes("frozen")
+def _(patch: Patch) -> None:
+    patch.setattr(frozen, "_how", lambda _: "")
+
+
+@undoes("stray-pod")
+def _(patch: Patch) -> None:
+    observe = gather.observe
+    patch.setattr(gather, "observe", lambda *given: replace(observe(*given), strays=()))
+
+
+@undoes("slow-creation")
+def _(patch: Patch) -> None:
+    patch.setattr(errands, "QUICK_SECONDS", 60.0)
+
+
+@undoes("no-room-for-a-spare")
+def _(patch: Patch) -> None:
+    def put_off(_errands: errands.Errands, _effect: Any, tries: errands._Attempts, words: str) -> None:
+        tries.trouble = words
+
+    patch.setattr(errands.Errands, "_put_off", put_off)
+
+
+@undoes("created-anew")
+def _(patch: Patch) -> None:
+    patch.setattr(bookkeeping, "_belongs_to", lambda *_: True)
+
+
+@undoes("more-is-allowed")
+def _(patch: Patch) -> None:
+    def known(seen: observation.Observation, _policy: Any, decision: Any) -> bool:
+        return decision.incident_name(seen.job) in seen.state.incidents.names()
+
+    patch.setattr(treat, "_known", known)
+
+
+@undoes("clocks-differ")
+def _(patch: Patch) -> None:
+    def apply(_action: Any, decision: Any, seen: observation.Observation) -> Any:
+        draft = seen.draft.count_restart(decision.first_sign)
+        return Applied(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
+
+    patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
+
+
+@undoes("lease-not-found")
+def _(patch: Patch) -> None:
+    """Its keeper dies of what the API server says, nobody notices, and whoever has led once goes on."""
+
+    async def attempt(lease: leadership.Lease) -> None:
+        if await lease._take():
+            lease._acts_until = math.inf
+
+    patch.setattr(leadership.Lease, "_try", attempt)
+    patch.setattr(runtime.Runtime, "_ended", lambda *_: None)
+
+
+def play(scenario: Scenario) -> tuple[Violation, ...]:
+    return run(scenario.schedule, patience=scenario.patience).violations
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_defect_does_not_come_back(name: str) -> None:
+    assert play(SCENARIOS[name]) == ()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_without_its_mend_it_does(name: str, monkeypatch: Patch) -> None:
+    UNDONE[name](monkeypatch)
+    assert play(SCENARIOS[name]) != ()

@@ -1,0 +1,107 @@
+"""The watch's edge: when a stall is to be reported, looks at the ranks' processes, and whether neighbours are there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.reports import Fault
+
+from .rounds import RoundState
+from .settings import LauncherSettings
+from .stacks import StackFile, look_at, process_state
+from .watch import BETWEEN_LOOKS, Look, Watch, step_seconds_of
+
+STOPPED = "T"
+"""State letter of a process that a signal has stopped."""
+_PROBE_TIMEOUT = 1.0
+
+
+class Inspector:
+    """Of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
+
+    def __init__(
+        self,
+        settings: LauncherSettings,
+        records: Callable[[int], NDArray[np.void]],
+        notify: Callable[[Fault], None],
+        earlier_step_seconds: float = 0.0,
+    ) -> None:
+        """`earlier_step_seconds`: the watch's."""
+        self._settings = settings
+        self._notify = notify
+        self._pids: Mapping[int, int] = {}
+        self._watch = Watch(
+            settings, lambda local: step_seconds_of(records(local)), self._is_stopped, earlier_step_seconds
+        )
+        self._inspection: asyncio.Task[None] | None = None
+
+    def look(
+        self,
+        state: RoundState,
+        ranks: Mapping[int, np.void],
+        pids: Mapping[int, int],
+        stacks: Mapping[int, StackFile],
+        neighbours: Iterable[str],
+        now: float,
+    ) -> None:
+        """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
+        self._pids = pids
+        if self._watch.look(ranks, now) and (self._inspection is None or self._inspection.done()):
+            self._watch.begin_report(now)
+            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
+            self._inspection = asyncio.create_task(inspection)
+
+    def stop(self) -> None:
+        """The round is over."""
+        if self._inspection is not None:
+            self._inspection.cancel()
+
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
+        """For the next round, as the watch's."""
+        return self._watch.step_seconds(ranks)
+
+    def _is_stopped(self, local_rank: int) -> bool:
+        pid = self._pids.get(local_rank)
+        return pid is not None and process_state(pid)[0] == STOPPED
+
+    async def _inspect(
+        self,
+        state: RoundState,
+        ranks: dict[int, np.void],
+        pids: dict[int, int],
+        stacks: dict[int, StackFile],
+        neighbours: list[str],
+    ) -> None:
+        """Looks twice at every rank, and once whether the neighbours are there; reports the stall."""
+        probes = asyncio.gather(*(is_reachable(address, self._settings.neighbour_port) for address in neighbours))
+        first = await _look_at_all(pids, stacks)
+        await asyncio.sleep(BETWEEN_LOOKS)
+        second = await _look_at_all(pids, stacks)
+        reachable = await probes
+        unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
+        self._notify(self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time()))
+
+
+async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:
+    looks = await asyncio.gather(*(look_at(pid, stacks[local]) for local, pid in pids.items()))
+    return dict(zip(pids, looks, strict=True))
+
+
+async def is_reachable(address: str, port: int) -> bool:
+    """Whether the host answers at all: a refused connection is an answer, silence is none."""
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT):
+            _, writer = await asyncio.open_connection(address, port)
+    except ConnectionRefusedError:
+        return True
+    except (TimeoutError, OSError):
+        return False
+    with contextlib.suppress(ConnectionError):
+        writer.close()
+    return True
