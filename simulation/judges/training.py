@@ -114,7 +114,7 @@ class WhoTrainsWellStays(Rule):
         pod = self.record.pods.get((job.namespace, hand.name))
         if worker is None or pod is None or "deletionTimestamp" in pod["metadata"] or worker.gone:
             return False
-        if worker.launcher.process.paused or worker.sidecar.process.paused or not self._reaches_others(worker):
+        if worker.launcher.paused or worker.sidecar.paused or not self._reaches_others(worker):
             return False
         runs = [rank.run for rank in worker.ranks if rank.alive and rank.run is not None]
         return bool(runs) and all(not run.over and not run.stands and run.ordinals > 0 for run in runs)

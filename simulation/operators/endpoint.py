@@ -136,6 +136,7 @@ class _Protocol(BaseProtocol):
         self.transport = _Transport(source)
         self.ssl_context = None
         self.peername = (source, 0)
+        self.sockname = ("operator", 0)
 
 
 def _request(method: str, path: str, query: Mapping[str, str], body: Any, token: str, source: str) -> web.Request:
