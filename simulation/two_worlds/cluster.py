@@ -126,6 +126,13 @@ class ClusterStage:
             raise Missed(f"job {self.on.name} has no spare")
         return spares[fault.index % len(spares)]
 
+    def ask(self, fault: ranks.WorkerFault, word: str) -> None:
+        """The script of the rank that it strikes does it, in its next step."""
+        file = self.on.folder() / f"fault-{self.rank(fault)}"
+        written = file.with_suffix(".new")
+        written.write_text(word)
+        written.rename(file)
+
     def kubectl(self, *arguments: str, stdin: str | None = None) -> None:
         self.on.cluster.kubectl(*arguments, stdin=stdin)
 
@@ -140,23 +147,39 @@ def _(fault: ranks.RankCrashes, stage: ClusterStage) -> None:
     if fault.code < 0:
         stage.on.crash(stage.rank(fault))
     else:
-        (stage.on.folder() / f"raise-{stage.rank(fault)}").touch()
+        stage.ask(fault, "raise")
+
+
+@_strike.register
+def _(fault: ranks.RankRunsOutOfMemory, stage: ClusterStage) -> None:
+    stage.ask(fault, "fill")
 
 
 @_strike.register
 def _(fault: ranks.RankHangs, stage: ClusterStage) -> None:
+    stage.ask(fault, "hang")
+
+
+@_strike.register
+def _(fault: ranks.RankStopped, stage: ClusterStage) -> None:
     stage.on.hang(stage.rank(fault))
 
 
 @_strike.register
 def _(fault: ranks.Frozen, stage: ClusterStage) -> Heal:
-    """The launcher alone."""
-    launcher, *_ = machine.container_pids(stage.on.namespace, stage.worker(fault), TRAINER)
-    os.kill(launcher, signal.SIGSTOP)
+    """The launcher alone, or all processes of the pod."""
+    namespace, worker = stage.on.namespace, stage.worker(fault)
+    launcher, *others = machine.container_pids(namespace, worker, TRAINER)
+    stopped = [launcher]
+    if fault.part is ranks.Part.POD:
+        stopped += [*others, *machine.container_pids(namespace, worker, SIDECAR)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
 
     def heal() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(launcher, signal.SIGCONT)
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     return heal
 
