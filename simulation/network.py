@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable
 
 from .loop import VirtualLoop
 
@@ -65,20 +64,6 @@ class Network:
 
     def mend(self, one: str, other: str) -> None:
         self._cuts.pop(_pair(one, other), None)
-
-    def slow(self, one: str, other: str, factor: float) -> None:
-        """Bulk between them takes so many times as long."""
-        if factor == 1.0:
-            self._slow.pop(_pair(one, other), None)
-        else:
-            self._slow[_pair(one, other)] = factor
-
-    def slowness(self, places: Sequence[str]) -> float:
-        """Of the slowest link between any two of these."""
-        if not self._slow:
-            return 1.0
-        pairs = (_pair(one, other) for one, other in combinations(places, 2))
-        return max((self._slow.get(pair, 1.0) for pair in pairs), default=1.0)
 
     def isolate(self, place: str) -> None:
         """From all others."""

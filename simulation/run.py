@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 from . import coverage, judges
 from .chronicle import Chronicle
@@ -58,6 +59,7 @@ class Outcome:
 def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
     """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
     for which a job that can train may stand still."""
+    _forget_imports()
     gc.collect()
     gc.disable()
     began = time.perf_counter()
@@ -80,6 +82,13 @@ def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) 
         coverage=frozenset(reached | performance.chronicle.reached),
         story=tuple(map(str, world.story.lines)) if story else (),
     )
+
+
+@cache
+def _forget_imports() -> None:
+    """What a process has loaded is not looked through for garbage at each run."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

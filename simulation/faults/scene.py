@@ -78,7 +78,7 @@ class Scene:
 
     def running(self) -> list[Worker]:
         """Of all jobs."""
-        return [worker for worker in self.world.workers.values() if not worker.ended]
+        return [worker for worker in self.world.workers.values() if not worker.gone]
 
     def worker(self, role: Role, index: int, job: int) -> Worker:
         """Raises Missed where there is none of this role."""

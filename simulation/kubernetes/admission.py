@@ -338,37 +338,3 @@ POLICIES_NOT_SIMULATED: Mapping[str, str] = {
     "pods": "what a template may have of its node is a question of text, which unit and cluster tests ask",
     "states": "tenants have no right to write a TrainingJobState in the first place; administrators may",
 }
-
-
-# Quota
-
-_COUNTS: Mapping[str, Callable[[Object], bool]] = {
-    "pods": lambda pod: pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"),
-    "count/pods": lambda _: True,
-}
-
-
-def used_of(quota: Object, pods: list[Object]) -> dict[str, str]:
-    """What pods take of a ResourceQuota; those that are being deleted still do."""
-    wanted = [name for name in quota["spec"].get("hard", {}) if name in _COUNTS]
-    return {name: str(sum(_COUNTS[name](pod) for pod in pods)) for name in wanted}
-
-
-def charged(quota: Object, kind: Kind, name: str) -> dict[str, str]:
-    """What is used once one pod more is there. Raises ApiError where the quota does not allow it."""
-    status = quota.get("status", {})
-    wanted = [key for key in quota["spec"].get("hard", {}) if key in _COUNTS]
-    unknown = [key for key in wanted if key not in status.get("used", {}) or key not in status.get("hard", {})]
-    title = quota["metadata"]["name"]
-    if unknown:
-        raise forbidden(kind, name, f"status unknown for quota: {title}, resources: {','.join(unknown)}")
-    used = {key: int(status["used"][key]) for key in wanted}
-    limits = {key: int(status["hard"][key]) for key in wanted}
-    over = [key for key in wanted if used[key] + 1 > limits[key]]
-    if over:
-        asked, taken, most = (
-            ",".join(f"{key}={value}" for key, value in pairs)
-            for pairs in ([(k, 1) for k in over], [(k, used[k]) for k in over], [(k, limits[k]) for k in over])
-        )
-        raise forbidden(kind, name, f"exceeded quota: {title}, requested: {asked}, used: {taken}, limited: {most}")
-    return {key: str(used[key] + 1) for key in wanted}

@@ -19,17 +19,13 @@ from .admission import Actor
 from .connection import Connection, Request
 from .errors import PATCH_OPTIONS, ApiError, Cause, already_exists, bad_request, conflict, forbidden, invalid, not_found
 from .faults import ApiFaults
-from .objects import KINDS, KINDS_BY_NAME, Kind, Object, as_sent, json_patched, merged, seconds_of, timestamp
+from .garbage import GarbageCollector
+from .objects import KINDS, Key, Kind, Object, as_sent, ended, json_patched, merged, seconds_of, timestamp
+from .quota import Quotas
 from .tokens import Tokens
 from .watch import Watch
 
-Key = tuple[str, str]
-"""Namespace ("" for what belongs to none) and name."""
 MERGE, JSON, APPLY = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
-RECOUNT_SECONDS = 300.0
-"""So often the quota's controller counts what is used without a reason."""
-COLLECTOR = "garbage-collector"
-QUOTAS = "resourcequota-controller"
 _SYSTEM = (
     "name",
     "namespace",
@@ -75,7 +71,7 @@ class ApiServer:
     """All objects of a cluster."""
 
     def __init__(self, world: Surroundings) -> None:
-        self.faults = ApiFaults()
+        self.faults = ApiFaults(breaks=self._break_watches)
         self.world = world
         self.tokens = Tokens(self)
         self.random = world.random("api")
@@ -86,8 +82,8 @@ class ApiServer:
         """By kind: up to this version changes are no longer in `history`."""
         self.watches: list[Watch] = []
         self._objects: dict[str, dict[Key, Object]] = {plural: {} for plural in KINDS}
-        self._dependants: dict[str, dict[tuple[str, Key], None]] = {}  # by the owner's uid
-        self._subscribers: list[Callable[[Change], None]] = []
+        self._quotas = Quotas(self)
+        self._subscribers: list[Callable[[Change], None]] = [GarbageCollector(self).hear, self._quotas.hear]
         self._observers: list[Callable[[Request], None]] = []
         for name in ("default", "kube-system"):
             self.create("namespaces", {"metadata": {"name": name}})
@@ -182,6 +178,21 @@ class ApiServer:
         for watch in [w for w in self.watches if place in ("", w.place) and plural in ("", w.kind.plural)]:
             watch.end(gone=gone)
 
+    def later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        """Between so many and so many seconds from now, or as long after that as the server is away: how its own
+        controllers work."""
+        self.world.after(self.random.uniform(*between), self._when_there, between, call, *arguments)
+
+    def _when_there(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        if self.faults.away:
+            self.later(between, call, *arguments)
+        else:
+            call(*arguments)
+
+    def _break_watches(self) -> None:
+        for watch in list(self.watches):
+            watch.break_off()
+
     def seen(self, request: Request) -> None:
         """Tells those who observe requests."""
         for call in self._observers:
@@ -217,13 +228,9 @@ class ApiServer:
         admission.check(kind, body, None)
         admission.police(kind, body, None, actor)
         self._deny(kind, name)
-        quotas = self._charge(kind, namespace, name)
-        if not dry_run:  # also where the object exists: the server notices that last
-            for quota, used in quotas:
-                self._write_used(quota, used)
+        if kind.plural == "pods":
+            self._quotas.charge(kind, namespace, name, dry_run=dry_run)
         if (namespace, name) in self._objects[kind.plural]:
-            if quotas and not dry_run:
-                self._later((0.0, RECOUNT_SECONDS), self._count, namespace)
             raise already_exists(kind, name)
         if kind.owners_of_fields:
             by = apply.Manager(actor.manager, "Update")
@@ -515,14 +522,10 @@ class ApiServer:
     def _remove(self, kind: Kind, old: Object, actor: Actor) -> Object:
         metadata = old["metadata"]
         del self._objects[kind.plural][metadata.get("namespace", ""), metadata["name"]]
-        self._forget_owners(kind, old)
         self.version += 1
         gone = {**old, "metadata": {**metadata, "resourceVersion": str(self.version)}}
         self._tell(Change("DELETED", kind.plural, gone, old, actor.name, self._now(), "delete", self.version))
-        if metadata["uid"] in self._dependants:
-            self._later(self.faults.collection_lag, self._collect, metadata["uid"])
         if kind.plural == "pods":
-            self._recount(metadata["namespace"])
             return gone
         details = {"name": metadata["name"], "kind": kind.plural, "uid": metadata["uid"]}
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
@@ -533,12 +536,7 @@ class ApiServer:
         new = {**new, "metadata": metadata}
         place = (metadata.get("namespace", ""), metadata["name"])
         self._objects[kind.plural][place] = new
-        self._remember_owners(kind, place, new, old)
         self._tell(Change(type, kind.plural, new, old, actor.name, self._now(), verb, self.version))
-        ended = kind.plural == "pods" and old is not None and _ended(new) and not _ended(old)
-        asked = kind.plural == "resourcequotas" and (old is None or old["spec"] != new["spec"])
-        if ended or asked:
-            self._recount(place[0])
         return new
 
     def _tell(self, change: Change) -> None:
@@ -551,116 +549,6 @@ class ApiServer:
                 watch.hear(change)
         for call in self._subscribers:
             call(change)
-
-    # The garbage collector: what has lost all its owners goes, too, a while later.
-
-    def _remember_owners(self, kind: Kind, place: Key, new: Object, old: Object | None) -> None:
-        owners = new["metadata"].get("ownerReferences", ())
-        known = old["metadata"].get("ownerReferences", ()) if old is not None else ()
-        if owners is not known and (owners or known):
-            if old is not None:
-                self._forget_owners(kind, old)
-            for owner in owners:
-                self._dependants.setdefault(owner["uid"], {})[kind.plural, place] = None
-            if any(self._owner(owner, place[0]) is None for owner in owners):
-                self._later(self.faults.collection_lag, self._judge, kind, place, new["metadata"]["uid"])
-        if "deletionTimestamp" in new["metadata"] and (old is None or "deletionTimestamp" not in old["metadata"]):
-            finalizers = new["metadata"].get("finalizers", ())
-            if "foregroundDeletion" in finalizers or "orphan" in finalizers:
-                self._later(self.faults.collection_lag, self._collect_before, kind, place, new["metadata"]["uid"])
-
-    def _forget_owners(self, kind: Kind, body: Object) -> None:
-        metadata = body["metadata"]
-        for owner in metadata.get("ownerReferences", ()):
-            dependants = self._dependants.get(owner["uid"], {})
-            dependants.pop((kind.plural, (metadata.get("namespace", ""), metadata["name"])), None)
-            if not dependants:
-                self._dependants.pop(owner["uid"], None)
-
-    def _owner(self, reference: Object, namespace: str) -> Object | None:
-        kind = KINDS_BY_NAME.get((reference["apiVersion"].rpartition("/")[0], reference["kind"]))
-        if kind is None:
-            return None
-        place = (namespace if kind.namespaced else "", reference["name"])
-        found = self._objects[kind.plural].get(place)
-        return found if found is not None and found["metadata"]["uid"] == reference["uid"] else None
-
-    def _collect(self, uid: str) -> None:
-        for plural, place in list(self._dependants.get(uid, ())):
-            self._judge(KINDS[plural], place, self._objects[plural][place]["metadata"]["uid"])
-
-    def _judge(self, kind: Kind, place: Key, uid: str) -> None:
-        """Deletes it where none of its owners is left; otherwise it forgets those that are gone."""
-        body = self._objects[kind.plural].get(place)
-        if body is None or body["metadata"]["uid"] != uid:
-            return
-        owners = body["metadata"].get("ownerReferences", [])
-        left = [owner for owner in owners if self._owner(owner, place[0]) is not None]
-        if len(left) == len(owners):
-            return
-        if left:
-            self.patch(kind.plural, place[1], place[0], {"metadata": {"ownerReferences": left}}, manager=COLLECTOR)
-        elif "deletionTimestamp" not in body["metadata"]:
-            self.delete(kind.plural, place[1], place[0], uid=uid, manager=COLLECTOR)
-
-    def _collect_before(self, kind: Kind, place: Key, uid: str) -> None:
-        """Deletes the dependants of what waits for that, or sets them free; then it goes itself."""
-        body = self._objects[kind.plural].get(place)
-        if body is None or body["metadata"]["uid"] != uid:
-            return
-        orphan = "orphan" in body["metadata"].get("finalizers", ())
-        for plural, (namespace, name) in list(self._dependants.get(uid, ())):
-            found = self._objects[plural][namespace, name]["metadata"]
-            if orphan:
-                left = [owner for owner in found["ownerReferences"] if owner["uid"] != uid] or None
-                self.patch(plural, name, namespace, {"metadata": {"ownerReferences": left}}, manager=COLLECTOR)
-            elif "deletionTimestamp" not in found:
-                self.delete(plural, name, namespace, uid=found["uid"], manager=COLLECTOR, propagation="Foreground")
-        if not self._blocked(uid):
-            done = ("orphan",) if orphan else ("foregroundDeletion",)
-            left = [name for name in body["metadata"]["finalizers"] if name not in done]
-            self.patch(kind.plural, place[1], place[0], {"metadata": {"finalizers": left or None}}, manager=COLLECTOR)
-        else:
-            self._later(self.faults.collection_lag, self._collect_before, kind, place, uid)
-
-    def _blocked(self, uid: str) -> bool:
-        """Whether a dependant holds up its owner's deletion in the foreground."""
-        for plural, place in self._dependants.get(uid, ()):
-            owners = self._objects[plural][place]["metadata"]["ownerReferences"]
-            if any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in owners):
-                return True
-        return False
-
-    # Quota: charged at creation, and given back by its controller a while later.
-
-    def _charge(self, kind: Kind, namespace: str, name: str) -> list[tuple[Object, dict[str, str]]]:
-        if kind.plural != "pods" or not self._objects["resourcequotas"]:
-            return []
-        return [(quota, admission.charged(quota, kind, name)) for quota in self.all("resourcequotas", namespace)]
-
-    def _write_used(self, quota: Object, used: dict[str, str]) -> None:
-        metadata = quota["metadata"]
-        status = {"hard": quota["spec"].get("hard", {}), "used": used}
-        self.patch(
-            "resourcequotas",
-            metadata["name"],
-            metadata["namespace"],
-            {"status": status},
-            subresource="status",
-            manager=QUOTAS,
-        )
-
-    def _recount(self, namespace: str) -> None:
-        if self._objects["resourcequotas"]:
-            self._later(self.faults.quota_lag, self._count, namespace)
-
-    def _count(self, namespace: str) -> None:
-        pods = self.all("pods", namespace)
-        for quota in self.all("resourcequotas", namespace):
-            self._write_used(quota, admission.used_of(quota, pods))
-
-    def _later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
-        self.world.after(self.random.uniform(*between), call, *arguments)
 
     def _now(self) -> float:
         return self.world.loop.time()
@@ -701,13 +589,9 @@ def _grace(pod: Object, asked: int | None) -> int:
     if "deletionTimestamp" in pod["metadata"]:  # who asks again without a time wants no other one
         before: int = pod["metadata"]["deletionGracePeriodSeconds"]
         return before if asked is None else asked
-    if not pod["spec"].get("nodeName") or _ended(pod):
+    if not pod["spec"].get("nodeName") or ended(pod):
         return 0
     return int(pod["spec"]["terminationGracePeriodSeconds"]) if asked is None else asked
-
-
-def _ended(pod: Object) -> bool:
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def _owned_by_others(conflicts: list[apply.Conflict], kind: Kind) -> ApiError:

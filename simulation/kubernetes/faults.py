@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -52,8 +53,6 @@ class Denial:
 class ApiFaults:
     """Set what you want; what is left as it is makes no trouble. Rates are shares of all requests from 0 to 1."""
 
-    down: bool = False
-    """Connections are refused, and all streams break."""
     silent: bool = False
     """Requests are taken and never answered, and all streams fall silent."""
     error_rate: float = 0.0
@@ -77,7 +76,22 @@ class ApiFaults:
     one_shots: list[OneShot] = field(default_factory=list)
     """Each is used up by the first request that it fits."""
 
+    breaks: Callable[[], None] = lambda: None
+    """Called when the server goes down."""
+    _down: bool = False
+
+    @property
+    def down(self) -> bool:
+        """Connections are refused; all streams broke when this began."""
+        return self._down
+
+    @down.setter
+    def down(self, down: bool) -> None:
+        self._down = down
+        if down:
+            self.breaks()
+
     @property
     def away(self) -> bool:
         """Whether nobody gets an answer."""
-        return self.down or self.silent
+        return self._down or self.silent

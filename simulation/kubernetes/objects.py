@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 Object = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace ("" for what belongs to none) and name."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,11 @@ def timestamp(second: int) -> str:
 def seconds_of(text: str) -> int:
     """The other way round."""
     return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+def ended(pod: Object) -> bool:
+    """Whether all that ran in it has ended."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 Matches = Callable[[Object], bool]

@@ -83,6 +83,11 @@ class Watch:
         """From the server's side."""
         self._send(Gone(self._api.version) if gone else None)
 
+    def break_off(self) -> None:
+        """The server's process is gone; its client is told as soon as the network lets it."""
+        self._waiting.clear()
+        self._send(ConnectionResetError("the API server is down"))
+
     def close(self) -> None:
         """Nothing comes any more."""
         self._over = True
@@ -173,9 +178,6 @@ class Watch:
             self._retry *= 2
             return
         self._retry = FIRST_RETRY_SECONDS
-        if api.faults.down:
-            self._waiting.clear()
-            self._arrived.append(ConnectionResetError("the API server is down"))
         while self._waiting and self._waiting[0][0] <= now:
             self._arrived.append(self._waiting.popleft()[1])
         if self._waiting:

@@ -182,7 +182,7 @@ class Rank:
         run, leg = self.run, self.leg
         assert run is not None
         assert leg is not None
-        state = _NOTHING.copy()
+        state: np.void = _NOTHING.copy()
         stands = min(now, self.stands_since)
         arrived = stands >= leg.end
         phase, since, step, steps, ended = leg.phase, leg.began, self.step, self.steps_in_round, self.step_ended

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +88,11 @@ class Run:
         self._written_at = -1.0
         self._failed = False
         self._snapshot: Kept | None = None
+
+    @property
+    def step(self) -> int:
+        """Of the job, that is completed."""
+        return self.progress.step
 
     @property
     def global_batch(self) -> int:
@@ -383,7 +389,12 @@ class Run:
             rank.leg = Leg(phase, now, seconds, parts, steps=True, share=share, samples=parts * share)
         if self._supply.leased and self._supply.limit is not None:
             self._take_leases(self._supply.limit - (progress.samples - progress.origin))
-        self._await(training.communication_seconds * self._world.network.slowness(self._nodes()), self._meet)
+        self._await(training.communication_seconds * self._slowness(), self._meet)
+
+    def _slowness(self) -> float:
+        """Of the slowest link between its nodes."""
+        pairs = combinations(self._nodes(), 2)
+        return max((self._world.network.slowness(one, other) for one, other in pairs), default=1.0)
 
     def _planned(self, seconds: float) -> int:
         """Steps of a rank up to the next ordinal, where each takes so long."""

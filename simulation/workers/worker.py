@@ -53,6 +53,8 @@ class Worker:
         self.folder = Folder(Heartbeat(worker=self.name))
         self.gone = False
         """Nothing of it runs any more."""
+        self.ended = False
+        """Its trainer's container has."""
         self.script_fails = False
         """Each rank that starts here fails before its first step."""
         self.refuses = False
@@ -65,7 +67,6 @@ class Worker:
         self._kill_at = float("inf")
         self._ending: tuple[int, str] | None = None
         """How the trainer's container ends, once none of its processes is left."""
-        self._ended = False
         self.training: Training = world.trainings.of_worker(self)
         self.launcher = Launcher(world, self)
         self.sidecar = Sidecar(world, self, self._sidecars)
@@ -133,8 +134,8 @@ class Worker:
             return
         if self.gone:
             self._world.workers.pop(self.uid, None)
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             for tell in self._world.trainings.on_exit:
                 tell(self)
             self.sidecar.end()
@@ -172,7 +173,7 @@ class Worker:
         self._world.after(self._random.uniform(*_RESTARTS), self._restart, killed)
 
     def _restart(self, killed: Sidecar) -> None:
-        if self.sidecar is killed and not self._ended:
+        if self.sidecar is killed and not self.ended:
             self.restart_sidecar()
 
     def crash(self, code: int = 1, local: int = 0) -> None:
