@@ -23,7 +23,7 @@ from tests.support.resources import without_operator
 from ..faults import machines, people, ranks
 from ..faults.fault import Fault, Heal, Missed, Role
 from ..faults.operators import OperatorKilled
-from .disaster import Disaster
+from .disaster import GRACE_SECONDS, STEP_SECONDS, Disaster
 from .performance import Entry, Object, perform
 
 LONG = 10_000_000
@@ -83,8 +83,11 @@ class ClusterStage:
         body = paced(
             settings.name,
             LONG,
-            environment={"STOP_EVERY": "20"},
-            pod={"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}},
+            environment={"STOP_EVERY": "20", "SLEEP": str(STEP_SECONDS)},
+            pod={
+                "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+                "terminationGracePeriodSeconds": GRACE_SECONDS,
+            },
             replicas=settings.replicas,
             spares=settings.spares,
             **settings.spec,

@@ -19,6 +19,9 @@ from ..world import WorldSettings
 
 Random = random.Random
 NODES = 6
+STEP_SECONDS = 0.05
+GRACE_SECONDS = 10
+"""Of a worker that is told to end."""
 MOST_WORKERS = 4
 
 

@@ -195,6 +195,7 @@ class _Performance:
             if _name(body) not in self._known:
                 self._known[_name(body)] = None
                 self.say(str(_healed(body)))
+                self._told(f"    {_name(body)}: {body['spec'].get('message', '')}")
         job, draft = self._stage.job(), self._stage.draft()
         if draft is not None:
             self.say(str(_looked_at(job, draft)))

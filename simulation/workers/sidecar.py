@@ -108,7 +108,7 @@ class Sidecar(Process):
         sign, now = self._worker.launcher.sign(), self._world.now()
         self._silence.listen(None if sign is None else int(1e9 * sign), now)
         self.look_at_heartbeat()
-        self._listening = sign is not None and sign < now
+        self._listening = sign is not None and self._worker.launcher.silent
         if self._listening:
             self.after(_LISTENS, self._listen)
 
