@@ -96,6 +96,7 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
             ),
             prometheus=edges.prometheus(settings),
             runtime=runtime,
+            leads=lease.holds,
         )
         shown.told = partial(_tell, operator)
         sidecars = Sidecars(api, operator.memory, runtime)

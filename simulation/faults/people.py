@@ -160,7 +160,7 @@ class JobFinishes(JobFault):
 
     def strike(self, scene: Scene) -> None:
         training = scene.training(self.job)
-        step = max((run.step for run in training.runs), default=0)
+        step = max((run.progress.step for run in training.runs), default=0)
         scene.tell(f"job {scene.settings(self.job).name} will be done after step {step + self.steps}")
         training.until = step + self.steps
 
@@ -234,11 +234,17 @@ class StateOfOldOperator(JobFault):
 
     def strike(self, scene: Scene) -> None:
         api, name = scene.world.api, scene.settings(self.job).name
-        draft, state = scene.draft(self.job), api.get("trainingjobstates", name, NAMESPACE)
+        draft, metadata = scene.draft(self.job), scene.job(self.job)["metadata"]
+        owner = {
+            "apiVersion": API_VERSION,
+            "kind": "TrainingJob",
+            "name": name,
+            "uid": metadata["uid"],
+            "controller": True,
+        }
         old: Object = {}
-        for owner in (draft.state.life, draft.state.placement, draft.state.budget, draft.state.adaptation):
-            for key, value in to_json(owner, {}).items():
-                old[key] = value
+        for part in (draft.state.life, draft.state.placement, draft.state.budget, draft.state.adaptation):
+            old |= to_json(part, {})
         for new, then in RENAMED.items():
             old[then] = old.pop(camel_case(new), None)
         for name_ in LEFT_BEHIND:
@@ -249,7 +255,7 @@ class StateOfOldOperator(JobFault):
             "metadata": {
                 "name": f"{name}-plan",
                 "namespace": NAMESPACE,
-                "ownerReferences": state["metadata"]["ownerReferences"],
+                "ownerReferences": [owner],
             },
             "data": {"plan.json": json.dumps(draft.plan.to_json()), "state.json": json.dumps(old)},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from pacekeeper_operator.api import JobPhase, parse_duration
+from pacekeeper_operator.api import JobPhase, Outcome, parse_duration
 
 from .record import Books, JobRecord, by_operator
 from .rules import Rule
@@ -111,6 +111,8 @@ class NamesAreUsedOnce(_OfWrites):
 
 
 class OutcomesStay(_OfWrites):
+    """But what was only recommended may be done when more is allowed."""
+
     words = "the outcome of an incident never changes"
     kinds = (STATES, "incidents")
 
@@ -119,14 +121,15 @@ class OutcomesStay(_OfWrites):
             yield from super().heard(change)
         elif change.type == "MODIFIED" and change.before is not None and by_operator(change):
             was, now = (body.get("status", {}).get("outcome") for body in (change.before, change.object))
-            if was and was != now:
+            if was and was not in (now, Outcome.RECOMMENDED):
                 yield f"{change.object['metadata']['name']}: {was} becomes {now}"
 
     def written(self, _job: JobRecord, before: Books | None, now: Books) -> Iterator[str]:
         for name, incident in now.incidents.items():
             known = before.incidents.get(name) if before is not None else None
-            if known is not None and known.get("outcome") and known["outcome"] != incident.get("outcome"):
-                yield f"{name}: {known['outcome']} becomes {incident.get('outcome')}"
+            was = known.get("outcome") if known is not None else None
+            if was and was not in (incident.get("outcome"), Outcome.RECOMMENDED):
+                yield f"{name}: {was} becomes {incident.get('outcome')}"
 
 
 class TheEndIsFinal(Rule):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 OVERLAP_SECONDS = 10.0
 """So long after a newer round has begun an older one may still take steps: a launcher that hears of nobody ends its
 ranks within that time."""
+STARTS_SECONDS = 30.0
+"""From a job's creation to its first step, when all goes well."""
 
 
 class _OfSteps(Rule):
@@ -142,7 +144,8 @@ class TrainingGoesOn(Rule):
             if job.body is None or job.deleted or job.body["spec"].get("suspend") or self._ends(job):
                 self._since[job.uid] = now
                 continue
-            self._worst[job.uid] = max(self._worst.get(job.uid, 0.0), now - self._since.setdefault(job.uid, now))
+            began = self._since.setdefault(job.uid, now + STARTS_SECONDS)
+            self._worst[job.uid] = max(self._worst.get(job.uid, 0.0), now - began)
             if self._worst[job.uid] > self.record.patience:
                 yield f"{job.name} for more than {self.record.patience:g} s"
 

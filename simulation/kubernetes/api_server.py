@@ -71,7 +71,7 @@ class ApiServer:
     """All objects of a cluster."""
 
     def __init__(self, world: Surroundings) -> None:
-        self.faults = ApiFaults(breaks=self._break_watches)
+        self.faults = ApiFaults(restarts=self._restart)
         self.world = world
         self.tokens = Tokens(self)
         self.random = world.random("api")
@@ -172,9 +172,7 @@ class ApiServer:
     def end_watches(self, place: str = "", plural: str = "", *, gone: bool = False) -> None:
         """Streams of that place and kind ("": of all) end now; `gone`: with 410, and nobody may go on from before."""
         if gone:
-            for name in [plural] if plural else list(KINDS):
-                self.history[name].clear()
-                self.forgotten[name] = self.version
+            self._forget(plural)
         for watch in [w for w in self.watches if place in ("", w.place) and plural in ("", w.kind.plural)]:
             watch.end(gone=gone)
 
@@ -189,9 +187,16 @@ class ApiServer:
         else:
             call(*arguments)
 
-    def _break_watches(self) -> None:
+    def _restart(self) -> None:
+        """Its process ends; whoever it is that comes back knows nothing of what was told."""
+        self._forget("")
         for watch in list(self.watches):
             watch.break_off()
+
+    def _forget(self, plural: str) -> None:
+        for name in [plural] if plural else list(KINDS):
+            self.history[name].clear()
+            self.forgotten[name] = self.version
 
     def seen(self, request: Request) -> None:
         """Tells those who observe requests."""

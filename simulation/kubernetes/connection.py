@@ -93,9 +93,8 @@ class _Exchange:
     def send(self) -> None:
         api, request = self._api, self._request
         delay = api.world.network.delay(request.place, API)
-        if api.faults.down and not api.faults.silent and api.world.network.reaches(request.place, API):
-            error = ConnectionRefusedError("the API server is down")
-            api.world.after(delay, self._fail, error)
+        if api.faults.down and self._passes():
+            api.world.after(delay, self._fail, ConnectionRefusedError("the API server is down"))
             return
         low, high = api.faults.slow
         if high:
@@ -103,7 +102,7 @@ class _Exchange:
         api.world.after(delay, self._arrive)
 
     def _arrive(self) -> None:
-        if not self._passes():
+        if not self._passes() or self._broken():
             return
         fate, status = self._fate()
         match fate:
@@ -115,7 +114,7 @@ class _Exchange:
             case Fate.LATE:
                 late = REQUEST_SECONDS + self._api.random.uniform(0.1, LATEST_SECONDS)
                 self._tell(f"takes effect {late:.1f} s late")
-                self._api.world.after(late, self._serve)
+                self._api.world.after(late, self._serve_late)
             case Fate.LOST:
                 self._tell("takes effect, its answer is lost")
                 self._serve()
@@ -127,7 +126,7 @@ class _Exchange:
                 held = self._held()
                 if held:
                     self._tell(f"is held up by a webhook for {held:.1f} s")
-                    self._api.world.after(held, self._serve_and_reply)
+                    self._api.world.after(held, self._serve_late)
                 else:
                     self._serve_and_reply()
 
@@ -164,6 +163,11 @@ class _Exchange:
     def _serve_and_reply(self) -> None:
         self._reply(self._serve())
 
+    def _serve_late(self) -> None:
+        """Unless the server has ended meanwhile, and the request with it."""
+        if not self._broken():
+            self._serve_and_reply()
+
     def _serve(self) -> Answer:
         answer = serve(self._api, self._request)
         self._api.seen(replace(self._request, stage=Stage.DONE, status=answer.status))
@@ -174,7 +178,7 @@ class _Exchange:
         world.after(world.network.delay(API, self._request.place), self._hand_over, answer)
 
     def _hand_over(self, answer: Answer) -> None:
-        if self._passes() and not self._answer.done():
+        if self._passes() and not self._broken() and not self._answer.done():
             self._answer.set_result(answer)
             self._api.seen(replace(self._request, stage=Stage.ANSWERED, status=answer.status))
 
@@ -184,9 +188,13 @@ class _Exchange:
 
     def _passes(self) -> bool:
         """Whether messages pass between the two at this moment; one that does not pass is never heard of again."""
-        return not (self._api.faults.silent or self._api.faults.down) and self._api.world.network.reaches(
-            self._request.place, API
-        )
+        return not self._api.faults.silent and self._api.world.network.reaches(self._request.place, API)
+
+    def _broken(self) -> bool:
+        """Whether the server's process is gone, which its clients see at once where the network lets them."""
+        if self._api.faults.down:
+            self._fail(ConnectionResetError("the API server went down"))
+        return self._api.faults.down
 
     def _tell(self, words: str) -> None:
         self._api.world.story.tell(API, self._request.method, self._request.path, words)

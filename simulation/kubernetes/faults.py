@@ -76,20 +76,21 @@ class ApiFaults:
     one_shots: list[OneShot] = field(default_factory=list)
     """Each is used up by the first request that it fits."""
 
-    breaks: Callable[[], None] = lambda: None
+    restarts: Callable[[], None] = lambda: None
     """Called when the server goes down."""
     _down: bool = False
 
     @property
     def down(self) -> bool:
-        """Connections are refused; all streams broke when this began."""
+        """Connections are refused. When this began, all streams broke; none can go on from before (its history is in
+        the server's memory)."""
         return self._down
 
     @down.setter
     def down(self, down: bool) -> None:
         self._down = down
         if down:
-            self.breaks()
+            self.restarts()
 
     @property
     def away(self) -> bool:

@@ -123,7 +123,7 @@ SCENARIOS: dict[str, Scenario] = {
         "a hang in the first steps after a spare has joined is found half an hour later",
         _at(CALM, machines.PodDeleted(force=True)),
         _at(CALM + 5.0, ranks.RankHangs(index=1)),
-        patience=60.0,
+        patience=150.0,
     ),
     "frozen": _scenario(
         "a worker whose launcher stands still is never replaced",

@@ -216,6 +216,13 @@ def _(fault: machines.NodeDrained, stage: ClusterStage) -> Heal:
 
 
 @_strike.register
+def _(fault: machines.NodeCordoned, stage: ClusterStage) -> Heal:
+    node = stage.on.node(stage.rank(fault))
+    stage.kubectl("cordon", node)
+    return lambda: stage.kubectl("uncordon", node)
+
+
+@_strike.register
 def _(fault: machines.NodeIsCutOff, stage: ClusterStage) -> Heal:
     node = stage.on.node(stage.rank(fault))
     machine.node_down(node)

@@ -52,6 +52,21 @@ class Episode:
     operator: Dies = Dies.NEVER
 
     @property
+    def prelude(self) -> Fault | None:
+        """What a person has done before. A node that is to be cut off is cordoned: whether the next worker is bound to it
+        before anybody knows would be the scheduler's dice."""
+        if isinstance(self.what, machines.NodeIsCutOff):
+            return machines.NodeCordoned(role=self.what.role, index=self.what.index)
+        return None
+
+    @property
+    def wants_spare(self) -> bool:
+        """Its worker's processes end some time after the operator has given it up. Whether its peers, who wait for a new
+        worker, still see that depends on how long it takes to start one; with a spare they are in the next round by then.
+        """
+        return isinstance(self.what, ranks.Frozen) or (isinstance(self.what, machines.PodDeleted) and self.what.force)
+
+    @property
     def sign(self) -> Sign:
         return SIGNS[type(self.what)](self.what)
 
@@ -91,12 +106,7 @@ def disaster(seed: int) -> Disaster:
     """The same seed gives the same one."""
     random = Random(f"two worlds {seed}")
     replicas = random.choice([2, 2, 3])
-    job = JobSettings(
-        f"seed-{seed}",
-        replicas=replicas,
-        spares=random.choice([0, 1, 1, 2][: 1 + MOST_WORKERS - replicas + 1]),
-        spec={"remediation": {"maxRestarts": 100}, "detection": {"stragglerSlowdown": 10}},
-    )
+    spares = random.choice([0, 1, 1, 2][: 2 + MOST_WORKERS - replicas])
     episodes, present = list[Episode](), replicas
     classes = [list(MENU)[seed % len(MENU)]]  # so that seeds in a row leave nothing out
     classes += random.choices(list(MENU), [weight for weight, _ in MENU.values()], k=random.randrange(3))
@@ -105,13 +115,16 @@ def disaster(seed: int) -> Disaster:
         if isinstance(what, people.JobScaled):
             present = 3 if present == 2 else 2
             what = people.JobScaled(replicas=present)
-        if isinstance(what, machines.PodDeleted) and what.role is Role.SPARE and not job.spares:
+        if isinstance(what, machines.PodDeleted) and what.role is Role.SPARE and not spares:
             what = machines.PodDeleted(index=what.index)
         dies = random.choice(list(Dies)) if SIGNS[cls](what) is Sign.INCIDENT and random.random() < 0.25 else Dies.NEVER
         episodes.append(Episode(what, dies))
     if random.random() < 0.4:
         episodes.append(Episode(people.JobFinishes()))
-    return Disaster(seed, job, tuple(episodes))
+    if any(episode.wants_spare for episode in episodes):
+        spares = max(1, spares)
+    spec = {"remediation": {"maxRestarts": 100}, "detection": {"stragglerSlowdown": 10}}
+    return Disaster(seed, JobSettings(f"seed-{seed}", replicas=replicas, spares=spares, spec=spec), tuple(episodes))
 
 
 def _index(random: Random) -> int:

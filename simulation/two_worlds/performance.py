@@ -123,6 +123,7 @@ class _Performance:
     async def _play(self, episode: Episode) -> None:
         stage, noticed = self._stage, self._notices(episode.sign)
         membership = self._membership()
+        undo = None if episode.prelude is None else stage.strike(episode.prelude)
         if episode.operator is Dies.WITH_THE_FAULT:
             stage.kill_operator()
         try:
@@ -147,6 +148,8 @@ class _Performance:
         self._look()
         if heal is not None:
             heal()
+            if undo is not None:
+                undo()
             self.say("is healed")
             await asyncio.sleep(DOUBT_SECONDS)
             await self._calm()

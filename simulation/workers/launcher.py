@@ -139,12 +139,7 @@ class Launcher(Process):
         """When it has given its last sign of life (virtual seconds); None: none is expected."""
         if not self._follows or self.over:
             return None
-        return self._silent_since if self.silent else self._world.now()
-
-    @property
-    def silent(self) -> bool:
-        """It gives none, until it runs on."""
-        return self.paused or self.dead
+        return self._silent_since if self.paused or self.dead else self._world.now()
 
     def refresh(self) -> None:
         """The heartbeat as it is written by now."""

@@ -105,10 +105,11 @@ class Sidecar(Process):
             self._listen()
 
     def _listen(self) -> None:
-        sign, now = self._worker.launcher.sign(), self._world.now()
+        launcher, now = self._worker.launcher, self._world.now()
+        sign = launcher.sign()
         self._silence.listen(None if sign is None else int(1e9 * sign), now)
         self.look_at_heartbeat()
-        self._listening = sign is not None and self._worker.launcher.silent
+        self._listening = sign is not None and (launcher.paused or launcher.dead)
         if self._listening:
             self.after(_LISTENS, self._listen)
 

@@ -8,13 +8,10 @@ from typing import Any
 
 from pacekeeper_operator.api import Job, JobSpec
 from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
-from simulation.kubernetes.api_server import ApiServer
 from simulation.kubernetes.containers import KILLED, Exited
-from simulation.kubernetes.controllers import NamespaceCollector, NodeLifecycle, PodCollector, TaintEviction
-from simulation.kubernetes.nodes import Fleet, Node
-from simulation.kubernetes.scheduler import Scheduler
+from simulation.kubernetes.nodes import Node
 from simulation.loop import Process
-from simulation.world import World
+from simulation.world import World, WorldSettings
 
 Object = dict[str, Any]
 NAMESPACE = "team-a"
@@ -33,7 +30,6 @@ class Puppet:
         self.sidecar = Process(world.loop, f"sidecar of {self.name}")
         self.told: list[tuple[float, str]] = []  # when, what
         self._world = world
-        self._last = float("inf")
 
     def start(self) -> None:
         self.alive = True
@@ -72,30 +68,23 @@ class Puppet:
 
 
 class Place(World):
-    """With nothing in it but machines."""
+    """With no operator in it, and puppets for workers."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.api = ApiServer(self)
-        self.workers: dict[str, Puppet] = {}  # by the pod's uid
+    def __init__(self, seed: int, settings: WorldSettings) -> None:
+        super().__init__(seed, settings)
+        self.puppets: dict[str, Puppet] = {}  # by the pod's uid
 
-    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Puppet:
-        worker = self.workers[pod["metadata"]["uid"]] = Puppet(self, pod, node, address, exited)
-        return worker
+    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Puppet:  # type: ignore[override]
+        puppet = self.puppets[pod["metadata"]["uid"]] = Puppet(self, pod, node, address, exited)
+        return puppet
 
 
 class Machines:
     """`cpu`: cores of each node."""
 
     def __init__(self, seed: int = 1, nodes: int = 3, cpu: int = 4) -> None:
-        self.world = world = Place(seed)
-        self.api, self.workers = world.api, world.workers
-        self.fleet = Fleet(world)
-        Scheduler(world)
-        NodeLifecycle(world, self.fleet)
-        TaintEviction(world)
-        PodCollector(world)
-        NamespaceCollector(world)
+        self.world = Place(seed, WorldSettings(nodes, cpu, operators=0))
+        self.api, self.fleet, self.workers = self.world.api, self.world.fleet, self.world.puppets
         self.api.create("namespaces", {"metadata": {"name": NAMESPACE}})
         self.job = self._own(
             "trainingjobs",
@@ -104,8 +93,6 @@ class Machines:
         )
         self.changes: list[Any] = []
         self.api.subscribe(self.changes.append)
-        for number in range(nodes):
-            self.fleet.add(f"node-{number}", {"cpu": str(cpu), "memory": "16Gi"})
 
     def _own(self, plural: str, metadata: Object, spec: Object) -> Object:
         """What is to own pods; without owners they would be collected."""

@@ -151,6 +151,32 @@ def test_a_server_that_is_down_refuses_connections(world: Nowhere, client: Clien
     assert client.words[1:] == ["200"]
 
 
+def test_a_server_that_goes_down_breaks_what_it_was_asked(world: Nowhere, client: Client) -> None:
+    world.api.faults.slow = (2.0, 2.0)
+    client.patch({"a": "1"})
+    world.pass_(1.0)
+    world.api.faults.down = True
+    world.pass_(2.0)
+    world.api.faults.down = False
+    world.pass_(30.0)
+    assert client.words == ["ConnectionResetError"]
+    assert data(world) == {}
+
+
+@pytest.mark.parametrize("fate", [Fate.LATE, None])
+def test_what_a_server_held_up_ends_with_it(world: Nowhere, client: Client, fate: Fate | None) -> None:
+    if fate is not None:
+        world.api.faults.one_shots = [OneShot("", "", fate)]
+    else:
+        world.api.faults.slow_webhooks = [SlowWebhook("configmaps", "", 20.0)]
+    body = {"metadata": {"name": "held"}}
+    client.process.spawn(client.connection.request("POST", PATH, {}, body, "application/json"), "create")
+    world.pass_(1.0)
+    world.api.faults.down = True
+    world.pass_(60.0)
+    assert world.api.get("configmaps", "held", NAMESPACE) is None
+
+
 @pytest.mark.parametrize("how", ["silent", "cut"])
 def test_silence_is_a_time_out(world: Nowhere, client: Client, how: str) -> None:
     if how == "silent":
@@ -362,6 +388,10 @@ def test_streams_of_a_server_that_is_down_break(world: Nowhere, read: Callable[.
     assert late.words == ["ConnectionRefusedError"]
     assert reader.words == ["ConnectionResetError"]
     assert world.api.watches == []
+    world.api.faults.down = False
+    again = read(str(world.api.version - 1))
+    world.pass_(1.0)
+    assert again.words == ["Gone"]
 
 
 def test_controllers_wait_for_a_server_that_is_away(world: Nowhere) -> None:

@@ -158,7 +158,7 @@ def test_a_suspended_job_may_stand_still(court: TrainingCourt) -> None:
 
 def worker(court: TrainingCourt, run: Run, **changes: Any) -> None:
     """Of the record `j-w0-0`, with one rank in `run`."""
-    process = SimpleNamespace(process=SimpleNamespace(paused=False))
+    process = SimpleNamespace(paused=False)
     found = SimpleNamespace(gone=False, node="node-0", launcher=process, sidecar=process, job_uid=court.job.uid)
     found.ranks, found.script_fails, found.name = [SimpleNamespace(alive=True, run=run)], False, "j-w0-0"
     for name, value in changes.items():

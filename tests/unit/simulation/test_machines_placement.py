@@ -261,7 +261,7 @@ def test_a_new_node_takes_what_has_waited() -> None:
     name = machines.worker()
     machines.wait(5.0)
     assert view_pod(machines.there(name)).unschedulable == "no nodes available to schedule pods"
-    machines.fleet.add("node-0", {"cpu": "4", "memory": "16Gi"})
+    machines.world.add_node()
     machines.runs(name)
 
 

@@ -1,0 +1,141 @@
+"""The operator's real process in a simulated pod: what it does about its Lease, its own end, and what kopf promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pacekeeper_operator.api import FINALIZER_JOB
+from simulation.operators.pod import OperatorPod
+from simulation.schedule import JobSettings
+from simulation.world import NAMESPACE, World, WorldSettings
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes worlds of a seed, and closes them."""
+    worlds: list[World] = []
+
+    def made(seed: int = 1, operators: int = 1) -> World:
+        worlds.append(World(seed, WorldSettings(nodes=5, operators=operators)))
+        return worlds[-1]
+
+    yield made
+    for world in worlds:
+        world.loop.close()
+
+
+@pytest.fixture
+def world(make: Make) -> World:
+    return make()
+
+
+def until(world: World, holds: Callable[[], object], seconds: float) -> float:
+    """When it holds, in virtual seconds; an error after so many."""
+
+    async def wait() -> float:
+        began = world.now()
+        while not holds():
+            assert world.now() - began < seconds, f"not within {seconds} s: {world.story.lines[-10:]}"
+            await asyncio.sleep(0.1)
+        return world.now() - began
+
+    return world.run(wait())
+
+
+def wait(world: World, seconds: float) -> None:
+    world.run(asyncio.sleep(seconds))
+
+
+def leads(pod: OperatorPod) -> bool:
+    return pod.operator is not None and pod.operator.leads()
+
+
+def trains(world: World) -> bool:
+    job = world.api.get("trainingjobs", "a", NAMESPACE)
+    return job is not None and job.get("status", {}).get("phase") == "Running"
+
+
+def make_job(world: World) -> None:
+    world.api.create("trainingjobs", JobSettings(replicas=2).manifest())
+
+
+def test_a_job_trains_and_goes_with_all_that_it_had(world: World) -> None:
+    make_job(world)
+    until(world, lambda: trains(world), 60)
+    job = world.api.get("trainingjobs", "a", NAMESPACE)
+    assert job is not None
+    assert FINALIZER_JOB in job["metadata"]["finalizers"]
+    world.api.delete("trainingjobs", "a", NAMESPACE)
+    until(world, lambda: not world.api.all("trainingjobs") and not world.api.all("pods"), 60)
+    until(world, lambda: not world.api.all("trainingjobstates"), 60)
+
+
+def test_who_cannot_renew_the_lease_leads_no_more_and_goes_on_when_it_can(world: World) -> None:
+    (pod,) = world.deployment.pods
+    until(world, lambda: leads(pod), 30)
+    world.network.cut(pod.name, "api")
+    until(world, lambda: not leads(pod), 12)
+    world.network.mend(pod.name, "api")
+    until(world, lambda: leads(pod), 10)
+    assert not pod.process.dead
+
+
+def test_of_a_frozen_operator_and_its_successor_one_leads(make: Make) -> None:
+    world = make(operators=2)
+    until(world, lambda: any(map(leads, world.deployment.pods)), 30)
+    (first,) = filter(leads, world.deployment.pods)
+    first.pause()
+    (second,) = (pod for pod in world.deployment.pods if pod is not first)
+    until(world, lambda: leads(second), 30)
+    process = first.process
+    first.resume()
+    until(world, lambda: process.dead, 10)
+    assert leads(second)
+    until(world, lambda: not first.process.dead and first.process is not process, 10)
+    wait(world, 30)
+    assert not leads(first)
+
+
+def test_a_killed_operator_is_back_in_seconds_and_its_job_has_trained_on(world: World) -> None:
+    make_job(world)
+    until(world, lambda: trains(world), 60)
+    (pod,) = world.deployment.pods
+    pod.kill()
+    assert until(world, lambda: leads(pod), 10) < 5
+    wait(world, 30)
+    assert trains(world)
+    assert not world.api.all("incidents")
+
+
+def test_an_operator_that_leaves_in_order_lets_the_next_one_begin_at_once(world: World) -> None:
+    (pod,) = world.deployment.pods
+    until(world, lambda: leads(pod), 30)
+    world.deployment.replace(pod, OperatorPod.end)
+    until(world, lambda: bool(world.deployment.pods) and world.deployment.pods[0] is not pod, 5)
+    (successor,) = world.deployment.pods
+    assert until(world, lambda: leads(successor), 10) < 3
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_watch_that_breaks_begins_anew(world: World, gone: bool) -> None:
+    (pod,) = world.deployment.pods
+    until(world, lambda: leads(pod), 30)
+    world.api.end_watches(gone=gone)
+    wait(world, 1)
+    make_job(world)
+    until(world, lambda: trains(world), 30)
+
+
+def test_two_runs_of_a_seed_are_the_same_and_two_seeds_are_not(make: Make) -> None:
+    def digest(seed: int) -> str:
+        world = make(seed)
+        make_job(world)
+        wait(world, 60)
+        return world.story.digest()
+
+    assert digest(1) == digest(1) != digest(2)

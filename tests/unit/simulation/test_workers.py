@@ -1,0 +1,362 @@
+"""Simulated workers: what launchers, sidecars and ranks do under a plan that is made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pacekeeper_analysis.diagnose.hang import HangKind, verdict
+from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.reports import FaultKind, LauncherState
+from simulation.workers.worker import LAUNCHER, POD
+from tests.support.simulated_workers import Team
+
+
+def test_two_workers_train_under_a_plan() -> None:
+    team = Team()
+    team.train("a", "b", steps=25)
+    team.wait(4.0)
+    one, other = team.beat("a"), team.beat("b")
+    assert one.state is other.state is LauncherState.RUNNING
+    assert one.round == other.round == 1
+    assert one.step > 20
+    assert (one.steered, one.global_batch, one.sync_mode, one.restored_step) == (True, 16, "Sync", 0)
+    assert one.first_step_at > one.round_started_at > 0
+    assert one.checkpoint_step == 20
+    assert not team.desk.faults
+    assert not team.exits
+
+
+def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of() -> None:
+    team = Team(every=0)
+    team.train("a", "b", steps=30)
+    version, before = team.desk.plan.version, team.run.step
+    team["b"].crash(code=3)
+    team.until(lambda: team.beat("a").round == team.beat("b").round == 2)
+    team.step(2)
+    (fault,) = team.faults(FaultKind.RANK_FAILED)
+    assert (team.letter(fault.worker), fault.exit_code, fault.completed_step, fault.round) == ("b", 3, True, 1)
+    assert (team.desk.plan.version, team.beat("a").restarts) == (version, 1)
+    assert before - team.run.training.snapshot_every <= team.run.restored_step <= before, "from the snapshot in memory"
+
+
+def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
+    team = Team()
+    team.start("a", "b")
+    team["a"].script_fails = True
+    team.until(lambda: all(team.beat(each).meeting_port for each in "ab"))
+    team.seat("a", "b")
+    team.until(lambda: team.beat("a").state is team.beat("b").state is LauncherState.FAILED)
+    team.until(lambda: [fault.round for fault in team.faults(FaultKind.RANK_FAILED)] == [1, 2], within=5.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "within"),
+    [
+        ("train", HangKind.NEVER_ENTERED, 15.0),
+        ("loader", HangKind.NEVER_ENTERED, 90.0),
+        ("stopped", HangKind.STOPPED, 15.0),
+        ("kernel", HangKind.NEVER_ENTERED, 15.0),
+    ],
+)
+def test_a_hang_is_told_by_both_workers_and_names_the_culprit(where: str, kind: HangKind, within: float) -> None:
+    team = Team()
+    team.train("a", "b")
+    if where == "kernel":
+        team["b"].hang_in_kernel()
+    elif where == "stopped":
+        team["b"].stop_rank()
+    else:
+        team["b"].hang(where)
+    team.until(lambda: verdict(team.faults(FaultKind.STALLED), 2), within)
+    found = verdict(team.faults(FaultKind.STALLED), 2)
+    assert found is not None
+    assert (found.kind, found.ranks) == (kind, (1,))
+
+
+def test_a_dead_link_blames_nobody_and_says_who_cannot_be_reached() -> None:
+    team = Team()
+    team.train("a", "b")
+    team.world.network.cut("node-0", "node-1")
+    team.until(lambda: len({fault.worker for fault in team.faults(FaultKind.STALLED)}) == 2)
+    assert {fault.unreachable for fault in team.faults(FaultKind.STALLED)} == {("10.0.0.1",), ("10.0.0.2",)}
+
+
+def test_ranks_that_stand_still_for_a_moment_go_on() -> None:
+    team = Team()
+    team.train("a", "b")
+    team.world.network.cut("node-0", "node-1")
+    team.wait(1.5)
+    team.world.network.mend("node-0", "node-1")
+    team["a"].freeze(POD)
+    team.wait(1.5)
+    team["a"].thaw(POD)
+    team.step(5)
+    assert (team.run.round, team.desk.faults) == (1, [])
+
+
+def test_a_frozen_launcher_is_told_of_by_its_sidecar_each_second() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].freeze(LAUNCHER)
+    team.wait(18.0)
+    assert {worker for worker, _ in team.desk.silences} == {team["b"].name}
+    told = sorted({int(seconds) for _, seconds in team.desk.silences if seconds >= 5})
+    assert set(range(5, 15)) <= set(told)
+    team["b"].thaw(LAUNCHER)
+    team.until(lambda: team.beat("b").launcher_silent_seconds == 0, within=5.0)
+
+
+def test_who_hears_neither_operator_nor_peers_ends_its_ranks() -> None:
+    team = Team()
+    team.train("a", "b")
+    team.desk.away = True
+    team.world.network.cut("node-0", "node-1")
+    team.wait(12.0)
+    assert not team["a"].ranks
+    assert team["a"].folder.heartbeat.state is LauncherState.LOST
+    team.desk.away = False
+    team.world.network.heal()
+    team.until(lambda: team.run.round == 2 and team.run.ordinals > 0)
+
+
+def test_another_membership_seats_a_spare() -> None:
+    team = Team()
+    team.train("a", "b", steps=12)
+    team.start("c")
+    team.until(lambda: team.beat("c").state is LauncherState.WARM)
+    team.seat("a", "c")
+    team.step(3)
+    assert (team.run.round, [rank.worker for rank in team.run.seated]) == (2, [team["a"], team["c"]])
+    assert (team.beat("b").state, team["b"].ranks) == (LauncherState.WARM, [])
+    assert team.run.restored_step > 0
+
+
+def test_a_suspended_job_leaves_with_its_last_step_kept() -> None:
+    team = Team()
+    team.train("a", "b", steps=13)
+    team.change(stop=Stop.SUSPEND)
+    team.until(lambda: team.beat("a").state is team.beat("b").state is LauncherState.WARM)
+    newest = team.run.training.volume.newest
+    assert newest is not None
+    assert newest.step == team.run.step > 13 - 1
+    team.change(stop=Stop.NO)
+    team.step(1)
+    assert team.run.restored_step == newest.step
+
+
+def test_a_job_that_is_done_ends_well_everywhere() -> None:
+    team = Team(arguments=["--steps", "15"])
+    team.train("a", "b")
+    team.until(lambda: len(team.exits) == 2)
+    assert {code for code, _ in team.exits.values()} == {0}
+    newest = team.run.training.volume.newest
+    assert newest is not None
+    assert newest.step == 15
+    assert {beat.state for beat in team.desk.beats.values()} == {LauncherState.FINISHED}
+
+
+def test_the_checkpoint_outlives_all_pods() -> None:
+    team = Team()
+    team.train("a", "b", steps=13)
+    for letter in "ab":
+        team[letter].kill()
+    newest = team.run.training.volume.newest
+    assert newest is not None
+    assert newest.step == 10
+    assert team.exits == {"a": (137, ""), "b": (137, "")}
+    team.train("c", "d", steps=1)
+    assert team.run.restored_step == newest.step
+
+
+def test_a_sigterm_keeps_the_state_and_leaves() -> None:
+    team = Team()
+    team.train("a", "b", steps=13)
+    team["a"].terminate(30.0)
+    team.until(lambda: "a" in team.exits)
+    newest = team.run.training.volume.newest
+    assert newest is not None
+    assert team.exits["a"] == (143, "")
+    assert newest.step == team.run.step
+    assert [team.letter(fault.worker) for fault in team.faults(FaultKind.TERMINATING)] == ["a"]
+
+
+def test_who_does_not_leave_in_time_is_killed() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].hang()
+    team["a"].terminate(5.0)
+    assert team.until(lambda: "a" in team.exits) == pytest.approx(5.0, abs=0.2)
+    assert team.exits["a"][0] == 137
+
+
+def test_a_rank_that_cannot_be_killed_is_told_and_holds_its_pod() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].hang_in_kernel()
+    team.seat("a", "b")
+    team.until(lambda: team.beat("b").unkillable_ranks == (1,))
+    assert team.beat("b").state is LauncherState.FAILED
+    team["b"].kill()
+    team.wait(5.0)
+    assert "b" not in team.exits
+    team.until(lambda: "b" in team.exits, within=300.0)
+
+
+def test_shares_move_the_times_of_steps() -> None:
+    team = Team()
+    team.world.nodes["node-1"].slow = 3.0
+    team.train("a", "b", steps=10)
+    slow = team["a"].ranks[0].window().step_seconds[-1]
+    team.change(shares=(12, 4))
+    team.step(5)
+    window = team["a"].ranks[0].window()
+    assert window.step_seconds[-1] < 0.7 * slow
+    assert (window.samples[-1], team["b"].ranks[0].window().samples[-1]) == (12, 4)
+
+
+def test_a_plan_that_the_script_cannot_follow_is_refused() -> None:
+    team = Team()
+    team.train("a", "b")
+    team.change(shares=(12, 5))
+    team.until(lambda: "do not make up 16 samples" in team.beat("a").refused)
+    team.change(shares=(10, 6))
+    team.until(lambda: not team.beat("a").refused)
+    team["b"].refuses = True
+    team.change(sync_mode=SyncMode.EDIT)
+    team.until(lambda: "in mode Sync only" in team.beat("a").refused)
+
+
+def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> None:
+    team = Team(arguments=["--steps", "101"])
+    team.world.nodes["node-1"].slow = 3.0
+    team.train("a", "b", steps=25)
+    before, began = team.run.step, team.world.now()
+    team.step(10)
+    synchronous = (team.world.now() - began) / 10
+    team.change(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
+    team.until(lambda: team.beat("b").sync_mode == "AsyncEDiT")
+    before, began = team.run.step, team.world.now()
+    team.step(30)
+    assert (team.world.now() - began) / (team.run.step - before) < 0.7 * synchronous
+    fast, slow = team.run.seated
+    assert fast.samples > slow.samples
+    window = fast.window()
+    assert (window.sync_mode, len(window.transfers) > 1) == ("AsyncEDiT", True)
+    team.until(lambda: len(team.exits) == 2, within=200.0)
+    assert (team.run.progress.samples, fast.samples + slow.samples) == (101 * 16, 101 * 16)
+
+
+def test_steps_between_two_synchronisations_are_no_stall() -> None:
+    team = Team()
+    team.train("a", "b", steps=25)
+    team.change(sync_mode=SyncMode.EDIT, sync_every=64)
+    team.until(lambda: team.beat("b").sync_mode == "EDiT")
+    first = team.beat("b").step
+    team.wait(20.0)
+    assert team.beat("b").step > first + 10, "a rank counts its own steps on"
+    assert not team.desk.faults
+    team["b"].hang()
+    team.until(lambda: team.faults(FaultKind.STALLED), within=20.0)
+    assert {team.letter(fault.worker) for fault in team.faults(FaultKind.STALLED)} == {"b"}
+
+
+def test_checkpoints_that_fail_are_told_and_made_up_for() -> None:
+    team = Team(every=5)
+    team.train("a", "b", steps=2)
+    volume = team.run.training.volume
+    volume.fails = True
+    team.until(lambda: "No space left" in team.beat("a").checkpoint_error)
+    assert (team.beat("a").checkpoint_failed_rank, team.beat("b").checkpoint_error) == (0, "")
+    volume.fails = False
+    team.until(lambda: team.beat("a").checkpoint_error == "" and volume.newest is not None)
+
+
+def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
+    team = Team(every=0)
+    team.train("a", "b")
+    team.change(checkpoint_request=1)
+    team.until(lambda: team.beat("a").checkpoint_request == team.beat("b").checkpoint_request == 1)
+    newest = team.run.training.volume.newest
+    assert newest is not None
+    assert team.beat("a").checkpoint_step == newest.step
+
+
+def test_an_older_round_publishes_nothing_any_more() -> None:
+    team = Team(every=5)
+    team.train("a", "b", steps=6)
+    old, volume = team.run, team.run.training.volume
+    kept = [checkpoint.step for checkpoint in volume.checkpoints]
+    volume.owner = None  # a later round has begun elsewhere
+    old_step = old.step
+    team.until(lambda: old.step > old_step + 12)
+    assert [checkpoint.step for checkpoint in volume.checkpoints] == kept
+
+
+def test_what_befalls_ranks_is_told() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].bad_loss(True)
+    team.until(lambda: team.beat("b").bad_loss_rank == 1)
+    team["b"].bad_loss(False)
+    team["b"].out_of_memory()
+    team.step(2)
+    (fault,) = team.faults(FaultKind.RANK_FAILED)
+    assert (fault.exit_code, fault.out_of_memory) == (-9, True)
+    team["a"].gpu_error(79)
+    team.until(lambda: team.faults(FaultKind.GPU_ERROR), within=5.0)
+    assert team.faults(FaultKind.GPU_ERROR)[0].xid == 79
+
+
+def test_a_sidecar_that_is_killed_comes_again_and_delivers_what_is_there() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].kill_sidecar()
+    team["b"].crash(code=7)
+    team.until(lambda: [fault.exit_code for fault in team.faults(FaultKind.RANK_FAILED)] == [7], within=10.0)
+    assert team["b"].sidecar.serves
+
+
+def test_two_ranks_of_a_worker_come_and_go_together() -> None:
+    team = Team(ranks=2)
+    team.train("a", "b")
+    assert [rank.number for rank in team["b"].ranks] == [2, 3]
+    team["b"].crash(code=1, local=1)
+    team.until(lambda: team.beat("b").round == 2)
+    team.step(2)
+    assert [fault.rank for fault in team.faults(FaultKind.RANK_FAILED)] == [3]
+    assert team.run.global_batch == 32
+
+
+def test_evidence_is_given_when_it_is_asked_for() -> None:
+    team = Team()
+    team.world.nodes["node-1"].slow = 2.0
+    team.train("a", "b", steps=12)
+    team.change(evidence_request="why")
+    team.until(lambda: len(team.desk.evidence) == 2, within=5.0)
+    compute = {each.worker: each.windows[0].compute_seconds[-1] for each in team.desk.evidence}
+    assert compute[team["b"].name] > 1.8 * compute[team["a"].name]
+
+
+def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:
+    team = Team()
+    team.train("a", "b")
+    team.world.network.power("node-1", on=False)
+    team["b"].kill()
+    team.wait(1.5)
+    assert len(team["a"].ranks) == 1, "nobody has told it"
+    team = Team()
+    team.train("a", "b")
+    team["b"].kill()
+    team.wait(1.5)
+    assert not team["a"].ranks, "its kernel has closed its connections"
+
+
+def test_a_story_follows_from_its_seed() -> None:
+    def story(seed: int) -> str:
+        team = Team(seed)
+        team.train("a", "b")
+        team["b"].crash()
+        team.step(3)
+        return team.world.story.digest()
+
+    assert story(5) == story(5) != story(6)
