@@ -48,6 +48,17 @@ class Network:
         """Seconds that the next message takes."""
         return NEAR if one == other else self._random.uniform(NEAR, FAR)
 
+    def slowness(self, one: str, other: str) -> float:
+        """How much longer it takes to send much from one to the other."""
+        return self._slow.get(_pair(one, other), 1.0)
+
+    def slow(self, one: str, other: str, factor: float) -> None:
+        """The link between the two has so much less bandwidth; 1: it is well."""
+        if factor == 1.0:
+            self._slow.pop(_pair(one, other), None)
+        else:
+            self._slow[_pair(one, other)] = factor
+
     def cut(self, one: str, other: str) -> None:
         self._cuts[_pair(one, other)] = None
 

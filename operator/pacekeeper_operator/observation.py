@@ -239,6 +239,8 @@ class Observation:
 
     def with_draft(self, draft: Draft) -> Observation:
         """The same world under a changed plan: workers know their new records, what has been dealt with is gone."""
+        if draft == self.draft:
+            return self  # with all that it has worked out by now
         records = draft.state.placement.workers
         return replace(
             self,

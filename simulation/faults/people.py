@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pacekeeper_operator.api import API_VERSION
+from pacekeeper_operator.api import API_VERSION, LABEL_JOB
 from pacekeeper_operator.codec import camel_case, to_json
 from pacekeeper_operator.legacy import LEFT_BEHIND, RENAMED
 from pacekeeper_operator.services.operator import PAUSE
@@ -255,6 +255,7 @@ class StateOfOldOperator(JobFault):
             "metadata": {
                 "name": f"{name}-plan",
                 "namespace": NAMESPACE,
+                "labels": {LABEL_JOB: name},
                 "ownerReferences": [owner],
             },
             "data": {"plan.json": json.dumps(draft.plan.to_json()), "state.json": json.dumps(old)},

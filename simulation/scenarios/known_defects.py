@@ -36,6 +36,7 @@ def _scenario(
     patience: float = Scenario.patience,
     aim: Aim = Aim.SAFETY,
     jobs: tuple[JobSettings, ...] = (),
+    seed: int = 1,
     nodes: int = 8,
     slots: int = 1,
     replicas: int = 2,
@@ -45,7 +46,7 @@ def _scenario(
     spec = {"remediation": {"maxRestarts": 100}, "schedulingTimeout": "60s", **spec}
     world = WorldSettings(nodes=nodes, slots=slots, operator=OPERATOR)
     job = JobSettings(replicas=replicas, spares=spares, spec=spec)
-    return Scenario(words, Schedule(1, aim, world, jobs or (job,), strokes), patience)
+    return Scenario(words, Schedule(seed, aim, world, jobs or (job,), strokes), patience)
 
 
 def _at(when: float | Moment, what: Fault, seconds: float | None = 0.0) -> Stroke:
@@ -70,15 +71,20 @@ SCENARIOS: dict[str, Scenario] = {
     "finished-and-lost": _scenario(
         "one trainer has come to its end, another worker is lost before: nobody ever finishes",
         _at(CALM, people.JobFinishes(steps=3)),
-        _at(WorkerExits(1), machines.PowerFails(index=1), 100.0),
+        _at(CALM + 4.4, machines.PowerFails(index=1), 100.0),
         replicas=4,
     ),
     "finished-unseen": _scenario(
         "the job finishes while the operator is away, and a pod that has ended is removed before it is back",
         _at(CALM, people.JobFinishes(steps=2)),
-        _at(WorkerExits(1), operators.OperatorFrozen(), 20.0),
-        _at(AfterFault(1, 5.0), machines.PodDeleted(force=True)),
+        _at(WorkerExits(1), operators.OperatorFrozen(), 100.0),
+        _at(AfterFault(1, 5.0), machines.NodeVanishes(free=True, index=4), 200.0),
         spares=0,
+    ),
+    "finished-and-removed": _scenario(
+        "a pod is removed between its trainer's end and its kubelet's report: its ranks never finish",
+        _at(CALM, people.JobFinishes(steps=2)),
+        _at(WorkerExits(1), machines.PodDeleted(force=True)),
     ),
     # Machines.
     "all-lose-power": _scenario(
@@ -128,6 +134,7 @@ SCENARIOS: dict[str, Scenario] = {
     "frozen": _scenario(
         "a worker whose launcher stands still is never replaced",
         _at(CALM, ranks.Frozen(index=1), 250.0),
+        _at(CALM + 0.1, ranks.RankHangs(index=1)),
         patience=60.0,
     ),
     # Pods.
@@ -147,7 +154,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "no-room-for-a-spare": _scenario(
         "a quota without room for a spare keeps the operator busy",
-        _at(CALM, control_plane.QuotaIsFull(), 150.0),
+        _at(CALM, control_plane.QuotaIsFull(room=-1), 150.0),
         _at(CALM + 1.0, machines.PodDeleted(force=True, role=Role.SPARE)),
     ),
     # People.
@@ -155,6 +162,7 @@ SCENARIOS: dict[str, Scenario] = {
         "a job that is created anew after a forced removal inherits the end of the one before",
         _at(CALM, people.JobFinishes(steps=2)),
         _at(CALM + 30.0, people.JobDeleted(again=True, by_force=True)),
+        seed=3,
     ),
     "more-is-allowed": _scenario(
         "what was only recommended is not done when more is allowed later",
@@ -165,7 +173,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Clocks and leadership.
     "clocks-differ": _scenario(
         "restarts are dated by the clocks of workers: two hours behind, none of them counts",
-        _at(10.0, machines.ClockIsOff(index=1, hours=-2.0), 300.0),
+        _at(30.0, machines.ClockIsOff(index=1, hours=-2.0), 300.0),
         *[_at(CALM + 15.0 * i, ranks.RankCrashes(index=1)) for i in range(6)],
         remediation={"maxRestarts": 3},
     ),

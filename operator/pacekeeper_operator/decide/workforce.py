@@ -94,9 +94,13 @@ def _learn(observation: Observation, policy: Policy) -> Draft:
 
 
 def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> Worker:
-    record = replace(view.record, uid=pod.uid, node=pod.node or view.record.node)
-    record = replace(record, force=record.force or _nobody_confirms(observation, pod))
-    return replace(record, starting_since=_starting_since(observation, policy, view, pod))
+    return replace(
+        view.record,
+        uid=pod.uid,
+        node=pod.node or view.record.node,
+        force=view.record.force or _nobody_confirms(observation, pod),
+        starting_since=_starting_since(observation, policy, view, pod),
+    )
 
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:

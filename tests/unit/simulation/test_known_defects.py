@@ -15,7 +15,7 @@ from pacekeeper_operator import observation, rounds, runtime
 from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, treat, workforce
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.services import bookkeeping, errands, leadership, operator
+from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, sidecars
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
@@ -60,11 +60,12 @@ def _(patch: Patch) -> None:
 
 
 @undoes("finished-and-lost")
+@undoes("finished-unseen")
 def _(patch: Patch) -> None:
     patch.setattr(membership, "_cannot_end", lambda *_: False)
 
 
-@undoes("finished-unseen")
+@undoes("finished-and-removed")
 def _(patch: Patch) -> None:
     def ended_well(view: observation.WorkerView, _membership: int) -> bool:
         return view.pod is not None and view.pod.exit_code == 0
@@ -87,12 +88,12 @@ def _(patch: Patch) -> None:
 
 
 @undoes("silent-spare")
-@undoes("dead-spare-and-resume")
 def _(patch: Patch) -> None:
     patch.setattr(observation, "FRESH_SECONDS", math.inf)
     patch.setattr(workforce, "FRESH_SECONDS", math.inf)
 
 
+@undoes("dead-spare-and-resume")
 @undoes("suspended-and-lost")
 def _(patch: Patch) -> None:
     patch.setattr(workforce, "_nobody_confirms", lambda *_: False)
@@ -147,11 +148,14 @@ def _(patch: Patch) -> None:
 
 @undoes("clocks-differ")
 def _(patch: Patch) -> None:
+    """A worker's word on when something was stands as it is."""
+
     def apply(_action: Any, decision: Any, seen: observation.Observation) -> Any:
         draft = seen.draft.count_restart(decision.first_sign)
         return Applied(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
 
     patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
+    patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
 
 
 @undoes("lease-not-found")
