@@ -21,7 +21,7 @@ from tests.support.operator_process import OperatorProcess, operating
 from tests.support.resources import without_operator
 
 from ..faults import machines, people, ranks
-from ..faults.fault import Fault, Heal, Missed, Role
+from ..faults.fault import Fault, Heal, Missed, NodeFault, Role, WorkerFault
 from ..faults.operators import OperatorKilled
 from .disaster import GRACE_SECONDS, STEP_SECONDS, Disaster
 from .performance import Entry, Object, perform
@@ -115,11 +115,11 @@ class ClusterStage:
     def pods(self) -> frozenset[str]:
         return frozenset(pod["metadata"]["name"] for pod in self.on.pods())
 
-    def rank(self, fault: ranks.WorkerFault | ranks.NodeFault) -> int:
+    def rank(self, fault: WorkerFault | NodeFault) -> int:
         """Of the member that a fault strikes: each has one, in the order of the plan."""
         return fault.index % len(self.on.plan()["members"])
 
-    def worker(self, fault: ranks.WorkerFault) -> str:
+    def worker(self, fault: WorkerFault) -> str:
         """Its pod."""
         if fault.role is Role.MEMBER:
             return self.on.worker(self.rank(fault))
@@ -129,7 +129,7 @@ class ClusterStage:
             raise Missed(f"job {self.on.name} has no spare")
         return spares[fault.index % len(spares)]
 
-    def ask(self, fault: ranks.WorkerFault, word: str) -> None:
+    def ask(self, fault: WorkerFault, word: str) -> None:
         """The script of the rank that it strikes does it, in its next step."""
         file = self.on.folder() / f"fault-{self.rank(fault)}"
         written = file.with_suffix(".new")

@@ -53,17 +53,17 @@ class Episode:
 
     @property
     def prelude(self) -> Fault | None:
-        """What a person has done before. A node that is to be cut off is cordoned: whether the next worker is bound to it
-        before anybody knows would be the scheduler's dice."""
+        """What a person has done before. A node that is to be cut off is cordoned: whether the next worker is bound to
+        it before anybody knows would be the scheduler's dice."""
         if isinstance(self.what, machines.NodeIsCutOff):
             return machines.NodeCordoned(role=self.what.role, index=self.what.index)
         return None
 
     @property
     def wants_spare(self) -> bool:
-        """Its worker's processes end some time after the operator has given it up. Whether its peers, who wait for a new
-        worker, still see that depends on how long it takes to start one; with a spare they are in the next round by then.
-        """
+        """Its worker's processes end some time after the operator has given it up. Whether its peers, who wait for a
+        new worker, still see that depends on how long one takes to start; with a spare they are in the next round by
+        then."""
         return isinstance(self.what, ranks.Frozen) or (isinstance(self.what, machines.PodDeleted) and self.what.force)
 
     @property

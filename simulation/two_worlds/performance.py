@@ -15,6 +15,8 @@ from .disaster import Dies, Disaster, Episode, Sign
 
 Object = Mapping[str, Any]
 LOOK_SECONDS = 0.5
+AT_ONCE_SECONDS = 0.1
+"""Between two looks for the moment at which the operator dies."""
 CALM_SECONDS = 8.0
 """So long all is well before the next fault comes: spares are warm by then, and rounds have trained."""
 PATIENCE_SECONDS = 240.0
@@ -51,8 +53,8 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Healed:
-    """How an incident is told. Not compared are times, messages, and which pod and node it was: names of pods and places
-    are the scheduler's and the operator's to choose among equals."""
+    """How an incident is told. Left out are times, messages, and which pod and node it was: which of equal ones, is the
+    scheduler's choice."""
 
     cause: str
     class_: str
@@ -88,7 +90,8 @@ Entry = str
 
 
 async def perform(stage: Stage, disaster: Disaster, told: Callable[[str], None] = lambda _: None) -> tuple[Entry, ...]:
-    """What happened, in an order that both worlds share. Ends early, and says so, where the job does not become calm."""
+    """What happened, in an order that both worlds share. Where the job does not become calm it ends early, and says
+    so."""
     performance = _Performance(stage, told)
     try:
         await performance.play(disaster)
@@ -136,10 +139,10 @@ class _Performance:
             if episode.operator is Dies.WITH_THE_FAULT:
                 stage.revive_operator()
         if episode.operator is Dies.AT_THE_INCIDENT:
-            await self._until(lambda: len(stage.incidents()) > len(self._known), "an incident", 0.02)
+            await self._until(lambda: len(stage.incidents()) > len(self._known), "an incident", AT_ONCE_SECONDS)
             self._operator_dies()
         elif episode.operator is Dies.AT_THE_ROUND:
-            await self._until(lambda: self._membership() > membership or noticed(), "a new plan", 0.02)
+            await self._until(lambda: self._membership() > membership or noticed(), "a new plan", AT_ONCE_SECONDS)
             self._operator_dies()
         await self._until(noticed, f"{episode.sign} that tells of it")
         if episode.sign is Sign.NONE:

@@ -10,9 +10,9 @@ from pacekeeper_operator.state import Draft
 
 from .. import judges
 from ..faults.fault import Fault, Heal, Missed
-from ..faults.scene import NAMESPACE, PERSON, Scene
+from ..faults.scene import PERSON, Scene
 from ..schedule import Schedule
-from ..world import World
+from ..world import NAMESPACE, World
 from .disaster import GRACE_SECONDS, STEP_SECONDS, Disaster
 from .performance import Entry, Object, perform
 
