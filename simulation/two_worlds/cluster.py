@@ -27,6 +27,8 @@ from .disaster import GRACE_SECONDS, STEP_SECONDS, Disaster
 from .performance import Entry, Object, perform
 
 LONG = 10_000_000
+RESOURCES = {"requests": {"cpu": "20m", "memory": "256Mi"}, "limits": {"cpu": "400m", "memory": "1200Mi"}}
+"""Of a trainer: so little memory that a rank has filled it before it seems to hang."""
 AT_ONCE = 2
 """Jobs that train at the same time, where they do not disturb each other."""
 Play = Callable[[Disaster], tuple[Entry, ...]]
@@ -83,6 +85,7 @@ class ClusterStage:
         body = paced(
             settings.name,
             LONG,
+            trainer={"resources": RESOURCES},
             environment={"STOP_EVERY": "20", "SLEEP": str(STEP_SECONDS)},
             pod={
                 "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},

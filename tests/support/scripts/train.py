@@ -104,7 +104,7 @@ def fail(rank: int, step: int) -> None:
         if kind == "raise":
             raise RuntimeError(f"rank {rank} has been asked to fail")
         if kind == "fill":
-            torch.ones(1 << 30)  # 4 GiB
+            torch.ones(1 << 29)  # 2 GiB
         time.sleep(1e6)
 
 
