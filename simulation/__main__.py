@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -16,6 +17,11 @@ from .generator import generate
 from .run import Outcome, run
 from .schedule import Schedule
 from .shrink import shrink
+
+ROOT = Path(__file__).parent.parent
+CODE = ("analysis", "operator", "simulation", "trainer/pacekeeper/launcher")
+"""What a run depends on."""
+FIRST_FRESH = 1_000_000
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, words in (("run", "many seeds"), ("coverage", "the same, and what they have reached of the operator")):
         command = commands.add_parser(name, help=words)
         command.add_argument("seeds", nargs="?", default="0-149", help="like 7, 3,5,8 or 0-149 (default)")
-        command.add_argument("--fresh", type=int, default=0, metavar="N", help="and N seeds that nobody has seen")
+        command.add_argument("--fresh", type=int, default=0, metavar="N", help="and N seeds that this code has drawn")
         command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     for name, words in (("replay", "one seed, as a story"), ("shrink", "the least that still breaks the same rule")):
         command = commands.add_parser(name, help=words)
@@ -169,10 +175,13 @@ def _seeds(text: str) -> list[int]:
 
 
 def _fresh(number: int) -> list[int]:
-    """Told, so that one that fails can be replayed."""
+    """Drawn by the code: another code has others, the same code the same ones, so that what has passed passes again."""
     if not number:
         return []
-    first = int.from_bytes(os.urandom(4)) + 1_000_000
+    content = hashlib.sha256()
+    for path in sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
+        content.update(path.read_bytes())
+    first = FIRST_FRESH + int(content.hexdigest()[:8], 16)
     print(f"fresh seeds: {first}-{first + number - 1}", flush=True)
     return list(range(first, first + number))
 

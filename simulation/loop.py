@@ -25,8 +25,12 @@ Connect = Callable[[str, int], Coroutine[Any, Any, None]]
 _owner: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
 
+MOST_IN_A_MOMENT = 100_000
+"""Callbacks: a thousand are many."""
+
+
 class Stuck(Exception):
-    """Nothing is scheduled any more, and what is waited for has not come."""
+    """Time does not pass any more: nothing is scheduled, or what is never ends."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -59,11 +63,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(before)
 
     def _turn(self) -> None:
-        """All that is ready; where nothing is, the next moment."""
+        """All that is ready; where nothing is, the next moment. Raises Stuck where a moment does not end."""
         ready = self._ready
         if not ready:
             self._jump()
-        while ready:
+        for _ in range(MOST_IN_A_MOMENT):
+            if not ready:
+                return
             handle = ready.popleft()
             if handle._cancelled:
                 continue
@@ -71,6 +77,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if owner is not None and owner.stands_still(handle):
                 continue
             handle._run()
+        raise Stuck(f"at {self._now:.3f} s something goes round in circles: {handle!r}")
 
     def _jump(self) -> None:
         timers = self._timers
@@ -249,7 +256,7 @@ def nobodys() -> contextvars.Context:
 def _drop(task: asyncio.Task[Any]) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
-        task.get_coro().close()  # type: ignore[union-attr]
+        task.get_coro().close()
 
 
 def _say_nothing(_: object) -> None:

@@ -17,6 +17,8 @@ from .errors import InputError
 
 Record = TypeVar("Record")
 _Bounds = tuple[object, ...]
+_Reader = Callable[[object, str], Any]
+"""From a value, and where it stands."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ def read(cls: type[Record], data: object, path: str = "") -> Record:
     path = path or cls.__name__
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: must be an object, not {_brief(data)}")
-    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    readers = _readers(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     missing = [name for name in _required(cls) if name not in data]  # type: ignore[arg-type]  # as above
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} must be given")
-    return cls(**{name: _value(hint, data[name], f"{path}.{name}") for name, hint in hints.items() if name in data})
+    return cls(**{name: reader(data[name], f"{path}.{name}") for name, reader in readers.items() if name in data})
 
 
 def read_tuple(
@@ -75,8 +77,9 @@ def read_tuple(
 
 
 @cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+def _readers(cls: type[Any]) -> dict[str, _Reader]:
+    """Of its fields, by name: what their types ask for is looked up once."""
+    return {name: _reader(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
 @cache
@@ -84,43 +87,50 @@ def _required(cls: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING)
 
 
-def _value(hint: Any, value: object, path: str, bounds: _Bounds = ()) -> Any:
+def _reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
+    """Of values of this type; it raises InputError."""
     if get_origin(hint) is Annotated:
         inner, *more = get_args(hint)
-        return _value(inner, value, path, (*bounds, *more))
+        return _reader(inner, (*bounds, *more))
     if get_origin(hint) is tuple:
         longest = next((bound.count for bound in bounds if isinstance(bound, Longest)), 0)
-        return read_tuple(lambda item, place: _value(get_args(hint)[0], item, place), value, path, longest)
+        item = _reader(get_args(hint)[0])
+        return lambda value, path: read_tuple(item, value, path, longest)
     if is_dataclass(hint):
-        return read(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
+        return lambda value, path: read(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
     if issubclass(hint, StrEnum):
-        return hint(_word(value, path, frozenset(hint)))
-    readers = {bool: _truth, int: _whole, float: _number, str: _text}
-    return readers[hint](value, path, bounds)
+        words = frozenset(hint)
+        return lambda value, path: hint(_word(value, path, words))
+    if hint is bool:
+        return _truth
+    if hint is str:
+        return lambda value, path: _text(value, path, bounds)
+    within = next((bound for bound in bounds if isinstance(bound, Within)), Within())
+    number = {int: _whole, float: _number}[hint]
+    return lambda value, path: number(value, path, within)
 
 
-def _truth(value: object, path: str, _: _Bounds) -> bool:
+def _truth(value: object, path: str) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{path}: {_brief(value)} must be true or false")
     return value
 
 
-def _whole(value: object, path: str, bounds: _Bounds) -> int:
+def _whole(value: object, path: str, within: Within) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{path}: {_brief(value)} must be a whole number")
-    _check(value, path, bounds)
+    _check(value, path, within)
     return value
 
 
-def _number(value: object, path: str, bounds: _Bounds) -> float:
+def _number(value: object, path: str, within: Within) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InputError(f"{path}: {_brief(value)} must be a number")
-    _check(value, path, bounds)
+    _check(value, path, within)
     return float(value)
 
 
-def _check(value: float, path: str, bounds: _Bounds) -> None:
-    within = next((bound for bound in bounds if isinstance(bound, Within)), Within())
+def _check(value: float, path: str, within: Within) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{path}: {value} must be finite")
     if not within.low <= value <= within.high:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum, StrEnum, auto
 from functools import cache
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters:
     try:
         return cls(**values)
     except TypeError as error:
-        missing = [key for name, key, _ in known if name not in values]
+        missing = [camel_case(name) for name in _required(cls) if name not in values]
         raise InputError(f"{path}: {', '.join(missing)} must be given") from error
 
 
@@ -81,6 +81,11 @@ def _shape(hint: Any) -> tuple[_Shape, Any]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return _Shape.WORD, hint
     return _Shape.OTHER, hint
+
+
+def _required(cls: type[Any]) -> list[str]:
+    """The fields that have no default."""
+    return [item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING]
 
 
 def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:

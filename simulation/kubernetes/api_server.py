@@ -385,7 +385,8 @@ class ApiServer:
             if denial.plural == kind.plural and name.startswith(denial.prefix):
                 error = forbidden(kind, name, denial.message)
                 message = error.message if denial.status == 403 else denial.message
-                raise ApiError(denial.status, "Forbidden" if denial.status == 403 else "Invalid", message)
+                reason = {400: "BadRequest", 403: "Forbidden", 422: "Invalid"}.get(denial.status, "InternalError")
+                raise ApiError(denial.status, reason, message)
 
     def _change(
         self,
@@ -448,10 +449,9 @@ class ApiServer:
                 return {**{name: part for name, part in old.items() if name != "status"}, **new, "metadata": metadata}
             case "binding" if kind.plural == "pods":
                 node = new["spec"]["nodeName"]
-                if old["spec"].get("nodeName") or "deletionTimestamp" in old["metadata"]:
-                    why = (
-                        "is being deleted" if "deletionTimestamp" in old["metadata"] else "is already assigned to node"
-                    )
+                leaves = "deletionTimestamp" in old["metadata"]
+                if leaves or old["spec"].get("nodeName"):
+                    why = "is being deleted" if leaves else "is already assigned to a node"
                     raise conflict(kind, old["metadata"]["name"], f"pod {old['metadata']['name']} {why}")
                 others = [item for item in old["status"].get("conditions", ()) if item["type"] != "PodScheduled"]
                 placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._time()}

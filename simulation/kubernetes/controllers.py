@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .conditions import disrupt, status_of, with_condition
@@ -24,8 +25,6 @@ SILENT = 40.0
 """Seconds without a heartbeat after which a node is not taken for ready."""
 RUNTIME_SILENT = 180.0
 """Seconds after which a kubelet says that its container runtime hangs."""
-TOLERATED = 300.0
-"""Seconds for which pods that say nothing about it stay on a node that is not ready."""
 ORPHANED = (40.0, 60.0)
 """Seconds from the end of a node's object to that of its pods."""
 REACTS = (0.02, 0.3)
@@ -155,63 +154,59 @@ class NodeLifecycle(_Controller):
         return silent >= _DISRUPTED_NODES and silent / len(ready) > _DISRUPTED_SHARE
 
 
+@dataclass(frozen=True)
+class _Eviction:
+    """Of a pod; virtual seconds."""
+
+    decided: float
+    due: float
+    timer: asyncio.TimerHandle
+
+
 class TaintEviction(_Controller):
     """Pods leave nodes with a NoExecute taint, as soon as they no longer tolerate it."""
 
     def __init__(self, world: Surroundings) -> None:
         super().__init__(world)
-        self._due: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # by pod's uid: when, in virtual seconds
-        self._since: dict[tuple[str, str], float] = {}  # by node and the taint's key
+        self._evictions: dict[str, _Eviction] = {}  # by the pod's uid
 
     def _heard(self, change: Change) -> None:
         if change.plural == "nodes":
-            self._heard_of_node(change)
+            taints = [] if change.type == "DELETED" else _evicting(change.object)
+            if taints != (_evicting(change.before) if change.before is not None else []):
+                for pod in self._world.api.all("pods"):
+                    if pod["spec"].get("nodeName") == change.object["metadata"]["name"]:
+                        self._look_at(pod, taints)
         elif change.plural == "pods":
             pod, before = change.object, change.before
             if change.type == "DELETED" or pod["status"].get("phase") in ENDED:
                 self._call_off(pod["metadata"]["uid"])
             elif pod["spec"].get("nodeName") and (before is None or not before["spec"].get("nodeName")):
-                self._look_at(pod)
+                node = self._world.api.get("nodes", pod["spec"]["nodeName"])
+                self._look_at(pod, [] if node is None else _evicting(node))
 
-    def _heard_of_node(self, change: Change) -> None:
-        node, before = change.object, change.before
-        name = node["metadata"]["name"]
-        taints = [] if change.type == "DELETED" else _evicting(node)
-        if before is not None and taints == _evicting(before):
-            return
-        keys = [taint["key"] for taint in taints]
-        for known in [known for known in self._since if known[0] == name and known[1] not in keys]:
-            del self._since[known]
-        for key in keys:
-            self._since.setdefault((name, key), self._world.now())
-        for pod in self._world.api.all("pods"):
-            if pod["spec"].get("nodeName") == name:
-                self._look_at(pod)
-
-    def _look_at(self, pod: Object) -> None:
-        uid, node = pod["metadata"]["uid"], self._world.api.get("nodes", pod["spec"]["nodeName"])
-        at = math.inf
-        for taint in () if node is None else _evicting(node):
-            allowed = toleration_seconds(taint, pod["spec"].get("tolerations", ()))
-            if allowed is None:
-                allowed = TOLERATED if taint["key"] in (_NOT_READY, _UNREACHABLE) else 0.0
-            since = self._since.get((pod["spec"]["nodeName"], taint["key"]), self._world.now())
-            at = min(at, since + allowed)
-        if uid in self._due and self._due[uid][0] == at:
+    def _look_at(self, pod: Object, taints: list[Object]) -> None:
+        uid, now = pod["metadata"]["uid"], self._world.now()
+        tolerations = pod["spec"].get("tolerations", ())
+        tolerated = min((toleration_seconds(taint, tolerations) or 0.0 for taint in taints), default=math.inf)
+        known = self._evictions.get(uid)
+        decided = now if known is None else known.decided
+        due = decided + tolerated
+        if known is not None and known.due == due:
             return
         self._call_off(uid)
-        if at < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ENDED:
-            wait = max(0.0, at - self._world.now()) + self._random.uniform(*REACTS)
-            name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-            self._due[uid] = (at, self._later(wait, self._evict, uid, name, namespace))
+        if due < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ENDED:
+            wait = max(0.0, due - now) + self._random.uniform(*REACTS)
+            timer = self._later(wait, self._evict, uid, pod["metadata"]["name"], pod["metadata"]["namespace"])
+            self._evictions[uid] = _Eviction(decided, due, timer)
 
     def _call_off(self, uid: str) -> None:
-        if uid in self._due:
-            self._due.pop(uid)[1].cancel()
+        if uid in self._evictions:
+            self._evictions.pop(uid).timer.cancel()
 
     def _evict(self, uid: str, name: str, namespace: str) -> None:
         world = self._world
-        self._due.pop(uid, None)
+        self._evictions.pop(uid, None)
         pod = world.api.get("pods", name, namespace)
         if pod is not None and pod["metadata"]["uid"] == uid and "deletionTimestamp" not in pod["metadata"]:
             world.story.tell("taint-eviction", f"takes pod {name} off {pod['spec']['nodeName']}")

@@ -82,7 +82,6 @@ class Launcher(Process):
         self._tick_at = math.inf
         self._guest = Guest(world, self, worker.node, worker.name, self.wake)
         self._host: Host | None = None
-        self._meeting_port = self._random.randint(32768, 60999)
         self._stores = 0
         self._watch: Watch | None = None
         self._inspection = 0
@@ -96,6 +95,8 @@ class Launcher(Process):
     def _begin(self) -> None:
         incarnation = f"{int(1000 * self._world.wall(self._worker.node)):x}"
         self.settings = replace(self.settings, incarnation=incarnation)
+        meeting_port = self._random.randint(32768, 60999)
+        self._folder.heartbeat = replace(self._folder.heartbeat, meeting_port=meeting_port)
         self._follows = True
         self._turn()
 
@@ -157,8 +158,7 @@ class Launcher(Process):
         for command in commands:
             self._do(command)
         self._meet(plan)
-        self._write_heartbeat(now)
-        self._look_at_ranks(now)
+        self._look_at_ranks(self._write_heartbeat(now), now)
         if self._exit is not None:
             self._part(self._exit)
         elif commands:
@@ -312,20 +312,20 @@ class Launcher(Process):
 
     # What it tells.
 
-    def _write_heartbeat(self, now: float) -> None:
+    def _write_heartbeat(self, now: float) -> dict[int, np.void]:
+        """Its ranks' states, by which it is written."""
         folder, wall = self._folder, self._world.wall(self._worker.node)
-        states = [rank.state(now) for rank in self.ranks if rank.run is not None]
-        beat = next_beat(
-            folder.heartbeat, self.state, folder.plan, states, wall, now, folder.refused, folder.checkpoints
+        states = {rank.local: rank.state(now) for rank in self.ranks if rank.run is not None}
+        folder.heartbeat = next_beat(
+            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, folder.refused, folder.checkpoints
         )
-        folder.heartbeat = replace(beat, meeting_port=self._meeting_port)
         self._worker.sidecar.look_at_heartbeat()
+        return states
 
-    def _look_at_ranks(self, now: float) -> None:
+    def _look_at_ranks(self, states: dict[int, np.void], now: float) -> None:
         watch = self._watch
         if watch is None or not self.state.running or self.state.ending_since is not None:
             return
-        states = {rank.local: rank.state(now) for rank in self.ranks if rank.run is not None}
         if watch.look(states, now) and not self._inspecting:
             watch.begin_report(now)
             self._inspecting = True

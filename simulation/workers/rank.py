@@ -25,7 +25,7 @@ SIGKILL = -9
 LEFT = 143
 """Exit codes."""
 LOST_PEER = "RuntimeError: Connection closed by peer"
-_NOTHING = np.zeros(1, STATE)[0]
+_FIELDS = STATE.names or ()
 _GROUP = 1
 _LOAD_NS = 50_000_000
 
@@ -98,12 +98,15 @@ class Rank:
 
     @property
     def stands_since(self) -> float:
-        return min(self.still.values(), default=math.inf)
+        """Since when it does none of its own work; infinite: it works."""
+        if not self.still:
+            return math.inf
+        return min((at for why, at in self.still.items() if why is not Stand.COLLECTIVE), default=math.inf)
 
     @property
     def blocks_collectives(self) -> bool:
         """Whether even the collective that it has come to does not end."""
-        return bool(self.still) and any(why not in (Stand.TRAIN, Stand.LOADER) for why in self.still)
+        return any(why not in (Stand.TRAIN, Stand.LOADER) for why in self.still)
 
     def arrives(self) -> float:
         """When it comes to its peers; infinite: it does not."""
@@ -171,8 +174,10 @@ class Rank:
             return Look()
         if Stand.STOPPED in self.still:
             return Look("T")
-        if self.still:
-            return Look("D" if Stand.KERNEL in self.still else "S", 0, 'File "train.py", line 9 in batch')
+        if Stand.KERNEL in self.still:
+            return Look("D", 0, 'File "train.py", line 9 in batch')
+        if self.leg is not None and self.stands_since < self.leg.end:
+            return Look("S", 0, 'File "train.py", line 9 in batch')
         if self.leg is None or now >= self.leg.end:
             return Look("S", 0, 'File "distributed.py", line 7 in all_reduce')
         return Look("R", int(100 * now), f'File "train.py", line {int(10 * now) % 1000} in forward')
@@ -182,32 +187,41 @@ class Rank:
         run, leg = self.run, self.leg
         assert run is not None
         assert leg is not None
-        state: np.void = _NOTHING.copy()
         stands = min(now, self.stands_since)
         arrived = stands >= leg.end
         phase, since, step, steps, ended = leg.phase, leg.began, self.step, self.steps_in_round, self.step_ended
+        told: dict[str, float] = {}
         if leg.steps:
-            if self.exit_code is None and Stand.LOADER in self.still and not arrived:
+            if self.alive and Stand.LOADER in self.still and not arrived:
                 phase, since = Phase.LOAD, max(leg.began, self.still[Stand.LOADER])
             if run.mode is not SyncMode.SYNC:
                 done = leg.parts if arrived else int(max(0.0, stands - leg.began) / leg.seconds)
                 step, steps = run.progress.step + done, steps + done
                 ended = leg.began + done * leg.seconds if done else ended
-            state["collectives_entered"] = run.ordinals + arrived
-            state["sequence"] = run.ordinals + arrived - 1
+            told |= {"collectives_entered": run.ordinals + arrived, "sequence": run.ordinals + arrived - 1}
             if arrived:
-                state["collective"] = Collective.ALL_REDUCE
-                state["collective_since_ns"] = int(1e9 * leg.end)
-        state["rank"], state["round"], state["pid"] = self.number, self.round, 100 + self.local
-        state["phase"], state["phase_since_ns"] = phase, int(1e9 * since)
-        state["step"], state["steps_in_round"], state["step_end_ns"] = step, steps, int(1e9 * ended)
-        state["group"] = _GROUP
-        state["checkpoint_step"], state["restored_step"] = run.checkpoint_step, run.restored_step
-        state["snapshot_step"] = run.snapshot_step if self.local == 0 else -1
-        state["samples"], state["global_batch"] = self.samples, run.global_batch
-        state["checkpoint_request"] = run.answered
-        state["share"], state["share_grain"] = leg.share, 1
-        state["sync_mode"] = MODES.index(run.mode) if run.global_batch else -1
-        state["bad_loss_step"] = self.bad_loss_step
-        state["longest_load_ns"] = _LOAD_NS if self.steps_in_round else 0
+                told |= {"collective": Collective.ALL_REDUCE, "collective_since_ns": int(1e9 * leg.end)}
+        told |= {
+            "rank": self.number,
+            "round": self.round,
+            "pid": 100 + self.local,
+            "phase": phase,
+            "phase_since_ns": int(1e9 * since),
+            "step": step,
+            "step_end_ns": int(1e9 * ended),
+            "steps_in_round": steps,
+            "group": _GROUP,
+            "checkpoint_step": run.checkpoint_step,
+            "snapshot_step": run.snapshot_step if self.local == 0 else -1,
+            "restored_step": run.restored_step,
+            "samples": self.samples,
+            "global_batch": run.global_batch,
+            "checkpoint_request": run.answered,
+            "share": leg.share,
+            "sync_mode": MODES.index(run.mode) if run.global_batch else -1,
+            "bad_loss_step": self.bad_loss_step,
+            "longest_load_ns": _LOAD_NS if self.steps_in_round else 0,
+            "share_grain": 1,
+        }
+        state: np.void = np.array([tuple(told.get(name, 0) for name in _FIELDS)], STATE)[0]
         return state

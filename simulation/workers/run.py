@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,8 @@ _WRITES = (0.5, 2.0)
 _EXITS = (0.02, 0.3)
 _NOTICES = (0.005, 0.1)
 """Seconds until a rank exits, and until it hears that a peer has."""
+_SYNCHRONISES = 1.3
+"""How many times as long as a step's all-reduce a synchronisation in Local-SGD modes takes."""
 _LOOKS_AGAIN = 0.5
 """Seconds between two looks whether ranks that stand still can go on."""
 _LONG = 1.5
@@ -76,7 +78,11 @@ class Run:
         self._random = world.random(f"run {training.uid} {first.membership} {first.round} {host}")
         self._host = host
         self._world_size = first.world_size
+        self._links: list[tuple[str, str]] = []
+        """Pairs of its ranks' nodes; each node with itself, too."""
         self._supply = Supply(SyncMode.SYNC)
+        self._even: tuple[int, ...] = ()
+        """Equal shares."""
         self._then: Callable[[], None] = self._nothing
         self._communication = 0.0
         self._wanted_at = math.inf
@@ -117,6 +123,8 @@ class Run:
         if len(self.ranks) == self._world_size and not self.over:
             self._world.story.note("meet", self.training.uid, self.round)
             self.training.runs.append(self)
+            nodes = list(dict.fromkeys(each.worker.node for each in self.seated))
+            self._links = list(combinations_with_replacement(nodes, 2))
             self._go(Phase.START, self._random.uniform(*_MEETS), self._restore)
 
     def rank_ended(self, rank: Rank) -> None:
@@ -200,12 +208,8 @@ class Run:
     def _connected(self) -> bool:
         if any(rank.blocks_collectives for rank in self.ranks.values()):
             return False
-        nodes = self._nodes()
         reaches = self._world.network.reaches
-        return all(reaches(one, other) for place, one in enumerate(nodes) for other in nodes[place:])
-
-    def _nodes(self) -> list[str]:
-        return list(dict.fromkeys(rank.worker.node for rank in self.ranks.values()))
+        return all(reaches(one, other) for one, other in self._links)
 
     def _wake(self) -> None:
         """What launchers tell of their ranks has changed."""
@@ -237,6 +241,7 @@ class Run:
             training.global_batch = training.samples * self._world_size
         self.restored_step = progress.step
         progress.begin(training.global_batch)
+        self._even = shares.equal(training.global_batch, self._world_size, 1)
         try:
             self._check(progress.course)
         except InputError:  # of another number of ranks
@@ -375,10 +380,9 @@ class Run:
     def _begin_legs(self) -> None:
         training, progress, now = self.training, self.progress, self._world.now()
         first = self.ordinals == 0
-        even = shares.equal(progress.global_batch, self._world_size, 1)
-        dealt = progress.course.shares or even
+        dealt = (None if self._supply.leased else progress.course.shares) or self._even
         for rank in self.seated:
-            share = even[rank.number] if self._supply.leased else dealt[rank.number]
+            share = dealt[rank.number]
             slow = self._world.nodes[rank.worker.node].slow
             seconds = (training.fixed_seconds + share * training.sample_seconds) * slow
             seconds *= self._random.uniform(0.98, 1.02)
@@ -389,12 +393,13 @@ class Run:
             rank.leg = Leg(phase, now, seconds, parts, steps=True, share=share, samples=parts * share)
         if self._supply.leased and self._supply.limit is not None:
             self._take_leases(self._supply.limit - (progress.samples - progress.origin))
-        self._await(training.communication_seconds * self._slowness(), self._meet)
+        more = _SYNCHRONISES if self._supply.local else 1.0
+        self._await(training.communication_seconds * self._slowness() * more, self._meet)
 
     def _slowness(self) -> float:
         """Of the slowest link between its nodes."""
-        pairs = combinations(self._nodes(), 2)
-        return max((self._world.network.slowness(one, other) for one, other in pairs), default=1.0)
+        slowness = self._world.network.slowness
+        return max(slowness(one, other) for one, other in self._links)
 
     def _planned(self, seconds: float) -> int:
         """Steps of a rank up to the next ordinal, where each takes so long."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
@@ -33,7 +34,7 @@ _LISTENS = 0.5
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.2, 5.0
 _TOKEN_SECONDS = 2_880.0
 """Age at which the kubelet renews the token."""
-_QUIET: Mapping[str, Any] = {name: getattr(Heartbeat(), name) for name in QUIET_FIELDS}
+_loud_fields = attrgetter(*(name for name in Heartbeat.__dataclass_fields__ if name not in QUIET_FIELDS))
 _FINAL = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
@@ -53,7 +54,7 @@ class Sidecar(Process):
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
-        self._told: tuple[Heartbeat, int] | None = None
+        self._told: tuple[Any, int] | None = None
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._delivering: dict[str, None] = {}
@@ -113,19 +114,19 @@ class Sidecar(Process):
         if self._listening:
             self.after(_LISTENS, self._listen)
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self) -> dict[str, Any]:
         """As it is to be sent now."""
         self._worker.launcher.refresh()
         seconds = self._silence.seconds
-        return replace(
-            self._folder.heartbeat,
-            launcher_silent_seconds=round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
-            sent_at=self._world.wall(self._worker.node),
-        )
+        return {
+            **vars(self._folder.heartbeat),
+            "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
+            "sent_at": self._world.wall(self._worker.node),
+        }
 
-    def _loud(self) -> tuple[Heartbeat, int]:
+    def _loud(self) -> tuple[Any, int]:
         """The heartbeat without what can wait."""
-        return replace(self._folder.heartbeat, **_QUIET), _silence_to_tell(self._silence.seconds)
+        return _loud_fields(self._folder.heartbeat), _silence_to_tell(self._silence.seconds)
 
     # Its loops.
 
@@ -227,7 +228,7 @@ class Sidecar(Process):
         folder = self._folder
         after = -1 if folder.plan is None else folder.plan.version
         query = {"after": str(after), "wait": f"{wait:g}"}
-        answer = await self._post(line, "/v1/plan", self._heartbeat().to_json(), query, wait + ANSWER_SECONDS)
+        answer = await self._post(line, "/v1/plan", self._heartbeat(), query, wait + ANSWER_SECONDS)
         self._in_contact()
         if answer is None:
             return

@@ -23,7 +23,7 @@ from pacekeeper_operator.api import (
     Verdict,
     Witness,
 )
-from pacekeeper_operator.cluster import QUARANTINES, Object
+from pacekeeper_operator.cluster import QUARANTINES, Connection, HttpConnection, Object
 from pacekeeper_operator.cluster import Cluster as Api
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
 from pacekeeper_operator.observation import Ruling
@@ -50,7 +50,7 @@ class Killed(BaseException):
 class MortalApi(Api):
     """The API server of an operator that is killed right after its n-th write, or lives."""
 
-    def __init__(self, connection: client.ApiClient, kill_after: float = math.inf) -> None:
+    def __init__(self, connection: Connection, kill_after: float = math.inf) -> None:
         super().__init__(connection)
         self.connection = connection
         self.kill_after = kill_after
@@ -84,7 +84,7 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
         config_file=str(cluster.kubeconfig), client_configuration=configuration
     )
     async with client.ApiClient(configuration) as connection:
-        yield MortalApi(connection)
+        yield MortalApi(HttpConnection(connection))
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,8 @@ class Court:
         return self.api.create("pods", manifests.worker_pod(self.job, ordinal, incarnation, installation), manager=who)
 
     def create_node(self, name: str = "node-1", **parts: Object) -> Object:
-        self.api.create("nodes", {"metadata": {"name": name, **parts.get("metadata", {})}, "spec": {}})
+        metadata = {"name": name, "labels": {"kubernetes.io/hostname": name}, **parts.get("metadata", {})}
+        self.api.create("nodes", {"metadata": metadata, "spec": {}})
         return self.set_ready(name, True)
 
     def set_ready(self, node: str, ready: bool) -> Object:

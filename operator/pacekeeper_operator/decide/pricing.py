@@ -20,13 +20,13 @@ def choose_at_standstill(options: Sequence[Option]) -> Choice:
     return Choice(chosen, prices)
 
 
-def restart_option(observation: Observation, policy: Policy, *, helps: bool = True, refused: str = "") -> Option:
+def restart_option(observation: Observation, policy: Policy, *, helps: bool = True) -> Option:
     """The next round by the same workers. `helps` is False where it was tried before and the fault came again."""
     return Option(
         Remedy.RESTART_RANKS,
         observation.restart_cost(),
         1.0 if helps else STANDSTILL,
-        refused or policy.refusal(Remedy.RESTART_RANKS),
+        policy.refusal(Remedy.RESTART_RANKS),
     )
 
 

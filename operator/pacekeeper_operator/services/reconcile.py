@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 async def reconcile(operator: Operator, desk: Desk) -> float:
     """One pass; seconds until the next one is wanted, if nothing wakes it before. Raises what keeps it from looking."""
+    desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
-    desk.memory.wake.clear()
     if desk.memory.draft is None or not desk.memory.resource_version:
         try:
             await _read(operator, desk)

@@ -35,7 +35,6 @@ _WAKING = (
     *("launcher_silent_seconds", "unkillable_ranks", "checkpoint_failed_rank", "checkpoint_error"),
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
-    *("launcher_silent_seconds", "unkillable_ranks"),
 )
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
 

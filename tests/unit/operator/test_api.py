@@ -27,6 +27,7 @@ from pacekeeper_operator.api import (
     RemedyPrice,
     WorkerCounts,
 )
+from pacekeeper_operator.codec import from_json
 from pacekeeper_operator.subject import Subject
 from tests.support.schema import faults, schema, with_defaults
 
@@ -285,3 +286,8 @@ def test_a_job_is_read_from_its_object() -> None:
 def test_worker_counts_read_as_a_column() -> None:
     assert WorkerCounts.of(desired=4, ready=3, spare=1).summary == "3/4+1"
     assert WorkerCounts.of(desired=4, ready=4, spare=0).summary == "4/4"
+
+
+def test_fields_that_are_missing_are_named_and_no_others() -> None:
+    with pytest.raises(InputError, match=r"^spec.incidentRef: namespace must be given$"):
+        from_json(ObjectRef, {"name": "i"}, "spec.incidentRef", {})

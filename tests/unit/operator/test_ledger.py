@@ -57,6 +57,13 @@ def test_workers_that_were_replaced_and_leave_are_written_as_they_are() -> None:
     assert ledger.read(on_the_wire(draft), "j").draft == draft
 
 
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([7], "7"), ([7, 7], "7*2"), ([7, 8], "7-8"), ([7, 7, 8, 9, 3], "7*2,8-9,3")]
+)
+def test_runs_are_short(numbers: list[int], text: str) -> None:
+    assert ledger.write_runs(numbers) == text
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_runs_say_the_same_numbers(seed: int) -> None:
     dice = random.Random(seed)
@@ -125,6 +132,16 @@ class TestOtherVersions:
         assert content["state"]["life"] | {"moon": "full", "completedAt": NOW} == content["state"]["life"]
         assert {item["cause"] for item in content["state"]["incidents"]["past"]} == {"sunspots", "crash"}
         assert content["state"]["adaptation"]["vain"] == {"shape": "unknown here"}
+
+    def test_of_another_shape_gives_way_to_what_is_known_here(self) -> None:
+        """A field that became an object, a list or a word since."""
+        shapes: list[Any] = [{"x": 1}, [1], "x"]
+        for ours in shapes:
+            for theirs in shapes:
+                merged = ledger._overlaid({"field": theirs}, {"field": ours})
+                joined = {"x": 1} if isinstance(ours, dict) else [1, 1] if isinstance(ours, list) else "x"
+                assert merged == {"field": joined if type(ours) is type(theirs) else ours}
+                assert ledger._beyond({"field": theirs}, {"field": ours}) == {}
 
     @pytest.mark.parametrize("path", [("plan",), ("state",), ("state", "placement"), ("plan", "members")])
     @pytest.mark.parametrize("rubbish", [None, 7, "x", [], {}])

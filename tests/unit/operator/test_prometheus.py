@@ -14,7 +14,7 @@ import pytest
 
 import testcluster.prometheus
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample, query
+from pacekeeper_operator.observe.prometheus import MAX_RANK, Prometheus, Sample, query
 from pacekeeper_operator.settings import Settings
 from tests.support.chart import helm_template
 
@@ -120,6 +120,25 @@ async def test_a_bad_row_costs_that_row(url: str, bad: dict[str, Any]) -> None:
     assert not sample.unavailable
     assert sample.of("ns", "j") == Metrics(step_seconds=0.5, gpu_unvouched=sample.unvouched, at=sample.at)
     assert sample.of("ns", "k").slowest_rank == 2
+    assert {key for values in sample.figures.values() for key in values} == {("ns", "j")}, "names are of Kubernetes"
+
+
+async def test_the_smallest_and_the_largest_that_make_sense(url: str) -> None:
+    longest = {"namespace": "n" * 253, "trainingjob": "j"}
+    FakePrometheus.rows = [row("pace", 0.0, **longest), row("slowest", 1, rank=str(MAX_RANK), pod="j-w1-0", **longest)]
+    metrics = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).of("n" * 253, "j")
+    assert (metrics.pace, metrics.slowest_rank) == (0.0, MAX_RANK)
+
+
+async def test_that_gpu_series_are_no_witness_is_logged_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    prometheus = Prometheus(url, "gpus", "Hostname")
+    said = []
+    for unnamed in (1, 1, 2, 0, 2):
+        FakePrometheus.rows = [row("named", 8), row("unnamed", unnamed)]
+        caplog.clear()
+        await prometheus.sample(NOW)
+        said.append(len([record for record in caplog.records if record.levelname == "WARNING"]))
+    assert said == [1, 0, 1, 0, 1]
 
 
 async def test_a_pod_speaks_for_no_rank_but_its_own(url: str) -> None:

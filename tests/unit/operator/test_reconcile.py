@@ -131,6 +131,16 @@ async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
     assert cluster.objects == before
 
 
+async def test_a_pass_that_fails_is_no_news_for_the_next_one(cluster: FakeCluster) -> None:
+    """Or the loop goes round without a pause for as long as the Lease is not held."""
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    operator.leads = lambda: False
+    desk.memory.wake.set()
+    with pytest.raises(kopf.TemporaryError, match="Lease"):
+        await reconcile(operator, desk)
+    assert not desk.memory.wake.is_set()
+
+
 async def test_bookkeeping_that_was_deleted_is_written_anew_and_nobody_is_replaced(cluster: FakeCluster) -> None:
     operator, desk = await at_work(cluster, training(replicas=2, spares=1))
     await reconcile(operator, desk)

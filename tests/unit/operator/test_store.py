@@ -7,7 +7,7 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import PODS
+from pacekeeper_operator.cluster import PODS, Denied
 from pacekeeper_operator.observe.store import Shelf
 from tests.support.fake_cluster import FakeCluster
 
@@ -113,3 +113,46 @@ async def test_other_namespaces_than_those_that_are_listed_are_left_alone(known:
     await known.read("ns")
     assert known.shelf.of("ns") == ()
     assert len(known.shelf.of("other")) == 1
+
+
+async def test_a_list_that_shows_nothing_new_proves_that_watches_live(known: Known) -> None:
+    await known.there_are(pod("a", 5, "n"), version=7)
+    await known.read()
+    known.shelf.hear(pod("b", 8, "n"), deleted=False)
+    known.shelf.hear(pod("b", 9, "n"), deleted=True)
+    await known.there_are(pod("a", 5, "n"), version=10)
+    for _ in range(3):
+        await known.read()
+    assert known.shelf.unheard == 0
+    await known.there_are(pod("a", 11, "n"), version=12)
+    await known.read()
+    assert known.shelf.unheard == 0, "it is another version, and the same to decisions"
+
+
+async def test_a_list_from_before_a_deletion_brings_nothing_back_and_counts_nothing(known: Known) -> None:
+    await known.there_are(pod("a", 5, "n"), version=7)
+    await known.read()
+    known.shelf.hear(pod("a", 9, "n"), deleted=True)
+    await known.read()
+    assert (known.shelf.get(("ns", "a")), known.shelf.unheard) == (None, 0)
+
+
+async def test_where_all_namespaces_may_not_be_read_nothing_is_known(known: Known) -> None:
+    known.cluster.failures["pods"] = [Denied("pods is forbidden")]
+    with pytest.raises(Denied):
+        await known.read()
+    assert not known.shelf.listed.is_set()
+
+
+async def test_a_deletion_of_the_very_version_that_is_known_is_believed(known: Known) -> None:
+    await known.there_are(pod("a", 5, "n"), version=7)
+    await known.read()
+    known.shelf.hear(pod("a", 5, "n"), deleted=True)
+    assert known.shelf.get(("ns", "a")) is None
+
+
+async def test_an_object_as_old_as_the_list_that_does_not_show_it_is_gone(known: Known) -> None:
+    known.shelf.hear(pod("a", 7, "n"), deleted=False)
+    await known.there_are(version=7)
+    await known.read()
+    assert known.shelf.get(("ns", "a")) is None

@@ -45,6 +45,15 @@ def test_what_never_comes_is_an_error(loop: VirtualLoop) -> None:
         loop.run(main())
 
 
+def test_a_moment_that_never_ends_is_an_error(loop: VirtualLoop) -> None:
+    async def main() -> None:
+        while True:
+            await asyncio.wait([asyncio.create_task(asyncio.sleep(0))])
+
+    with pytest.raises(Stuck, match="circles"):
+        loop.run(main())
+
+
 def test_nothing_of_a_killed_process_runs_on_not_even_what_it_would_do_last(loop: VirtualLoop) -> None:
     said: list[str] = []
     process = Process(loop, "p")

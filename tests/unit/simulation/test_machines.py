@@ -461,6 +461,29 @@ def test_a_node_that_is_back_in_time_keeps_its_pods_and_the_next_outage_counts_f
     assert "deletionTimestamp" not in machines.there(name)["metadata"]
 
 
+def test_when_fewer_nodes_are_silent_their_pods_are_taken_away_after_all() -> None:
+    machines = Machines()
+    for node in machines.fleet.nodes.values():
+        node.power_off()
+    machines.wait(120.0)
+    assert machines.taints(0) == ["unreachable:NoSchedule"]
+    machines.node(2).power_on()
+    machines.until(lambda: "unreachable:NoExecute" in machines.taints(0), 30.0)
+
+
+def test_no_controller_acts_while_the_api_server_is_away() -> None:
+    machines = Machines()
+    name = machines.worker()
+    worker = machines.runs(name)
+    machines.fleet.nodes[worker.node].power_off()
+    machines.wait(300.0)
+    machines.api.faults.silent = True
+    machines.wait(100.0)
+    assert "deletionTimestamp" not in machines.there(name)["metadata"]
+    machines.api.faults.silent = False
+    machines.until(lambda: "deletionTimestamp" in machines.there(name)["metadata"], 2.0)
+
+
 def test_pods_stay_on_a_tainted_node_for_as_long_as_they_tolerate_it() -> None:
     machines = Machines(nodes=1)
     machines.node(0).taint("example.com/repair", "NoExecute")

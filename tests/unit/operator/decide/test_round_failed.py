@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pacekeeper_analysis.reports import LauncherState
+import pytest
+
+from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from pacekeeper_operator.decide import round_failed
-from pacekeeper_operator.decision import RestartRanks
+from pacekeeper_operator.decision import FailJob, RestartRanks
 from pacekeeper_operator.observation import Observation
 from tests.support import worlds
 
@@ -30,3 +32,19 @@ def test_the_faults_that_say_why_may_still_be_on_their_way() -> None:
 def test_why_they_gave_up_is_judged_first() -> None:
     world = replace(given_up(4.0), faults=(worlds.crash("j-w0-0", 0),))
     assert round_failed.check(world, worlds.policy()) is None
+
+
+@pytest.mark.parametrize(("ago", "judged"), [(2.9, False), (3.0, True)])
+def test_a_lost_worker_is_looked_for_before_that_is_judged(ago: float, judged: bool) -> None:
+    fault = Fault("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, worlds.NOW - ago, 1)
+    decision = round_failed.check(replace(worlds.training(), faults=(fault,)), worlds.policy())
+    assert (decision is not None) is judged
+
+
+@pytest.mark.parametrize(("used", "fails"), [(1, False), (2, True), (3, True)])
+def test_without_a_restart_left_the_job_fails(used: int, fails: bool) -> None:
+    world = given_up(4.0)
+    spent = world.draft.with_budget(restarts=tuple(worlds.NOW - n for n in range(1, used + 1)))
+    decision = round_failed.check(world.with_draft(spent), worlds.policy(max_restarts=2))
+    assert decision is not None
+    assert isinstance(decision.actions[0], FailJob) is fails

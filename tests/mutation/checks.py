@@ -1,0 +1,81 @@
+"""What a mutant meets: every unit test is a check, every simulated disaster another."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from simulation.generator import generate
+from simulation.run import run
+
+Line = tuple[str, int]
+"""A file, by its absolute path, and a line of it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    holds: Callable[[], bool]  # raises what it likes where it does not
+
+
+def of_pytest(session: pytest.Session) -> Iterator[Check]:
+    """The tests that a session has collected; each sets up and tears down all that it needs."""
+    for item in session.items:
+        yield Check(item.nodeid, partial(_passes, item))
+
+
+def _passes(item: pytest.Item) -> bool:
+    return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
+
+
+def of_simulation(seeds: int) -> Iterator[Check]:
+    """Simulated disasters 1 to `seeds`."""
+    for seed in range(1, seeds + 1):
+        yield Check(f"seed {seed}", partial(_heals, seed))
+
+
+def _heals(seed: int) -> bool:
+    return not run(generate(seed)).violations
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a check comes to while it holds."""
+
+    seconds: float  # under a tracer: more than without
+    lines: frozenset[Line]
+
+
+def reach(check: Check, files: Sequence[Path]) -> Reach:
+    """Raises AssertionError where the check does not hold: then it cannot judge mutants."""
+    traced = {str(path): True for path in files}
+    lines: set[Line] = set()
+
+    def enter(frame: FrameType, _event: str, _argument: object) -> Any:
+        return each_line if frame.f_code.co_filename in traced else None
+
+    def each_line(frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line":
+            lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return each_line
+
+    start = time.perf_counter()
+    threading.settrace(enter)
+    sys.settrace(enter)
+    try:
+        holds = check.holds()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+    assert holds, f"{check.name} does not hold without any mutation"
+    return Reach(time.perf_counter() - start, frozenset(lines))

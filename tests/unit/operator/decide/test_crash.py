@@ -1,0 +1,99 @@
+"""Whose doing a crash is, whether it repeats itself, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import Cause, Class, Remedy
+from pacekeeper_operator.decide import crash
+from pacekeeper_operator.decision import CountRestart, Decision, FailJob, ReplaceWorker
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.state import Past
+from tests.support import worlds
+from tests.support.worlds import NOW, change_members, policy, training
+
+ERROR = "Traceback …\nValueError: no such file"
+BARREN: dict[str, Any] = {"completed_step": False, "exit_code": 1, "error": ERROR}
+
+
+def crashed(world: Observation, round_: int = 2, **changes: Any) -> Decision:
+    """Rank 1 in that round, whose next one has begun."""
+    fault = worlds.crash("j-w1-0", 1, round_, **changes)
+    decision = crash.check(replace(change_members(world, round=round_ + 1), faults=(fault,)), policy())
+    assert decision is not None
+    return decision
+
+
+def after_a_barren_round(round_: int = 1, spares: int = 1) -> Observation:
+    world = training(spares=spares)
+    budget = {"barren_round": round_, "barren_error": "ValueError: no such file", "barren_worker": "j-w1-0"}
+    return world.with_draft(world.draft.with_budget(**budget))
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "class_"),
+    [
+        ({"exit_code": 3}, "exited with 3 after step 500", Class.APPLICATION),
+        ({"exit_code": -9}, "was killed by signal 9 after step 500", Class.UNKNOWN),
+        ({"exit_code": 1, "step": 0}, "exited with 1 after step 0", Class.APPLICATION),
+        ({"exit_code": 1, "step": -1}, "exited with 1 before its first step", Class.APPLICATION),
+        ({"exit_code": 0, "step": -1}, "exited with 0 before its first step", Class.UNKNOWN),
+        ({"exit_code": -9, "out_of_memory": True}, "was killed for want of memory after step 500", Class.UNKNOWN),
+    ],
+)
+def test_what_is_said_and_whose_doing_it_is(how: dict[str, Any], message: str, class_: Class) -> None:
+    decision = crashed(training(), **how)
+    assert decision.message == f"rank 1 on j-w1-0 {message}"
+    assert decision.class_ is class_
+
+
+class TestRepetition:
+    def test_the_same_error_again_is_tried_elsewhere_and_then_is_the_scripts(self) -> None:
+        (moved,) = crashed(after_a_barren_round(), **BARREN).actions
+        assert isinstance(moved, ReplaceWorker)
+        failed = crashed(after_a_barren_round(spares=0), **BARREN)
+        (end,) = failed.actions
+        assert isinstance(end, FailJob)
+        assert (failed.remedy, any(price.chosen for price in failed.remedies)) == (None, False)
+
+    def test_a_step_in_between_begins_anew(self) -> None:
+        assert crashed(after_a_barren_round(), **{**BARREN, "completed_step": True}).actions == (CountRestart(),)
+
+    @pytest.mark.parametrize("round_", [0, 2, 3])
+    def test_only_an_earlier_round_can_be_repeated(self, round_: int) -> None:
+        """0: none has led nowhere. 2: its own round is told of twice."""
+        for spares in (0, 1):
+            assert crashed(after_a_barren_round(round_, spares), **BARREN).actions == (CountRestart(),)
+
+
+class TestOutOfMemory:
+    def after(self, cause: Cause, worker: str, rank: int = 1) -> Observation:
+        world = training()
+        past = Past(cause, NOW - 60, 3.0, rank=rank, worker=worker)
+        return world.with_draft(world.draft.with_incidents(past=(past,)))
+
+    @pytest.mark.parametrize(
+        ("cause", "worker", "rank"),
+        [(Cause.OUT_OF_MEMORY, "j-w1-0", 1), (Cause.HANG, "j-w7-0", 1), (Cause.OUT_OF_MEMORY, "j-w7-0", 2)],
+        ids=["on this worker", "another trouble", "another rank"],
+    )
+    def test_it_does_not_follow_the_rank(self, cause: Cause, worker: str, rank: int) -> None:
+        decision = crashed(self.after(cause, worker, rank), out_of_memory=True)
+        assert (decision.remedy, decision.class_) == (Remedy.REPLACE_WORKER, Class.UNKNOWN)
+
+    def test_it_does(self) -> None:
+        decision = crashed(self.after(Cause.OUT_OF_MEMORY, "j-w7-0"), out_of_memory=True)
+        assert (decision.remedy, decision.class_) == (Remedy.RESTART_RANKS, Class.APPLICATION)
+
+    def test_another_crash_does_not_follow_it(self) -> None:
+        assert crashed(self.after(Cause.OUT_OF_MEMORY, "j-w7-0")).class_ is Class.UNKNOWN
+
+
+def test_without_any_remedy_that_is_allowed_none_is_named() -> None:
+    world = replace(change_members(training(), round=2), faults=(worlds.crash("j-w1-0", 1),))
+    decision = crash.check(world, policy(allow=frozenset()))
+    assert decision is not None
+    assert decision.remedy is None

@@ -1,0 +1,30 @@
+"""Workers that are there but cannot act: whose faults they explain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_operator.decide import frozen
+from pacekeeper_operator.observation import FROZEN_SECONDS
+from tests.support.worlds import change_worker, crash, policy, training
+
+
+@pytest.mark.parametrize(("worker", "explains"), [("j-w1-0", True), ("j-w4-0", False)], ids=["a member", "a spare"])
+def test_only_who_holds_ranks_holds_the_others_up(worker: str, explains: bool) -> None:
+    world = change_worker(training(), worker, heartbeat={"launcher_silent_seconds": FROZEN_SECONDS})
+    decision = frozen.check(replace(world, faults=(crash("j-w0-0", 0),)), policy())
+    assert decision is not None
+    assert (decision.worker, bool(decision.settles), decision.live) == (worker, explains, not explains)
+
+
+def test_suspected_is_a_member_that_is_there_and_missed_already() -> None:
+    assert not frozen.suspected(training())
+    missed = {"launcher_silent_seconds": 0.6}
+    assert frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=missed))
+    assert not frozen.suspected(change_worker(training(), "j-w4-0", heartbeat=missed)), "it holds no ranks"
+    assert not frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=missed, pod={"deleting": True}))
+    stuck = {"unkillable_ranks": (1,), "state": LauncherState.FAILED}
+    assert frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=stuck))

@@ -1,0 +1,140 @@
+"""One error of one GPU: whose it is, what is said of it, and what the job remembers of its nodes' counters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_operator.api import Class, Remedy, Witness
+from pacekeeper_operator.decide import gpu_error
+from pacekeeper_operator.decide.gpu_error import XID
+from pacekeeper_operator.decision import Decision, QuarantineNode, ReplaceWorker
+from pacekeeper_operator.observation import GpuValue, Metrics, Observation
+from pacekeeper_operator.state import GpuHealth
+from tests.support.worlds import NOW, change_worker, policy, training
+
+DBE = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
+
+
+def measured(metric: str, value: float, node: str = "node-1", *, seen: float = 0.0, **changes: Any) -> Observation:
+    """The series of GPU 3 of a node, which showed `seen` when the job looked at it first."""
+    world = training()
+    found = GpuValue(node, "3", metric, value, **changes)
+    known = GpuHealth(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
+    world = world.with_draft(world.draft.with_gpus(nodes=known.nodes, values=known.values))
+    return replace(world, metrics=Metrics(step_seconds=0.1, gpu=(found,)))
+
+
+def reported(xid: int, worker: str = "j-w1-0", **changes: Any) -> Observation:
+    fault = Fault(f"{worker}-gpu-{xid}", FaultKind.GPU_ERROR, worker, 1, NOW - 2, 1, xid=xid, **changes)
+    return replace(training(), faults=(fault,))
+
+
+def decided(world: Observation) -> Decision:
+    decision = gpu_error.check(world, policy())
+    assert decision is not None
+    return decision
+
+
+class TestMeasured:
+    def test_a_fatal_xid_takes_the_worker_from_the_node(self) -> None:
+        decision = decided(measured(XID, 79.0, vouched=True))
+        moved, blamed = decision.actions
+        assert isinstance(moved, ReplaceWorker)
+        assert isinstance(blamed, QuarantineNode)
+        assert (moved.worker, moved.dead, moved.disruption) == ("j-w1-0", False, True)
+        assert (blamed.node, blamed.witness) == ("node-1", Witness.GPU_SERIES)
+        assert decision.message == "GPU 3 of node node-1: XID 79 (GPU has fallen off the bus)"
+        assert (decision.rank, decision.worker, decision.node, decision.live) == (1, "j-w1-0", "node-1", False)
+
+    def test_counters_are_told_by_what_they_count(self) -> None:
+        assert decided(measured(DBE, 7.0)).message == "GPU 3 of node node-1: uncorrectable memory error"
+
+    @pytest.mark.parametrize(
+        ("metric", "seen", "value", "news"),
+        [
+            (DBE, 7.0, 8.0, True),
+            (DBE, 7.0, 7.0, False),
+            (DBE, 7.0, 6.0, False),
+            (XID, 79.0, 79.0, False),
+            (XID, 94.0, 79.0, True),
+            (XID, 79.0, 94.0, True),
+        ],
+    )
+    def test_only_what_changes_is_news(self, metric: str, seen: float, value: float, news: bool) -> None:
+        """A counter never falls but by a reset; the gauge of XIDs holds the last one."""
+        found = gpu_error.check(measured(metric, value, seen=seen), policy())
+        assert (found is not None) is news
+
+    def test_nodes_that_the_job_is_not_on_are_not_its_business(self) -> None:
+        assert gpu_error.check(measured(XID, 79.0, node="node-9"), policy()) is None
+        world = measured(XID, 79.0)
+        leaving = replace(world.state.placement.workers[1], leaving="it is given up")
+        assert gpu_error.check(world.with_draft(world.draft.with_worker(leaving)), policy()) is None
+
+
+class TestReported:
+    def test_what_may_come_of_the_application_touches_nothing(self) -> None:
+        decision = decided(reported(13))
+        assert (decision.actions, decision.class_, decision.remedy) == ((), Class.APPLICATION, None)
+        assert decision.message == "a GPU of j-w1-0: XID 13; may come of the application alone"
+        assert decision.remedies == ()
+
+    def test_a_fatal_one_moves_the_rank_and_is_no_witness(self) -> None:
+        decision = decided(reported(79, error="Xid (PCI:0000:01:00): 79"))
+        blamed = decision.actions[-1]
+        assert isinstance(blamed, QuarantineNode)
+        assert (blamed.witness, decision.remedy, decision.rank) == (Witness.NONE, Remedy.REPLACE_WORKER, 1)
+        assert (decision.first_sign, decision.settles) == (NOW - 2, ("j-w1-0-gpu-79",))
+        assert decision.evidence[-1] == "Xid (PCI:0000:01:00): 79"
+
+    def test_the_same_error_of_a_worker_is_the_same_trouble_under_whatever_name(self) -> None:
+        one, again = reported(79), reported(79)
+        renamed = replace(again, faults=(replace(again.faults[0], name="j-w1-0-gpu-once-more"),))
+        assert decided(one).subject == decided(renamed).subject
+        assert decided(one).subject != decided(reported(94)).subject
+        assert decided(one).subject != decided(reported(79, worker="j-w2-0")).subject
+
+    def test_of_a_spare_the_job_trains_on(self) -> None:
+        decision = decided(reported(79, worker="j-w4-0"))
+        assert (decision.rank, decision.live) == (None, True)
+
+    def test_a_worker_that_is_not_known_any_more_has_no_node(self) -> None:
+        decision = decided(reported(79, worker="j-w9-0"))
+        assert (decision.actions, decision.node, decision.remedy) == ((), None, None)
+
+
+class TestLearned:
+    """The job looked at nodes 0 to 4; now its worker 4 is on node 7."""
+
+    def moved(self, **metrics: Any) -> Observation:
+        values = {f"node-{n}/0/{DBE}": float(n) for n in range(5)}
+        world = training()
+        world = world.with_draft(world.draft.with_gpus(values=values))
+        record = replace(world.state.placement.workers[4], node="node-7")
+        world = world.with_draft(world.draft.with_worker(record))
+        found = tuple(GpuValue(f"node-{n}", "0", DBE, 9.0) for n in (1, 6, 7))
+        return replace(world, metrics=Metrics(gpu=found, **metrics))
+
+    def test_a_new_node_is_known_as_it_is_and_one_that_was_left_is_forgotten(self) -> None:
+        gpus = gpu_error.learn(self.moved(), policy()).state.gpus
+        assert gpus.nodes == ("node-0", "node-1", "node-2", "node-3", "node-7")
+        kept = {f"node-{n}/0/{DBE}": float(n) for n in range(4)}
+        assert gpus.values == {**kept, f"node-7/0/{DBE}": 9.0}
+
+    def test_nothing_is_learned_while_prometheus_is_away(self) -> None:
+        world = self.moved(unavailable="away")
+        assert gpu_error.learn(world, policy()) is world.draft
+
+    def test_nor_where_nobody_has_moved(self) -> None:
+        world = replace(training(), metrics=Metrics(gpu=(GpuValue("node-1", "0", DBE, 9.0),)))
+        assert gpu_error.learn(world, policy()) is world.draft
+
+    def test_a_worker_without_a_node_is_on_none(self) -> None:
+        world = training()
+        record = replace(world.state.placement.workers[4], node="")
+        world = change_worker(world.with_draft(world.draft.with_worker(record)), "j-w4-0", pod={"node": ""})
+        assert "" not in gpu_error.learn(world, policy()).state.gpus.nodes

@@ -1,0 +1,141 @@
+"""What becomes of a hang: by what hung before, where, and by what may still be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import Cause, Class, Remedy
+from pacekeeper_operator.decide import hang
+from pacekeeper_operator.decision import Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.state import Past
+from tests.support.worlds import NOW, change_worker, policy, stall, training
+
+HELD = "rank 2 holds all others (Stopped)"
+
+
+def hung(world: Observation, culprit: int = 2, **stack: str) -> Decision:
+    """Rank `culprit` holds the others; -1: all wait for each other."""
+    faults = []
+    for member in world.plan.members:
+        fault = stall(member.worker, member.ranks[0], culprit=member.ranks[0] == culprit)
+        (state,) = fault.ranks
+        waiting = 60.0 if culprit < 0 else state.waiting_seconds
+        own = stack.get(f"rank{state.rank}", state.stack)
+        faults.append(replace(fault, ranks=(replace(state, waiting_seconds=waiting, stack=own),)))
+    decision = hang.check(replace(world, faults=tuple(faults)), policy())
+    assert decision is not None
+    return decision
+
+
+def after(past: Past, **changes: Any) -> Observation:
+    world = training(**changes)
+    return world.with_draft(world.draft.with_incidents(past=(past,)))
+
+
+def reasons(decision: Decision) -> dict[str, str]:
+    return {price.name: price.reason for price in decision.remedies}
+
+
+def test_once_is_no_reason_to_blame_the_worker() -> None:
+    decision = hung(training())
+    assert decision.actions == (RestartRanks(),)
+    assert reasons(decision)["ReplaceWorker"] == "once is no reason to blame the worker"
+    assert (decision.message, decision.class_) == (HELD, Class.UNKNOWN)
+
+
+def test_neither_is_another_rank_that_hung_on_it_before() -> None:
+    """Moved there since, as nobody knows which of the two places is at fault."""
+    decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0, rank=3, worker="j-w2-0", node="node-2")))
+    assert (decision.actions, decision.message) == ((RestartRanks(),), HELD)
+
+
+def test_the_same_again_moves_the_rank_and_says_so() -> None:
+    decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w2-0", node="node-2")))
+    (action,) = decision.actions
+    assert isinstance(action, ReplaceWorker)
+    assert (action.worker, action.dead) == ("j-w2-0", True)
+    assert decision.message == f"{HELD}; it has hung on this worker before"
+
+
+def test_without_a_spare_it_is_restarted_where_it_is() -> None:
+    decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w2-0", node="node-2"), spares=0))
+    assert decision.actions == (RestartRanks(),)
+
+
+def test_what_follows_the_rank_is_the_scripts() -> None:
+    decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w7-0", node="node-7")))
+    assert decision.class_ is Class.APPLICATION
+    assert decision.message == f"{HELD}; it has hung on another worker before, so look at the script"
+    assert reasons(decision)["ReplaceWorker"] == "it follows the rank, not the worker"
+
+
+@pytest.mark.parametrize("cause", [Cause.CRASH, Cause.HANG])
+def test_only_hangs_within_the_window_are_remembered(cause: Cause) -> None:
+    past = Past(cause, NOW - (100 if cause is Cause.CRASH else 3601), 5.0, rank=2, worker="j-w2-0", node="node-2")
+    assert hung(after(past)).actions == (RestartRanks(),)
+
+
+class TestNode:
+    def suspect(self) -> Observation:
+        return after(Past(Cause.HANG, NOW - 100, 5.0, rank=3, worker="j-w8-0", node="node-2"))
+
+    def test_several_ranks_that_hung_on_it_are_a_suspicion(self) -> None:
+        decision = hung(self.suspect())
+        moved, blamed = decision.actions
+        assert isinstance(moved, ReplaceWorker)
+        assert isinstance(blamed, QuarantineNode)
+        assert (blamed.node, decision.class_) == ("node-2", Class.INFRASTRUCTURE)
+        assert decision.message == f"{HELD}; it is not the first rank to hang on this node"
+
+    def test_so_are_other_jobs_of_the_namespace(self) -> None:
+        world = training()
+        around = replace(world.surroundings, hung_nodes={"node-2": 1})
+        assert isinstance(hung(replace(world, surroundings=around)).actions[-1], QuarantineNode)
+        elsewhere = replace(world.surroundings, hung_nodes={"node-1": 1, "node-2": 0})
+        assert hung(replace(world, surroundings=elsewhere)).actions == (RestartRanks(),)
+
+    def test_a_job_that_fails_blames_none(self) -> None:
+        world = self.suspect()
+        spent = world.with_draft(world.draft.with_budget(restarts=tuple(NOW - n for n in range(1, 11))))
+        decision = hung(spent)
+        (end,) = decision.actions
+        assert isinstance(end, FailJob)
+        assert (decision.remedy, HELD in end.message) == (None, True)
+
+    def test_a_worker_whose_pod_has_just_gone_names_none(self) -> None:
+        decision = hung(change_worker(self.suspect(), "j-w2-0", gone=True))
+        assert (decision.node, decision.worker) == (None, "j-w2-0")
+        assert not any(isinstance(action, QuarantineNode) for action in decision.actions)
+
+
+class TestNobody:
+    def test_all_that_wait_for_each_other_begin_anew_and_nobody_is_blamed(self) -> None:
+        world = after(Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w2-0", node="node-2"))
+        decision = hung(world, culprit=-1)
+        assert decision.message == "all ranks wait in the same collective and none comes out of it"
+        assert (decision.rank, decision.worker, decision.node) == (None, None, None)
+        assert decision.actions == (RestartRanks(),)
+        assert (decision.class_, decision.remedy) == (Class.UNKNOWN, Remedy.RESTART_RANKS)
+
+    def test_also_when_that_comes_again(self) -> None:
+        decision = hung(after(Past(Cause.HANG, NOW - 100, 5.0)), culprit=-1)
+        assert decision.message == "all ranks wait in the same collective and none comes out of it"
+        assert decision.actions == (RestartRanks(),)
+
+
+def test_the_stack_of_the_culprit_is_shown_and_no_others() -> None:
+    evidence = hung(training(), rank2="main()").evidence
+    assert [piece for piece in evidence if "stack" in piece] == ["rank 2, stack:\nmain()"]
+    assert not [piece for piece in hung(training()).evidence if "stack:" in piece], "there is none"
+
+
+def test_who_is_given_up_already_ends_the_stall() -> None:
+    world = training()
+    record = next(worker for worker in world.state.placement.workers if worker.name == "j-w0-0")
+    leaving = world.with_draft(world.draft.with_worker(replace(record, leaving="its GPU fails")))
+    faults = tuple(stall(m.worker, m.ranks[0], culprit=m.ranks[0] == 2) for m in world.plan.members)
+    assert hang.check(replace(leaving, faults=faults), policy()) is None

@@ -1,0 +1,163 @@
+"""Who holds the ranks, and how long the job waits for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_operator.api import Mode, Remedy
+from pacekeeper_operator.decide import membership
+from pacekeeper_operator.decide.membership import CHECKPOINT_SECONDS, SHRINK_SECONDS
+from pacekeeper_operator.observation import Observation, PodView, WorkerView
+from pacekeeper_operator.state import Draft, Worker
+from tests.support.worlds import NOW, change_members, change_worker, job, policy, stalls, training
+
+
+def step(world: Observation) -> Draft:
+    return membership.step(world, policy())
+
+
+def seats(draft: Draft) -> list[str]:
+    return [member.worker for member in draft.plan.members]
+
+
+def leaving(world: Observation, name: str, *, dead: bool = True) -> Observation:
+    record = world.state.placement.worker(name)
+    assert record is not None
+    return world.with_draft(world.draft.with_worker(replace(record, leaving="it is given up", dead=dead)))
+
+
+class TestEnd:
+    @pytest.mark.parametrize("end", ["stop", "over"])
+    def test_a_job_that_ends_seats_nobody_and_allows_no_restarts(self, end: str) -> None:
+        world = leaving(training(), "j-w1-0")
+        if end == "stop":
+            world = world.with_draft(world.draft.with_plan(stop=Stop.SUSPEND))
+        else:
+            world = world.with_draft(world.draft.with_life(completed_at=NOW))
+        assert step(world) is world.draft
+        spent = policy(max_restarts=3)
+        assert membership.allow_restarts(world, spent) is world.draft
+        assert membership.allow_restarts(training(), spent).plan.restarts == 3, "while it goes on"
+
+    def test_launchers_may_restart_what_the_policy_lets_them(self) -> None:
+        for watching in (policy(mode=Mode.RECOMMEND), policy(allow=frozenset({Remedy.REPLACE_WORKER}))):
+            assert membership.allow_restarts(training(), watching).plan.restarts == 0
+        world = training()
+        used = world.draft.with_budget(restarts=(NOW - 2, NOW - 1), in_membership=2)
+        assert membership.allow_restarts(world.with_draft(used), policy(max_restarts=3)).plan.restarts == 3
+        assert membership.allow_restarts(world.with_draft(used), policy(max_restarts=1)).plan.restarts == 2
+
+
+class TestFinished:
+    """Some ranks have come to their end; worker 0 is one of them."""
+
+    def world(self) -> Observation:
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        return world.with_draft(world.draft.with_life(finished=("j-w0-0",)))
+
+    def test_who_is_given_up_but_still_trains_can_come_to_its_end(self) -> None:
+        world = leaving(self.world(), "j-w1-0", dead=False)
+        assert step(world) is world.draft
+        called_back = step(leaving(self.world(), "j-w1-0", dead=True))
+        assert called_back.state.life.finished == ()
+
+    def test_one_whose_pod_nobody_has_given_up_is_not_lost(self) -> None:
+        world = change_worker(self.world(), "j-w1-0", gone=True)
+        assert step(world) is world.draft
+
+    def test_a_trainer_that_has_ended_does_not_train_any_more_and_a_launcher_that_is_there_joins_again(self) -> None:
+        draft = step(leaving(self.world(), "j-w1-0"))
+        given_up = draft.state.placement.worker("j-w0-0")
+        assert given_up is not None
+        assert (given_up.dead, bool(given_up.leaving)) == (True, True)
+        there = training()
+        there = there.with_draft(there.draft.with_life(finished=("j-w0-0",)))
+        kept = step(leaving(there, "j-w1-0")).state.placement.worker("j-w0-0")
+        assert kept is not None
+        assert not kept.leaving
+
+    @pytest.mark.parametrize(
+        ("heartbeat", "seconds"),
+        [({"state": LauncherState.RUNNING}, 9.0), ({"membership": 0}, 9.0), ({"round": 0}, 9.0), ({}, 2.9)],
+        ids=["it runs", "another membership", "an earlier round", "just now"],
+    )
+    def test_who_does_not_wait_for_a_round_calls_nobody_back(
+        self, heartbeat: dict[str, object], seconds: float
+    ) -> None:
+        waits: dict[str, object] = {"state": LauncherState.GATHERING}
+        world = change_worker(self.world(), "j-w1-0", heartbeat=waits, state_seconds=9.0)
+        assert step(world).state.life.finished == ()
+        world = change_worker(world, "j-w1-0", heartbeat=heartbeat, state_seconds=seconds)
+        assert step(world) is world.draft
+
+
+class TestSeats:
+    def test_who_is_given_up_keeps_its_ranks_while_it_trains_and_nobody_can_take_them(self) -> None:
+        world = leaving(training(spares=0), "j-w1-0", dead=False)
+        assert step(world) is world.draft
+        world = leaving(training(spares=0), "j-w1-0", dead=True)
+        assert step(world).state.placement.vacant_since == NOW
+
+    @pytest.mark.parametrize("waited", [{"vacant_since": NOW - 5}, {"checkpoint_asked_at": NOW - 5}])
+    def test_what_was_waited_for_is_forgotten_once_all_is_well(self, waited: dict[str, float]) -> None:
+        world = training()
+        world = world.with_draft(world.draft.with_placement(**waited))
+        placement = step(world).state.placement
+        assert (placement.vacant_since, placement.checkpoint_asked_at) == (0.0, 0.0)
+
+    @pytest.mark.parametrize(
+        ("waited", "answered", "begins"),
+        [(CHECKPOINT_SECONDS - 1, False, False), (CHECKPOINT_SECONDS + 1, False, True), (1.0, True, True)],
+    )
+    def test_a_change_that_nothing_forces_waits_for_its_checkpoint_and_not_for_ever(
+        self, waited: float, answered: bool, begins: bool
+    ) -> None:
+        world = training(2, 2, job=job(3, 1))
+        asked = world.with_draft(step(world))
+        assert asked.plan.checkpoint_request == 1
+        later = change_members(replace(asked, now=NOW + waited), checkpoint_request=int(answered))
+        assert len(step(later).plan.members) == (3 if begins else 2)
+
+    def test_nobody_waits_for_the_checkpoint_of_a_job_that_stands_still(self) -> None:
+        world = training(2, 2, job=job(3, 1))
+        asked = world.with_draft(step(world))
+        assert len(step(replace(asked, faults=stalls(asked, culprit=1))).plan.members) == 3
+
+
+class TestShrinking:
+    """Worker 1 is gone, there is no spare, and the job may train with two of four."""
+
+    def vacant(self, seconds: float, *, gone: int = 1, successor: PodView | None = None) -> Draft:
+        world = training(spares=0, job=job(4, 0, min_replicas=2, scheduling_timeout=60.0))
+        for ordinal in range(1, 1 + gone):
+            world = leaving(change_worker(world, f"j-w{ordinal}-0", gone=True), f"j-w{ordinal}-0")
+        world = world.with_draft(world.draft.with_placement(vacant_since=NOW - seconds))
+        if successor is not None:
+            record = Worker("j-w1-1", 1, 1, uid="uid")
+            workers = (*world.state.placement.workers, record)
+            world = world.with_draft(world.draft.with_placement(workers=workers))
+            views = tuple(WorkerView(record, successor) if v.name == record.name else v for v in world.workers)
+            world = replace(world, workers=views)
+        return step(world)
+
+    def test_after_a_while_the_others_go_on_without(self) -> None:
+        assert len(self.vacant(SHRINK_SECONDS - 1).plan.members) == 4
+        assert seats(self.vacant(SHRINK_SECONDS)) == ["j-w0-0", "j-w2-0", "j-w3-0"]
+
+    def test_but_not_with_fewer_than_the_job_can_do_with(self) -> None:
+        assert seats(self.vacant(10_000, gone=2)) == ["j-w0-0", "j-w3-0"]
+        assert len(self.vacant(10_000, gone=3).plan.members) == 4
+
+    def test_a_successor_that_starts_is_waited_for_as_long_as_placing_may_take(self) -> None:
+        starting = PodView("j-w1-1", "uid", "Pending", "node-1", created_at=NOW)
+        assert len(self.vacant(59, successor=starting).plan.members) == 4
+        assert len(self.vacant(60, successor=starting).plan.members) == 3
+
+    @pytest.mark.parametrize("hopeless", [{"unschedulable": "0/6 nodes"}, {"deleting": True}, {"exit_code": 1}])
+    def test_one_that_will_not_come_is_not(self, hopeless: dict[str, object]) -> None:
+        pod = replace(PodView("j-w1-1", "uid", "Pending", "", created_at=NOW), **hopeless)  # type: ignore[arg-type]
+        assert len(self.vacant(SHRINK_SECONDS, successor=pod).plan.members) == 3

@@ -1,0 +1,71 @@
+"""What errands have brought back: the API server's word on the template, what became of nodes that were blamed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pacekeeper_operator.api import Cause, Class, Verdict
+from pacekeeper_operator.decide import news
+from pacekeeper_operator.observation import Observation, Ruling, TemplateVerdict
+from pacekeeper_operator.state import Incident, WantedQuarantine
+from tests.support.worlds import NOW, fresh, policy, training
+
+
+def blaming(*names: str) -> Observation:
+    """Each incident of these names blames a node; of "forgotten" the incident is no longer kept."""
+    world = training()
+    incidents = tuple(
+        Incident(name, Cause.NODE_LOST, Class.INFRASTRUCTURE, 1, "m", NOW, NOW, NOW)
+        for name in names
+        if name != "forgotten"
+    )
+    wanted = tuple(WantedQuarantine(f"node-{name}", "uid", "why", name) for name in names)
+    return world.with_draft(world.draft.with_incidents(current=incidents, quarantines=wanted))
+
+
+class TestRulings:
+    def test_what_became_of_a_node_stands_in_its_incident(self) -> None:
+        world = replace(blaming("a", "b"), rulings={"a": Ruling(Verdict.SUSPECTED, "no witness has spoken yet")})
+        incidents = news.step(world, policy()).state.incidents
+        one, other = sorted(incidents.current, key=lambda incident: incident.name)
+        assert (one.quarantine, one.verdict) == ("no witness has spoken yet", Verdict.SUSPECTED)
+        assert (other.quarantine, other.verdict) == ("", None)
+        assert incidents.quarantines == world.state.incidents.quarantines, "both are asked for again"
+
+    def test_a_final_one_is_asked_for_no_more(self) -> None:
+        rulings = {"a": Ruling(Verdict.QUARANTINED, "quarantined"), "b": Ruling(Verdict.PAUSED, "paused")}
+        incidents = news.step(replace(blaming("a", "b"), rulings=rulings), policy()).state.incidents
+        assert [wanted.incident for wanted in incidents.quarantines] == ["b"]
+
+    def test_of_an_incident_that_is_not_kept_nothing_is_written(self) -> None:
+        world = replace(blaming("forgotten"), rulings={"forgotten": Ruling(Verdict.CLEARED, "cleared")})
+        incidents = news.step(world, policy()).state.incidents
+        assert (incidents.current, incidents.quarantines) == ((), ())
+
+    def test_no_news_change_nothing(self) -> None:
+        world = blaming("a", "b")
+        assert news.step(world, policy()) is world.draft
+
+
+class TestTemplate:
+    def told(self, verdict: TemplateVerdict) -> Observation:
+        world = fresh()
+        world = world.with_draft(world.draft.with_placement(template_accepted=-1))
+        return world.with_draft(news.step(replace(world, template=verdict), policy()))
+
+    def test_accepted(self) -> None:
+        world = self.told(TemplateVerdict(1))
+        assert world.state.placement.template_accepted == 1
+        assert news.step(replace(world, template=TemplateVerdict(1)), policy()) is world.draft, "once"
+
+    def test_rejected_until_it_is_accepted_after_all(self) -> None:
+        world = self.told(TemplateVerdict(1, "no such priority class"))
+        placement = world.state.placement
+        assert (placement.template_accepted, placement.template_rejected) == (-1, 1)
+        assert placement.rejection == "no such priority class"
+        placement = news.step(replace(world, template=TemplateVerdict(1)), policy()).state.placement
+        assert (placement.template_accepted, placement.template_rejected, placement.rejection) == (1, -1, "")
+
+    def test_a_word_on_another_generation_is_none_on_this_one(self) -> None:
+        assert self.told(TemplateVerdict(2)).state.placement.template_accepted == -1
+        assert self.told(TemplateVerdict(0, "refused")).state.placement.template_rejected == -1

@@ -1,0 +1,261 @@
+"""A blamed node: what is answered to whom, what is written as evidence, and that nothing marked is forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import (
+    Inconclusive,
+    ProbeResult,
+    QuarantineCondition,
+    QuarantinePhase,
+    QuarantineSpec,
+    QuarantineStatus,
+    Sign,
+    Verdict,
+    Witness,
+)
+from pacekeeper_operator.decide.node_quarantine import decide, ruling
+from pacekeeper_operator.decide.node_steps import (
+    Around,
+    Delete,
+    Node,
+    ProbePod,
+    Quarantine,
+    Release,
+    Report,
+    Rules,
+    told,
+    witnessed,
+)
+from pacekeeper_operator.decide.node_suspicion import (
+    AT_ONCE_SECONDS,
+    CLEARED_SECONDS,
+    HOLD_SECONDS,
+    STAYS_TRIPPED_SECONDS,
+    SUSPICION_SECONDS,
+    failing_at_once,
+    with_sign,
+    witness_of,
+)
+
+START = 1_000_000.0
+NODE, DOWN = Node("uid-1"), Node("uid-1", ready=False)
+VOUCHED: dict[str, Any] = {"witness": Witness.GPU_SERIES, "reason": "XID 79 (GPU has fallen off the bus)"}
+
+
+def sign(at: float = START, namespace: str = "team-a", **changes: Any) -> Sign:
+    return replace(Sign(namespace, f"i-{at:.0f}", "a rank hung on it", at), **changes)
+
+
+def suspicion(*signs: Sign, name: str = "node-1", approved: bool = False, **status: Any) -> Quarantine:
+    spec = QuarantineSpec("XID 79", "uid-1", signs=signs or (sign(),), approved=approved)
+    return Quarantine(name, f"q-{name}", spec, QuarantineStatus(**status), guarded=True)
+
+
+def probed(passed: bool | None, at: float = START + 5, **changes: Any) -> tuple[ProbeResult, ...]:
+    return (replace(ProbeResult("p", at - 4, at, passed, "so it said"), **changes),)
+
+
+def judged(quarantine: Quarantine, node: Node = NODE, seconds: float = HOLD_SECONDS, **around: Any) -> Report:
+    """What is written about it, so long after START."""
+    values: dict[str, Any] = {"nodes": 100, "rules": Rules(acts=False)}
+    step = decide(quarantine, node, None, Around(**(values | around)), START + seconds)
+    assert isinstance(step, Report)
+    return step
+
+
+def said(report: Report, kind: QuarantineCondition) -> tuple[str, str, str]:
+    found = next(condition for condition in report.status.conditions if condition.type == kind)
+    return found.status, found.reason, found.message
+
+
+class TestMarks:
+    @pytest.mark.parametrize("marked", [{"tainted": True}, {"cordoned": True}])
+    def test_are_taken_away_where_nothing_is_approved(self, marked: dict[str, bool]) -> None:
+        unapproved = Release("its quarantine is not approved")
+        assert decide(suspicion(), Node("uid-1", **marked), None, Around(), START) == unapproved
+        by_hand = suspicion()
+        by_hand = replace(by_hand, spec=replace(by_hand.spec, signs=()))
+        assert decide(by_hand, Node("uid-1", **marked), None, Around(), START) == unapproved
+        decided = decide(suspicion(approved=True), Node("uid-1", **marked), None, Around(), START)
+        assert not isinstance(decided, Release)
+
+
+class TestRulings:
+    """What the jobs that blame the node are told."""
+
+    def of(self, uid: str = "uid-1", verdict: Verdict = Verdict.SUSPECTED, **changes: Any) -> tuple[Verdict, str]:
+        message = changes.pop("message", "a probe decides")
+        deleted = changes.pop("deleted", False)
+        phase = changes.pop("phase", QuarantinePhase.SUSPECTED)
+        found = suspicion(**changes)
+        status = told(found, phase, verdict, message, START).status
+        answer = ruling(replace(found, status=status, deleted=deleted), uid)
+        return answer.verdict, answer.words
+
+    def test_as_long_as_nobody_has_confirmed_it(self) -> None:
+        assert self.of() == (Verdict.SUSPECTED, "node-1 is untouched: a probe decides")
+        assert self.of(message="") == (Verdict.SUSPECTED, "node-1 is untouched: its suspicion is new")
+        held = self.of(verdict=Verdict.BREAKER, message="the breaker has tripped")
+        assert held == (Verdict.BREAKER, "node-1 is untouched: the breaker has tripped")
+
+    def test_once_a_probe_has_cleared_it_even_while_that_ends(self) -> None:
+        cleared = (Verdict.CLEARED, "node-1 is untouched: it has passed")
+        assert self.of(verdict=Verdict.CLEARED, message="it has passed") == cleared
+        ending = self.of(verdict=Verdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED)
+        assert ending == cleared
+
+    def test_once_it_is_quarantined_and_while_that_ends(self) -> None:
+        assert self.of(approved=True) == (Verdict.QUARANTINED, "node-1 is quarantined")
+        releasing = (Verdict.RELEASING, "an earlier quarantine of node-1 is just being released")
+        assert self.of(approved=True, deleted=True) == releasing
+        assert self.of(approved=True, phase=QuarantinePhase.RELEASED) == releasing
+        assert self.of(approved=True, verdict=Verdict.CLEARED)[0] is Verdict.QUARANTINED, "it is none any more"
+
+    def test_where_it_is_about_an_earlier_node_of_the_name(self) -> None:
+        assert self.of(uid="another")[0] is Verdict.RELEASING
+
+    def test_where_it_waits_for_a_person(self) -> None:
+        waits = (Verdict.AWAITS_APPROVAL, "the quarantine of node-1 waits for approval")
+        assert self.of(verdict=Verdict.AWAITS_APPROVAL) == waits
+        by_hand = suspicion()
+        by_hand = replace(by_hand, spec=replace(by_hand.spec, signs=()))
+        assert ruling(by_hand, "uid-1").verdict is Verdict.AWAITS_APPROVAL
+
+
+class TestEvidence:
+    """What stands in the condition `Witnessed`: whose word decides, and that word."""
+
+    def test_of_series_is_what_they_showed(self) -> None:
+        report = judged(suspicion(sign(namespace="team-b"), sign(**VOUCHED)), DOWN)
+        assert said(report, QuarantineCondition.WITNESSED) == ("True", "GpuSeries", VOUCHED["reason"])
+
+    def test_of_the_node_is_its_condition(self) -> None:
+        report = judged(suspicion(probes=probed(False)), DOWN)
+        assert said(report, QuarantineCondition.WITNESSED) == ("True", "NodeCondition", "the node is not Ready")
+
+    def test_of_a_probe_is_what_it_said(self) -> None:
+        report = judged(suspicion(probes=probed(False)))
+        assert said(report, QuarantineCondition.WITNESSED) == ("True", "Probe", "a probe pod failed: so it said")
+
+    def test_of_nobody_is_what_is_waited_for(self) -> None:
+        weak = judged(suspicion(sign(weak=True)))
+        assert said(weak, QuarantineCondition.WITNESSED)[:2] == ("False", "NoWitness")
+        vain = suspicion(probes=probed(None, inconclusive=Inconclusive.IMAGE))
+        status, reason, message = said(judged(vain), QuarantineCondition.WITNESSED)
+        assert (status, reason) == ("Unknown", "ProbeInconclusive")
+        assert "has said nothing about the node: so it said" in message
+
+    def test_a_probe_that_fails_while_it_is_watched_is_the_witness_at_once(self) -> None:
+        running = suspicion(probes=(ProbeResult("p", START),))
+        failed = ProbePod("Failed", "7 errors")
+        step = decide(running, NODE, failed, Around(), START + 2)
+        assert isinstance(step, Report)
+        assert (step.event, step.warning) == ("ProbeFailed", True)
+        assert said(step, QuarantineCondition.WITNESSED) == ("True", "Probe", "a probe pod failed: 7 errors")
+
+    def test_who_has_approved_it_by_hand_is_the_witness_unless_there_was_one(self) -> None:
+        marked = Node("uid-1", tainted=True, cordoned=True)
+        begun = decide(suspicion(approved=True), marked, None, Around(), START)
+        assert isinstance(begun, Report)
+        assert (begun.event, begun.warning) == ("NodeQuarantined", True)
+        assert said(begun, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
+        found = suspicion(approved=True)
+        report = told(found, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, "m", START)
+        confirmed = witnessed(found, report, Witness.PROBE, "it failed", START).status
+        begun = decide(replace(found, status=confirmed), marked, None, Around(), START)
+        assert isinstance(begun, Report)
+        assert said(begun, QuarantineCondition.WITNESSED) == ("True", "Probe", "it failed")
+        unsure = witnessed(found, report, None, "nobody has spoken", START).status
+        begun = decide(replace(found, status=unsure), marked, None, Around(), START)
+        assert isinstance(begun, Report)
+        assert said(begun, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
+
+
+class TestHeldBack:
+    def test_is_told_once_for_each_reason(self) -> None:
+        paused = judged(suspicion(sign(**VOUCHED)), paused="remedies are paused")
+        assert (paused.event, paused.warning) == ("QuarantineHeldBack", True)
+        again = replace(suspicion(sign(**VOUCHED)), status=paused.status)
+        longer = judged(again, paused="remedies are still paused")
+        assert (longer.event, said(longer, QuarantineCondition.QUARANTINED)[1]) == ("", "Paused")
+        spent = judged(again, nodes=0, others=(suspicion(name="node-2", approved=True),))
+        assert spent.event == "QuarantineHeldBack"
+
+    def test_a_budget_is_spent_by_what_is_approved_and_where_people_decide_by_what_they_are_asked(self) -> None:
+        asked = suspicion(name="node-2", phase=QuarantinePhase.PENDING)
+        suspected = suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
+        approved = suspicion(name="node-4", approved=True)
+        one = {"max_nodes": 1, "breaker_nodes": 9}
+
+        def verdict(*others: Quarantine, acts: bool) -> str:
+            report = judged(suspicion(sign(**VOUCHED)), others=others, rules=Rules(acts=acts, **one))
+            return said(report, QuarantineCondition.QUARANTINED)[1]
+
+        assert verdict(asked, suspected, acts=True) == "Suspected", "it is to be quarantined"
+        assert verdict(asked, suspected, acts=False) == "BudgetSpent"
+        assert verdict(suspected, acts=False) == "AwaitsApproval"
+        assert verdict(approved, acts=True) == verdict(approved, acts=False) == "BudgetSpent"
+
+    def test_the_first_sign_counts_for_the_moment_in_which_others_may_come(self) -> None:
+        early = judged(suspicion(sign(**VOUCHED)), seconds=HOLD_SECONDS - 1)
+        assert said(early, QuarantineCondition.QUARANTINED)[1] == "Suspected"
+        assert said(judged(suspicion(sign(**VOUCHED))), QuarantineCondition.QUARANTINED)[1] == "AwaitsApproval"
+
+
+class TestBreaker:
+    def test_counts_open_suspicions_of_the_same_time_that_are_worth_a_look(self) -> None:
+        def count(*others: Quarantine) -> int:
+            return failing_at_once(suspicion(), others)
+
+        other = suspicion(name="node-2")
+        assert count() == 1
+        assert count(other) == 2
+        assert count(suspicion(sign(START + AT_ONCE_SECONDS), name="node-2")) == 2
+        assert count(suspicion(sign(START + AT_ONCE_SECONDS + 1), name="node-2")) == 1
+        assert count(replace(other, deleted=True)) == 1
+        assert count(suspicion(name="node-2", probes=probed(True, START - 60))) == 1, "it had been cleared before"
+        assert count(suspicion(sign(weak=True), name="node-2")) == 1
+        both = sign(weak=True), sign(namespace="team-b", weak=True)
+        assert count(suspicion(*both, name="node-2")) == 2
+
+    def test_its_word_stays_once_it_has_stayed_for_long(self) -> None:
+        found = suspicion(sign(**VOUCHED))
+        status = told(found, QuarantinePhase.HELD, Verdict.BREAKER, "the breaker has tripped", START).status
+        tripped = replace(found, status=status)
+
+        def verdict(seconds: float) -> str:
+            return said(judged(tripped, seconds=seconds), QuarantineCondition.QUARANTINED)[1]
+
+        assert verdict(STAYS_TRIPPED_SECONDS - 1) == "AwaitsApproval"
+        assert verdict(STAYS_TRIPPED_SECONDS + 1) == "Breaker"
+        late = judged(tripped, seconds=SUSPICION_SECONDS)
+        assert (late.event, late.status.phase) == ("SuspicionDropped", QuarantinePhase.RELEASED)
+
+
+class TestSigns:
+    def test_what_is_said_again_is_no_news(self) -> None:
+        known = (sign(),)
+        assert with_sign(known, replace(sign(), at=START + 600)) is known, "the same incident"
+        assert with_sign(known, sign(START + 59)) is known
+        assert with_sign(known, sign(START + 60)) == (sign(START + 60),)
+        assert with_sign(known, sign(START + 1, **VOUCHED)) == (sign(START + 1, **VOUCHED),)
+        assert with_sign((sign(weak=True),), sign(START + 1)) == (sign(START + 1),)
+
+    def test_a_probe_refutes_what_was_said_before_it(self) -> None:
+        cleared = suspicion(sign(**VOUCHED), probes=probed(True))
+        assert cleared.open_signs == ()
+        assert witness_of(cleared, DOWN) is None
+        later = replace(cleared, spec=replace(cleared.spec, signs=(sign(START + 6, **VOUCHED),)))
+        assert witness_of(later, NODE) is Witness.GPU_SERIES
+
+    def test_and_what_is_said_after_it_is_not_looked_into_for_a_while(self) -> None:
+        cleared = suspicion(sign(START + 60), probes=probed(True))
+        keeps = judged(cleared, seconds=100)
+        assert keeps.status.phase is QuarantinePhase.CLEARED
+        over = decide(replace(cleared, status=keeps.status), NODE, None, Around(), START + 5 + CLEARED_SECONDS)
+        assert over == Delete()

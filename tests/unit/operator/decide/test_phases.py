@@ -1,0 +1,320 @@
+"""What the operator says of a job in each phase of its life, and why it is degraded: the gravest reason first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_operator.api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
+from pacekeeper_operator.decide.status import UNIFORM_SLOWDOWN, blind, report
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observation import NOT_ASKED, Hindrance, Metrics, Observation
+from pacekeeper_operator.state import LocalSgd
+from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, stalls, training, with_pods
+
+
+def said(world: Observation, before: JobStatus | None = None, **of_policy: Any) -> JobStatus:
+    return report(world, policy(**of_policy), before or JobStatus())
+
+
+def condition(status: JobStatus, name: Condition) -> ConditionStatus:
+    return next(condition for condition in status.conditions if condition.type == name)
+
+
+def life(**changes: Any) -> Observation:
+    """A job that trained, with other words about its life; it has been told to stop at NOW - 5."""
+    world = training()
+    return world.with_draft(world.draft.with_plan(stop=Stop.FINISH).with_life(stopped_at=NOW - 5, **changes))
+
+
+def suspended(*, pods: bool) -> Observation:
+    world = training(job=job(suspend=True))
+    world = world.with_draft(world.draft.with_plan(stop=Stop.SUSPEND).with_life(stopped_at=NOW - 5))
+    for view in world.workers if not pods else ():
+        world = change_worker(world, view.name, gone=True)
+    return world
+
+
+def recovering() -> Observation:
+    world = training()
+    return think(replace(world, faults=stalls(world, culprit=2)), policy()).observation
+
+
+def starting() -> Observation:
+    world = change_members(training(), first_step_at=0.0)
+    return world.with_draft(world.draft.with_life(training_since=0.0))
+
+
+WORLDS = {
+    JobPhase.PENDING: with_pods(fresh()),
+    JobPhase.STARTING: starting(),
+    JobPhase.RUNNING: training(),
+    JobPhase.RECOVERING: recovering(),
+    JobPhase.SUSPENDED: suspended(pods=False),
+    JobPhase.COMPLETE: life(completed_at=NOW - 4),
+    JobPhase.FAILED: life(failed_reason="RestartBudgetSpent", failed_message="no restart is left"),
+}
+HELD = {
+    JobPhase.RUNNING: Condition.RUNNING,
+    JobPhase.RECOVERING: Condition.RECOVERING,
+    JobPhase.SUSPENDED: Condition.SUSPENDED,
+    JobPhase.COMPLETE: Condition.COMPLETE,
+    JobPhase.FAILED: Condition.FAILED,
+}
+"""The condition that holds in a phase, of those that say how far the job is: one at most."""
+WHY_NOT_RUNNING = {
+    JobPhase.PENDING: Reason.WAITING_FOR_PODS,
+    JobPhase.STARTING: Reason.WAITING_FOR_PODS,
+    JobPhase.RECOVERING: Reason.INCIDENT,
+    JobPhase.SUSPENDED: Reason.SUSPENDED,
+    JobPhase.COMPLETE: Reason.TRAINED,
+    JobPhase.FAILED: Reason.RESTART_BUDGET_SPENT,
+}
+
+
+class TestPhases:
+    @pytest.mark.parametrize("phase", WORLDS)
+    def test_one_condition_holds_and_is_the_main_one(self, phase: JobPhase) -> None:
+        status = said(WORLDS[phase])
+        assert status.phase is phase
+        wanted = HELD.get(phase)
+        holding = [c for c in HELD.values() if condition(status, c).status == "True"]
+        assert holding == ([] if wanted is None else [wanted])
+        main = None if wanted is None else condition(status, wanted)
+        assert (status.reason, status.message) == ((None, None) if main is None else (main.reason, main.message))
+
+    @pytest.mark.parametrize("phase", WHY_NOT_RUNNING)
+    def test_why_it_does_not_train(self, phase: JobPhase) -> None:
+        assert condition(said(WORLDS[phase]), Condition.RUNNING).reason == WHY_NOT_RUNNING[phase]
+
+    @pytest.mark.parametrize("phase", WORLDS)
+    def test_figures_of_training_are_told_while_it_trains(self, phase: JobPhase) -> None:
+        slow = Metrics(step_seconds=0.1, slowdown=1.4, pace=1.3, slowest_rank=2)
+        status = said(replace(WORLDS[phase], metrics=slow))
+        running = phase is JobPhase.RUNNING
+        assert status.slowdown == (1.4 if running else None)
+        assert status.bottleneck == ("rank 2 on j-w2-0" if running else None)
+
+    @pytest.mark.parametrize("phase", WORLDS)
+    def test_when_it_began_and_ended(self, phase: JobPhase) -> None:
+        status = said(WORLDS[phase])
+        assert status.start_time == (None if phase is JobPhase.PENDING else NOW - 400)
+        ended = {JobPhase.COMPLETE: NOW - 4, JobPhase.FAILED: NOW - 5}
+        assert status.completion_time == ended.get(phase)
+
+    def test_failure_goes_before_completion_and_both_before_a_wish_to_suspend(self) -> None:
+        both = life(completed_at=NOW - 4, failed_reason="ScriptFailed")
+        assert said(both).phase is JobPhase.FAILED
+        wish = replace(life(completed_at=NOW - 4), job=job(suspend=True))
+        assert said(wish).phase is JobPhase.COMPLETE
+
+    def test_suspended_it_is_from_the_wish_on_until_it_is_resumed(self) -> None:
+        assert said(replace(training(), job=job(suspend=True))).phase is JobPhase.SUSPENDED
+        assert said(replace(suspended(pods=True), job=job())).phase is JobPhase.SUSPENDED
+
+    def test_but_the_condition_waits_for_the_last_worker(self) -> None:
+        leaving = condition(said(suspended(pods=True)), Condition.SUSPENDED)
+        assert (leaving.status, leaving.message) == ("False", "5 workers are leaving")
+        assert condition(said(suspended(pods=False)), Condition.SUSPENDED).message == ""
+        assert condition(said(training()), Condition.SUSPENDED).message == ""
+
+    def test_a_failure_that_another_version_wrote_is_told_too(self) -> None:
+        status = said(life(failed_reason="Unheard", failed_message="of"))
+        assert (status.reason, status.message) == (Reason.JOB_FAILED, "of")
+
+
+class TestBefore:
+    def test_figures_that_nobody_tells_now_stay(self) -> None:
+        before = JobStatus(step=400, last_checkpoint_step=390, round=3)
+        silent = replace(training(), workers=tuple(replace(view, heartbeat=None) for view in training().workers))
+        status = said(silent, before)
+        assert (status.step, status.last_checkpoint_step, status.round) == (400, 390, 1)
+        assert said(fresh(), before).round == 3
+        zero = change_members(training(), step=0, checkpoint_step=0)
+        assert (said(zero, before).step, said(zero, before).last_checkpoint_step) == (0, 0)
+
+    def test_the_goodput_of_a_job_that_has_ended_stays(self) -> None:
+        before = JobStatus(goodput=0.7)
+        assert said(life(completed_at=NOW), before).goodput == 0.7
+        assert said(life(failed_reason="ScriptFailed"), before).goodput == 0.7
+        assert said(training(), before).goodput == 1.0
+
+    def test_before_the_first_step_there_is_no_goodput(self) -> None:
+        assert said(starting()).goodput is None
+
+    def test_an_open_incident_costs_goodput_while_the_job_stands_still(self) -> None:
+        world = recovering()
+        (incident,) = world.state.incidents.open
+        later = replace(world, now=NOW + 30)
+        assert said(later).goodput == pytest.approx(1 - (NOW + 30 - incident.first_sign) / 330)
+        live = later.with_draft(later.draft.with_incident(replace(incident, live=True)))
+        assert said(live).goodput == 1.0, "it trains on"
+
+    def test_a_young_operator_that_sees_an_incident_or_the_end_says_so(self) -> None:
+        before = said(training())
+        silent = tuple(replace(view, heartbeat=None) for view in training().workers)
+        young = replace(recovering(), operator_age=1.0, workers=silent)
+        assert said(young, before).phase is JobPhase.RECOVERING
+        over = replace(life(completed_at=NOW), operator_age=1.0, workers=silent)
+        assert said(over, before).phase is JobPhase.COMPLETE
+
+
+class TestBlind:
+    def test_it_is_as_it_was_but_for_what_hinders_it(self) -> None:
+        before = said(training())
+        status = blind(before, 1, "delete it", NOW + 9)
+        assert status.phase is JobPhase.RUNNING
+        hindered = condition(status, Condition.HINDERED)
+        assert (hindered.status, hindered.message, hindered.last_transition_time) == ("True", "delete it", NOW + 9)
+        others = [c for c in before.conditions if c.type != Condition.HINDERED]
+        assert list(status.conditions) == [*others, hindered]
+
+    def test_a_job_of_which_nothing_was_said_yet_is_pending(self) -> None:
+        assert blind(JobStatus(), 1, "delete it", NOW).phase is JobPhase.PENDING
+
+
+class TestWaiting:
+    def why(self, world: Observation) -> ConditionStatus:
+        return condition(said(world), Condition.RUNNING)
+
+    def test_for_an_image(self) -> None:
+        world = think(fresh(), policy()).observation
+        world = with_pods(world)
+        world = change_worker(world, "j-w1-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "not there"})
+        why = self.why(world)
+        assert (why.status, why.reason) == ("False", Reason.IMAGE_PULL_FAILED)
+        assert why.message == "worker j-w1-0: ErrImagePull: not there"
+
+    def test_for_its_next_attempt_to_be_placed(self) -> None:
+        world = fresh()
+        failed = world.with_draft(world.draft.with_placement(attempts=2))
+        why = self.why(failed)
+        assert (why.status, why.reason) == ("False", Reason.SCHEDULING_TIMEOUT)
+        assert why.message.endswith("(attempt 2); the next attempt comes shortly")
+        behind = replace(failed, surroundings=replace(failed.surroundings, older_job_waits="elder"))
+        assert self.why(behind).message.endswith("the next attempt comes after elder, which is older")
+        under_way = failed.with_draft(failed.draft.with_placement(placing_since=NOW - 1))
+        assert self.why(under_way).reason == Reason.WAITING_FOR_PODS
+        assert self.why(world).reason == Reason.WAITING_FOR_PODS
+
+    @pytest.mark.parametrize(
+        ("trouble", "reason"),
+        [
+            (Hindrance("create j-w0-0", "quota", pods=True), Reason.POD_DENIED),
+            (Hindrance("template", "quota"), Reason.POD_DENIED),
+            (Hindrance("write incident", "quota"), Reason.WAITING_FOR_PODS),
+        ],
+    )
+    def test_for_leave_to_make_its_pods(self, trouble: Hindrance, reason: Reason) -> None:
+        why = self.why(replace(fresh(), hindrances=(trouble,)))
+        assert (why.status, why.reason) == ("False", reason)
+
+    def test_for_its_pods(self) -> None:
+        why = self.why(fresh())
+        assert (why.status, why.message) == ("False", "0 of 2 workers are ready")
+
+
+class TestHindered:
+    def test_three_are_told_and_more_are_counted(self) -> None:
+        troubles = tuple(Hindrance(f"thing {n}", "no") for n in range(5))
+
+        def message(count: int) -> str:
+            return condition(said(replace(training(), hindrances=troubles[:count])), Condition.HINDERED).message
+
+        assert message(0) == ""
+        assert message(3) == "thing 0: no; thing 1: no; thing 2: no"
+        assert message(5) == "thing 0: no; thing 1: no; thing 2: no; and 2 more"
+
+
+def fewer() -> Observation:
+    return training(4, 1, job=job(5, 1))
+
+
+def local_sgd() -> Observation:
+    world = training()
+    chosen = LocalSgd(NOW - 60, Trouble.COMMUNICATION, "the link is slow", "i")
+    return world.with_draft(world.draft.with_adaptation(local_sgd=chosen))
+
+
+def metered(**metrics: Any) -> Observation:
+    return replace(training(), metrics=Metrics(step_seconds=0.1, **metrics))
+
+
+class TestDegraded:
+    def why(self, world: Observation, **of_policy: Any) -> ConditionStatus:
+        return condition(said(world, **of_policy), Condition.DEGRADED)
+
+    @pytest.mark.parametrize(
+        ("world", "reason"),
+        [
+            (fewer(), Reason.FEWER_REPLICAS),
+            (local_sgd(), Reason.LOCAL_SGD),
+            (metered(pace=1.1, slowest_rank=2), Reason.STRAGGLER),
+            (metered(uniform=UNIFORM_SLOWDOWN), Reason.ALL_SLOW),
+            (metered(uniform=2.0, waiting=0.1), Reason.ALL_SLOW),
+            (metered(uniform=2.0, waiting=0.6), Reason.SLOW_COMMUNICATION),
+            (training(spares=0, job=job(4, 1)), Reason.NO_SPARE),
+        ],
+    )
+    def test_by_what_slows_or_endangers_it(self, world: Observation, reason: Reason) -> None:
+        why = self.why(world)
+        assert (why.status, why.reason) == ("True", reason)
+
+    @pytest.mark.parametrize(
+        "world",
+        [training(), training(spares=0, job=job(4, 0)), metered(pace=1.09, slowest_rank=2), metered(uniform=1.19)],
+    )
+    def test_not_at_all(self, world: Observation) -> None:
+        assert (self.why(world).status, self.why(world).reason) == ("False", Reason.HEALTHY)
+
+    def test_a_pause_and_a_breaker_are_told_in_any_phase_and_all_else_while_it_trains(self) -> None:
+        world = replace(recovering(), metrics=Metrics(pace=2.0, slowest_rank=2))
+        assert (self.why(world).status, self.why(world).reason) == ("False", Reason.HEALTHY)
+        paused = self.why(world, paused="maintenance")
+        assert (paused.status, paused.reason) == ("True", Reason.PAUSED)
+        (incident,) = world.state.incidents.open
+        held = world.with_draft(world.draft.with_incident(replace(incident, verdict=Verdict.BREAKER)))
+        why = self.why(held, paused="maintenance")
+        assert (why.status, why.reason) == ("True", Reason.QUARANTINE_BREAKER)
+
+    def test_a_bottleneck_is_told_from_the_same_pace_on(self) -> None:
+        assert said(metered(pace=1.1, slowest_rank=2)).bottleneck == "rank 2 on j-w2-0"
+        assert said(metered(pace=1.09, slowest_rank=2)).bottleneck is None
+        assert said(metered(pace=1.1)).bottleneck is None
+        assert said(metered(slowest_rank=2)).bottleneck is None
+
+    def test_whose_part_of_a_checkpoint_was_not_kept_is_told_where_it_is_known(self) -> None:
+        def words(**heartbeat: Any) -> str:
+            told = {"checkpoint_error": "no space", **heartbeat}
+            return self.why(
+                change_worker(change_members(training(), checkpoint_step=0), "j-w0-0", heartbeat=told)
+            ).message
+
+        assert words(checkpoint_failed_rank=0).startswith("rank 0 could not keep")
+        assert words(checkpoint_failed_rank=-1).startswith("a rank could not keep")
+        assert words(checkpoint_age_seconds=0.0).endswith("the newest good one is of step 0, less than a minute old")
+        assert words(checkpoint_age_seconds=60.0).endswith("of step 0, 1 min old")
+        assert words(checkpoint_age_seconds=-1.0).endswith("the newest good one is of step 0")
+
+    def test_a_loss_that_is_not_finite_on_the_first_rank(self) -> None:
+        world = change_worker(training(), "j-w0-0", heartbeat={"bad_loss_rank": 0, "bad_loss_step": 3})
+        assert self.why(world).reason == Reason.NON_FINITE_LOSS
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("unavailable", "reason"),
+        [
+            ("Prometheus is not configured", Reason.METRICS_NOT_CONFIGURED),
+            ("Prometheus does not answer", Reason.METRICS_AWAY),
+            (NOT_ASKED, Reason.METRICS_AWAY),
+            ("", Reason.METRICS_ANSWERED),
+        ],
+    )
+    def test_why_they_are_not_there(self, unavailable: str, reason: Reason) -> None:
+        world = replace(training(), metrics=Metrics(unavailable=unavailable))
+        assert condition(said(world), Condition.METRICS_AVAILABLE).reason == reason

@@ -1,0 +1,119 @@
+"""The job as a whole: when it is taken up, resumed, out of time, or cannot start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_operator.api import RunPolicySpec
+from pacekeeper_operator.decide import stages
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.state import Draft
+from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, training, with_pods
+
+
+def step(world: Observation) -> Draft:
+    return stages.step(world, policy())
+
+
+class TestTakenUp:
+    def test_since_the_operator_has_seen_it(self) -> None:
+        assert step(fresh()).state.life.start_time == NOW
+        assert step(training()).state.life.start_time == NOW - 400, "and never again"
+
+    def test_but_not_while_it_is_suspended(self) -> None:
+        assert step(fresh(job=job(suspend=True))).state.life.start_time == 0.0
+
+    def test_it_trains_since_the_first_step_of_its_first_round(self) -> None:
+        world = training()
+        first = world.with_draft(world.draft.with_life(training_since=0.0))
+        assert step(first).state.life.training_since == NOW - 300
+        assert step(change_members(first, first_step_at=0.0)).state.life.training_since == 0.0
+        later = change_members(world, round=2, first_step_at=NOW - 5)
+        assert step(later).state.life.training_since == NOW - 300, "whatever rounds come later"
+
+    def test_rounds_that_were_heard_of_are_remembered(self) -> None:
+        assert step(change_members(training(), round=7)).state.placement.round_seen == 7
+
+
+class TestBarrenRound:
+    def after(self, barren: int, *, trains: bool = True) -> int:
+        """The round that is remembered as barren, when the second round is under way."""
+        world = training()
+        world = world.with_draft(world.draft.with_budget(barren_round=barren, barren_error="e", barren_worker="w"))
+        world = change_members(world, round=2, first_step_at=NOW - 1 if trains else 0.0)
+        budget = step(world).state.budget
+        assert bool(budget.barren_round) == bool(budget.barren_error) == bool(budget.barren_worker) or not barren
+        return budget.barren_round
+
+    def test_a_later_round_that_trains_redeems_it(self) -> None:
+        assert self.after(1) == 0
+
+    def test_nothing_else_does(self) -> None:
+        assert self.after(1, trains=False) == 1
+        assert self.after(2) == 2, "it is this one: it completed no step, and what is told of it is late"
+
+    def test_what_is_not_there_is_not_written(self) -> None:
+        world = change_members(training(), round=2)
+        world = world.with_draft(step(world))
+        assert step(world) is world.draft
+
+
+class TestResume:
+    def suspended(self, *, pods: bool) -> Observation:
+        world = training(2, 1, job=job(2, 1))
+        draft = world.draft.with_plan(stop=Stop.SUSPEND).with_life(stopped_at=NOW - 5)
+        world = world.with_draft(draft)
+        for view in world.workers:
+            world = change_worker(world, view.name, gone=not pods)
+        return world
+
+    def test_it_waits_until_the_last_pod_has_gone(self) -> None:
+        assert step(self.suspended(pods=True)).plan.stop is Stop.SUSPEND
+        one = change_worker(self.suspended(pods=False), "j-w0-0", pod={})
+        left = self.suspended(pods=True)
+        for name in ("j-w0-0", "j-w1-0"):
+            left = change_worker(left, name, gone=True)
+        assert step(left).plan.stop is Stop.SUSPEND
+        resumed = step(one)
+        assert (resumed.plan.stop, resumed.plan.members) == (Stop.NO, ())
+        assert resumed.state.placement.workers == ()
+        assert resumed.state.life.start_time == NOW
+
+
+class TestDeadline:
+    @pytest.mark.parametrize(("limit", "fails"), [(401, False), (400, True)])
+    def test_counts_from_when_the_job_was_taken_up(self, limit: int, fails: bool) -> None:
+        limited = job(run_policy=RunPolicySpec(active_deadline_seconds=limit))
+        life = step(training(job=limited)).state.life
+        assert life.failed_reason == ("DeadlineExceeded" if fails else "")
+
+    def test_there_need_not_be_one(self) -> None:
+        assert not step(replace(training(), now=NOW + 10_000_000)).state.life.failed_reason
+
+
+class TestCannotStart:
+    def stuck(self, seconds: float) -> Observation:
+        world = training(2, 0, job=job(2, 0, scheduling_timeout=60.0))
+        draft = world.draft.with_plan(members=()).with_placement(placing_since=NOW - seconds)
+        world = with_pods(world.with_draft(draft))
+        return change_worker(world, "j-w1-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "no such host"})
+
+    def test_after_the_time_that_placing_may_take(self) -> None:
+        assert not step(self.stuck(59)).state.life.failed_reason
+        life = step(self.stuck(60)).state.life
+        assert life.failed_reason == "ImagePullFailed"
+        assert life.failed_message == "worker j-w1-0 cannot start: ErrImagePull: no such host"
+
+    def test_only_of_a_job_that_is_being_placed(self) -> None:
+        world = self.stuck(1000)
+        idle = world.with_draft(world.draft.with_placement(placing_since=0.0))
+        assert not step(idle).state.life.failed_reason
+        trains = world.with_draft(world.draft.with_plan(members=training(2, 0).plan.members))
+        assert not step(trains).state.life.failed_reason
+
+    def test_other_waits_are_for_the_moment(self) -> None:
+        world = change_worker(self.stuck(1000), "j-w1-0", pod={"waiting_reason": "PodInitializing"})
+        assert not step(world).state.life.failed_reason

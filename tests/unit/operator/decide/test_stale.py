@@ -1,0 +1,66 @@
+"""Which faults say nothing new any more, before anybody decides upon them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_operator.decide import stale
+from pacekeeper_operator.observation import Observation
+from tests.support.worlds import NOW, change_worker, crash, policy, stall, training
+
+
+def settled(world: Observation, *faults: Fault) -> list[str]:
+    return list(stale.step(replace(world, faults=faults), policy()).state.incidents.settled)
+
+
+def in_membership(membership: int) -> Observation:
+    world = training()
+    return world.with_draft(world.draft.with_plan(membership=membership))
+
+
+def test_a_fault_of_this_membership_is_news() -> None:
+    assert settled(training(), crash("j-w1-0", 1), stall("j-w1-0", 1)) == []
+
+
+def test_one_of_an_earlier_membership_is_not() -> None:
+    earlier, now, unknown = (replace(crash("j-w1-0", 1, n), membership=m) for n, m in ((1, 2), (2, 3), (3, 0)))
+    assert settled(in_membership(3), earlier, now, unknown) == [earlier.name]
+
+
+@pytest.mark.parametrize("end", ["stop", "over"])
+def test_of_a_job_that_ends_none_is(end: str) -> None:
+    world = training()
+    stop, over = world.draft.with_plan(stop=Stop.SUSPEND), world.draft.with_life(failed_reason="ScriptFailed")
+    fault = crash("j-w1-0", 1)
+    assert settled(world.with_draft(stop if end == "stop" else over), fault) == [fault.name]
+
+
+def test_who_holds_no_ranks_can_only_tell_of_its_gpus() -> None:
+    gpu = Fault("j-w4-0-gpu", FaultKind.GPU_ERROR, "j-w4-0", 1, NOW, 1, xid=79)
+    terminating = Fault("j-w4-0-terminating", FaultKind.TERMINATING, "j-w4-0", 1, NOW, 1)
+    assert settled(training(), gpu, terminating) == [terminating.name]
+    seated = replace(gpu, worker="j-w1-0"), replace(terminating, worker="j-w1-0")
+    assert settled(training(), *seated) == []
+
+
+class TestStall:
+    def test_it_is_over_once_its_worker_has_completed_steps_since(self) -> None:
+        old, new, unknown = (replace(stall("j-w1-0", 1), name=f"s{n}", step=n) for n in (499, 500, -1))
+        assert settled(training(), old, new, unknown) == ["s499"], "the worker is at step 500"
+
+    def test_or_once_a_later_round_has_begun(self) -> None:
+        world = change_worker(training(), "j-w0-0", heartbeat={"round": 2})
+        old, new, unknown = (replace(stall("j-w1-0", 1), name=f"s{n}", round=n) for n in (1, 2, 0))
+        assert settled(world, old, new, unknown) == ["s1"]
+
+    def test_of_a_worker_that_says_nothing_it_is_not_known(self) -> None:
+        world = training()
+        silent = tuple(replace(view, heartbeat=None) for view in world.workers)
+        assert settled(replace(world, workers=silent), stall("j-w1-0", 1)) == []
+
+    def test_other_faults_do_not_pass(self) -> None:
+        assert settled(training(), replace(crash("j-w1-0", 1), step=3)) == []

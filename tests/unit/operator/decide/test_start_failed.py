@@ -1,0 +1,108 @@
+"""Workers that are never ready: which are, and what that means for the job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_operator.api import Remedy
+from pacekeeper_operator.decide import start_failed
+from pacekeeper_operator.decide.start_failed import WARM_SECONDS
+from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
+from pacekeeper_operator.observation import Observation
+from tests.support.worlds import NOW, change_worker, policy, training
+
+STARTING = {"state": LauncherState.STARTING}
+
+
+def dead(world: Observation | None = None, name: str = "j-w4-0") -> Observation:
+    """The spare's trainer has ended before it was ready."""
+    return change_worker(world or training(), name, pod={"exit_code": 2, "exit_reason": "Error"}, heartbeat=STARTING)
+
+
+def late(seconds: float = WARM_SECONDS + 1) -> Observation:
+    """The spare is not ready so long after its container had begun to run."""
+    world = change_worker(training(), "j-w4-0", heartbeat=STARTING)
+    record = replace(world.state.placement.workers[4], starting_since=NOW - seconds)
+    return world.with_draft(world.draft.with_worker(record))
+
+
+def found(world: Observation, **changes: object) -> Decision:
+    decision = start_failed.check(world, policy(**changes))
+    assert decision is not None
+    return decision
+
+
+class TestEnded:
+    def test_it_is_replaced(self) -> None:
+        decision = found(dead())
+        assert decision.message == "the trainer of j-w4-0 ended with 2 (Error) before it was ready"
+        (action,) = decision.actions
+        assert isinstance(action, ReplaceWorker)
+        assert (action.dead, action.never_ready) == (True, True)
+        assert (decision.node, decision.live) == ("node-4", True)
+
+    @pytest.mark.parametrize("pod", [{"exit_code": 0}, {"deleting": True}, {"disrupted": "Evicted"}])
+    def test_who_ended_well_or_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
+        assert start_failed.check(change_worker(dead(), "j-w4-0", pod=pod), policy()) is None
+
+    def test_nor_did_who_had_been_ready(self) -> None:
+        assert start_failed.check(change_worker(dead(), "j-w4-0", heartbeat={"state": "Warm"}), policy()) is None
+        silent = dead()
+        silent = replace(silent, workers=tuple(replace(view, heartbeat=None) for view in silent.workers))
+        assert found(silent).worker == "j-w4-0", "it was never heard"
+
+    def test_who_holds_ranks_or_is_given_up_is_others_business(self) -> None:
+        assert start_failed.check(dead(name="j-w1-0"), policy()) is None
+        world = dead()
+        given_up = replace(world.state.placement.workers[4], leaving="it is given up")
+        assert start_failed.check(world.with_draft(world.draft.with_worker(given_up)), policy()) is None
+        assert found(dead(dead(name="j-w1-0"))).worker == "j-w4-0", "the next one is looked at"
+
+    def test_a_job_that_trains_does_not_fail_of_it_and_one_that_waits_for_it_does(self) -> None:
+        world = dead()
+        world = world.with_draft(world.draft.with_placement(failed_starts=1))
+        assert isinstance(found(world).actions[0], ReplaceWorker)
+        waits = found(world.with_draft(world.draft.with_placement(vacant_since=NOW - 9)))
+        assert isinstance(waits.actions[0], FailJob)
+        assert not waits.live
+        never = found(world.with_draft(world.draft.with_plan(members=())))
+        assert isinstance(never.actions[0], FailJob)
+        assert (never.live, never.round) == (False, 0)
+
+    def test_the_first_one_fails_no_job(self) -> None:
+        world = dead()
+        waits = found(world.with_draft(world.draft.with_placement(vacant_since=NOW - 9)))
+        assert isinstance(waits.actions[0], ReplaceWorker)
+
+    def test_one_that_has_no_node_names_none(self) -> None:
+        assert found(change_worker(dead(), "j-w4-0", pod={"node": ""})).node is None
+
+
+class TestLate:
+    def test_it_is_replaced_and_the_job_trains_on(self) -> None:
+        assert start_failed.check(late(WARM_SECONDS), policy()) is None
+        decision = found(late())
+        (action,) = decision.actions
+        assert isinstance(action, ReplaceWorker)
+        assert (action.dead, action.never_ready, decision.live) == (True, True, True)
+        assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
+
+    def test_a_rank_that_waits_for_it_is_held_up(self) -> None:
+        world = late()
+        assert not found(world.with_draft(world.draft.with_placement(vacant_since=NOW - 9))).live
+        assert not found(world.with_draft(world.draft.with_plan(members=()))).live
+
+    def test_where_nobody_may_be_replaced_it_is_only_told(self) -> None:
+        decision = found(late(), allow=frozenset())
+        assert (decision.actions, decision.remedy) == ((), None)
+
+    def test_one_that_has_no_node_names_none(self) -> None:
+        world = late()
+        record = replace(world.state.placement.workers[4], node="")
+        assert found(world.with_draft(world.draft.with_worker(record))).node is None
+
+    def test_one_that_is_going_is_not_late(self) -> None:
+        assert start_failed.check(change_worker(late(), "j-w4-0", pod={"deleting": True}), policy()) is None

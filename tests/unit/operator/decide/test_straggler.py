@@ -1,0 +1,385 @@
+"""When slowness is looked into, what the answers are worth, and what keeps a remedy back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.reports import Evidence, RankWindow
+from pacekeeper_operator.api import Cause, Class, JobSpec, Mode, Remedy, WantedMode
+from pacekeeper_operator.decide import straggler, way_back, wish
+from pacekeeper_operator.decide.straggler import (
+    ASK_SECONDS,
+    BROKEN,
+    FIRST_HOLD_SECONDS,
+    PATIENCE_SECONDS,
+    WAITING,
+    steady,
+)
+from pacekeeper_operator.decision import Decision
+from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.state import Draft, Incident, LocalSgd, Past, Suspicion, Vain
+from tests.support.worlds import NOW, change_members, change_worker, evidence_of, job, policy, training
+
+STEPS = 32
+CALM = Metrics(step_seconds=0.1, pace=1.0, waiting=0.0, behind=1.0)
+SLOW = replace(CALM, pace=2.0)
+WAITS = replace(CALM, waiting=WAITING)
+LINK: dict[str, Any] = {"exposed": 0.25, "slow": 1.0}
+"""Of windows in which all ranks wait for a link."""
+
+
+def suspicion(ago: float = 10.0, **changes: Any) -> Suspicion:
+    values: dict[str, Any] = {"since": NOW - ago, "step_seconds": 0.1, "request": "ask", "asked_at": NOW - ago}
+    return Suspicion(**(values | changes))
+
+
+def world(metrics: Metrics = CALM, of_suspicion: Suspicion | None = None, **plan: Any) -> Observation:
+    """Four ranks that train in mode Sync."""
+    found = change_members(replace(training(), metrics=metrics), sync_mode="Sync")
+    draft = found.draft.with_plan(**plan) if plan else found.draft
+    return found.with_draft(draft.with_adaptation(suspicion=of_suspicion))
+
+
+def windows(slow: float = 2.0, exposed: float = 0.01, rank: int = 2, first: float = 0.08) -> tuple[Evidence, ...]:
+    """Of four ranks with 0.07 s of work in a step, one of them slower; all wait for `exposed` seconds more."""
+    own = [0.07 * (slow if position == rank else 1.0) for position in range(4)]
+    step = max(own) + exposed
+    return evidence_of(
+        "ask",
+        (
+            RankWindow(
+                position,
+                tuple(range(STEPS)),
+                (step,) * STEPS,
+                (own[position],) * STEPS,
+                (8,) * STEPS,
+                sync_mode=SyncMode.SYNC,
+                baseline_seconds=first,
+            )
+            for position in range(4)
+        ),
+    )
+
+
+def answered(
+    metrics: Metrics = SLOW, shown: Trouble | None = None, *, plan: dict[str, Any] | None = None, **of_windows: Any
+) -> Observation:
+    """All ranks have answered the question that is out; `shown`: by the answer before."""
+    found = world(metrics, suspicion(shown=shown), **{"evidence_request": "ask", **(plan or {})})
+    return replace(found, evidence=windows(**of_windows))
+
+
+def suspected(found: Observation, **of_policy: Any) -> Draft:
+    return straggler.suspect(found, policy(**of_policy))
+
+
+def checked(found: Observation, **of_policy: Any) -> Decision:
+    decision = straggler.check(found, policy(**of_policy))
+    assert decision is not None
+    return decision
+
+
+def reason(decision: Decision, remedy: Remedy) -> str:
+    return next(price.reason for price in decision.remedies if price.name == remedy)
+
+
+class TestSteady:
+    def test_a_round_that_is_old_enough_and_undisturbed(self) -> None:
+        assert steady(world())
+        assert steady(change_members(world(), steps_in_round=32))
+        assert not steady(change_members(world(), steps_in_round=31))
+        assert not steady(change_members(world(), first_step_at=0.0))
+        assert not steady(world(replace(CALM, unavailable="away")))
+        assert not steady(change_worker(world(), "j-w1-0", heartbeat={"sync_mode": "EDiT"}))
+        assert steady(change_members(world(), sync_mode="")), "an older library does not tell"
+
+    def test_while_an_incident_holds_the_job_up_it_is_not(self) -> None:
+        def with_incident(**changes: Any) -> Observation:
+            found = Incident("i", Cause.HANG, Class.UNKNOWN, 1, "m", NOW - 9, NOW - 8, NOW - 7)
+            draft = world().draft.with_incident(replace(found, **changes))
+            return world().with_draft(draft)
+
+        assert not steady(with_incident())
+        assert steady(with_incident(live=True))
+        assert steady(with_incident(recovered=NOW))
+
+
+class TestSuspect:
+    @pytest.mark.parametrize(
+        ("metrics", "asks"),
+        [
+            (CALM, False),
+            (SLOW, True),
+            (replace(CALM, pace=1.1), True),
+            (replace(CALM, pace=1.09), False),
+            (WAITS, True),
+            (replace(CALM, waiting=0.09), False),
+            (Metrics(), False),
+        ],
+    )
+    def test_what_looks_like_trouble(self, metrics: Metrics, asks: bool) -> None:
+        assert bool(suspected(world(metrics)).plan.evidence_request) is asks
+
+    def test_shares_whose_straggler_has_recovered(self) -> None:
+        assert suspected(world(CALM, shares=(8, 8, 7, 9))).plan.evidence_request
+        assert not suspected(world(CALM, shares=(8, 8, 8, 7))).plan.evidence_request, "as equal as can be"
+        unknown = world(replace(CALM, pace=None), shares=(8, 8, 7, 9))
+        assert not suspected(unknown).plan.evidence_request
+
+    def test_a_job_that_is_over_is_left_as_it_is(self) -> None:
+        found = world(CALM, suspicion())
+        over = found.with_draft(found.draft.with_life(completed_at=NOW))
+        assert suspected(over) is over.draft
+
+    def test_one_that_is_told_to_stop_is_suspected_no_more(self) -> None:
+        assert suspected(world(SLOW, suspicion(), stop=Stop.SUSPEND)).state.adaptation.suspicion is None
+        found = world(SLOW, stop=Stop.SUSPEND)
+        assert suspected(found) is found.draft
+
+    @pytest.mark.parametrize(("known", "request_"), [(suspicion(), ""), (None, "ask"), (suspicion(), "ask")])
+    def test_in_a_young_round_all_questions_are_dropped(self, known: Suspicion | None, request_: str) -> None:
+        young = change_members(world(SLOW, known, evidence_request=request_), steps_in_round=3)
+        draft = suspected(young)
+        assert (draft.state.adaptation.suspicion, draft.plan.evidence_request) == (None, "")
+
+    def test_without_any_nothing_is_written(self) -> None:
+        young = change_members(world(SLOW), steps_in_round=3)
+        assert suspected(young) is young.draft
+
+    def test_one_that_the_metrics_share_no_more_is_dropped_at_the_next_question(self) -> None:
+        early = world(CALM, suspicion(ASK_SECONDS), evidence_request="ask")
+        assert suspected(early) is early.draft
+        late = suspected(world(CALM, suspicion(ASK_SECONDS + 1), evidence_request="ask"))
+        assert (late.state.adaptation.suspicion, late.plan.evidence_request) == (None, "")
+
+    def test_a_slow_rank_is_not_looked_into_in_vain_while_it_is_slow(self) -> None:
+        both = replace(SLOW, waiting=0.5)
+        for metrics, vain in ((both, False), (SLOW, False), (WAITS, True)):
+            draft = suspected(world(metrics, suspicion(PATIENCE_SECONDS + 1), evidence_request="ask"))
+            assert (draft.state.adaptation.vain is not None) is vain
+            assert (draft.state.adaptation.suspicion is None) is vain
+
+    def test_longer_steps_are_another_trouble_only_of_a_job_that_waits(self) -> None:
+        grown = replace(WAITS, step_seconds=0.2)
+        again = suspected(world(grown, suspicion(PATIENCE_SECONDS + 1), evidence_request="ask"))
+        assert again.state.adaptation.suspicion is not None
+        assert again.state.adaptation.suspicion.since == NOW
+        slow = suspected(world(replace(SLOW, step_seconds=0.2), suspicion(), evidence_request="ask"))
+        assert slow.state.adaptation.suspicion is not None
+        assert slow.state.adaptation.suspicion.since == NOW - 10
+
+    def test_what_was_looked_into_in_vain_rests_until_steps_grow_or_the_time_is_over(self) -> None:
+        def asks(ago: float, step_seconds: float = 0.1) -> bool:
+            found = world(replace(WAITS, step_seconds=step_seconds))
+            vain = Vain(NOW - ago, FIRST_HOLD_SECONDS, 0.1)
+            return bool(suspected(found.with_draft(found.draft.with_adaptation(vain=vain))).plan.evidence_request)
+
+        assert not asks(FIRST_HOLD_SECONDS)
+        assert asks(FIRST_HOLD_SECONDS + 1)
+        assert asks(1.0, step_seconds=0.12)
+
+    def test_a_pace_that_has_been_dealt_with_raises_nothing_unless_another_rank_hides_behind_it(self) -> None:
+        def asks(pace: float, behind: float | None = None, *, live: bool = False) -> bool:
+            found = world(replace(CALM, pace=pace, behind=behind))
+            draft = found.draft.with_adaptation(tolerated_pace=2.0, tolerated_behind=1.5)
+            if live:
+                open_ = Incident("i", Cause.STRAGGLER, Class.PERFORMANCE, 1, "m", NOW, NOW, NOW, live=True)
+                draft = draft.with_incident(open_)
+            return bool(suspected(found.with_draft(draft)).plan.evidence_request)
+
+        assert not asks(2.0)
+        assert asks(2.2)
+        assert not asks(2.0, 1.6)
+        assert asks(2.0, 1.7)
+        assert not asks(2.0, 1.7, live=True), "its own remedy is still measured"
+
+    def test_what_was_only_recommended_is_looked_at_once_it_may_be_done(self) -> None:
+        found = world()
+        draft = found.draft.with_adaptation(vain=Vain(NOW, 60.0, 0.1, forbidden=True), tolerated_pace=2.0)
+        assert suspected(found.with_draft(draft), mode=Mode.RECOMMEND).state.adaptation.vain is not None
+        assert suspected(found.with_draft(draft)).state.adaptation.vain is None
+
+    def test_left_alone_is_what_the_metrics_show_now(self) -> None:
+        adaptation = straggler.left_alone(world(replace(SLOW, behind=1.7)), forbidden=True).state.adaptation
+        assert (adaptation.tolerated_pace, adaptation.tolerated_behind) == (2.0, 1.7)
+        assert adaptation.vain is not None
+        assert (adaptation.vain.at, adaptation.vain.hold, adaptation.vain.forbidden) == (NOW, FIRST_HOLD_SECONDS, True)
+
+
+class TestBrokenInLocalSgd:
+    def local(self, pace: float | None, known: Suspicion | None = None) -> Observation:
+        found = world(replace(CALM, pace=pace), known, sync_mode=SyncMode.EDIT)
+        return change_members(found, sync_mode="EDiT")
+
+    def test_a_rank_that_is_broken_is_suspected_since_it_was_seen_first(self) -> None:
+        assert suspected(self.local(BROKEN)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1)
+        known = self.local(BROKEN, suspicion())
+        assert suspected(known) is known.draft
+
+    @pytest.mark.parametrize("pace", [BROKEN - 0.1, None])
+    def test_one_that_is_not_is_not(self, pace: float | None) -> None:
+        assert suspected(self.local(pace, suspicion())).state.adaptation.suspicion is None
+        calm = self.local(pace)
+        assert suspected(calm) is calm.draft
+
+
+class TestDiagnosis:
+    def test_of_a_whole_answer_to_a_suspicion_of_a_steady_job(self) -> None:
+        found = answered()
+        diagnosis = straggler.diagnose(found)
+        assert diagnosis is not None
+        assert (diagnosis.trouble, diagnosis.culprits) == (Trouble.COMPUTE, (2,))
+        assert straggler.diagnose(replace(found, evidence=found.evidence[:3])) is None
+        assert straggler.diagnose(change_members(found, steps_in_round=3)) is None
+        calm = found.with_draft(found.draft.with_adaptation(suspicion=None))
+        assert straggler.diagnose(calm) is None
+
+    def test_lengths_that_are_balanced_excuse_no_slow_rank(self) -> None:
+        assert checked(answered(plan={"sequence_cost": (0.0, 0.0, 1.0)})).cause is Cause.STRAGGLER
+
+
+class TestDecision:
+    def test_a_slow_rank_is_told_by_its_worker_and_pace(self) -> None:
+        decision = checked(answered())
+        assert decision.message == "rank 2 on j-w2-0 takes 2.00 × its peers' time a sample"
+        assert (decision.worker, decision.node, decision.rank, decision.live) == ("j-w2-0", "node-2", 2, True)
+        assert decision.remedy is Remedy.REBALANCE
+
+    def test_one_that_is_given_up_or_unknown_is_dealt_with_already(self) -> None:
+        found = answered()
+        record = replace(found.state.placement.workers[2], leaving="its GPU fails")
+        assert straggler.check(found.with_draft(found.draft.with_worker(record)), policy()) is None
+        others = tuple(worker for worker in found.state.placement.workers if worker.ordinal != 2)
+        forgotten = found.with_draft(found.draft.with_placement(workers=others))
+        assert straggler.check(forgotten, policy()) is None
+
+    def test_a_worker_whose_node_is_not_known_names_none(self) -> None:
+        found = answered()
+        record = replace(found.state.placement.workers[2], node="")
+        assert checked(found.with_draft(found.draft.with_worker(record))).node is None
+
+    def test_a_slow_link_concerns_no_rank(self) -> None:
+        decision = checked(answered(WAITS, Trouble.COMMUNICATION, **LINK))
+        assert decision.message.endswith("communication takes longer than in the job's first steady steps")
+        assert (decision.rank, decision.worker, decision.node) == (None, None, None)
+        assert decision.remedy is Remedy.LOCAL_SGD
+        assert {price.name for price in decision.remedies} == {"LocalSGD"}, "no spare would mend it"
+
+    def test_what_is_still_open_of_the_same_trouble_goes_on(self) -> None:
+        def continues(cause: Cause, rank: int | None) -> str:
+            found = answered()
+            open_ = Incident("open", cause, Class.PERFORMANCE, 1, "m", NOW, NOW, NOW, rank=rank, live=True)
+            return checked(found.with_draft(found.draft.with_incident(open_))).continues
+
+        assert continues(Cause.STRAGGLER, 2) == "open"
+        assert continues(Cause.STRAGGLER, 1) == ""
+        assert continues(Cause.CRASH, 2) == ""
+
+
+class TestWhyNotAMode:
+    def why(self, **changes: Any) -> str:
+        spec = replace(job().spec, **changes.pop("spec", {}))
+        found = answered(WAITS, changes.pop("shown", Trouble.COMMUNICATION), **LINK)
+        found = replace(found, job=replace(found.job, spec=spec))
+        adaptation = changes.pop("adaptation", {})
+        found = found.with_draft(found.draft.with_adaptation(**adaptation))
+        found = change_members(found, **changes)
+        choice, action = straggler._weigh(found, policy(), _diagnosis(found), None)
+        price = next(price for price in choice.prices if price.option.remedy == Remedy.LOCAL_SGD)
+        assert (action is None) is bool(price.option.refused)
+        return price.option.refused
+
+    def test_there_is_nothing_against_it(self) -> None:
+        assert self.why() == ""
+
+    def test_the_spec_wants_another(self) -> None:
+        assert self.why(spec={"sync_mode": WantedMode.SYNC}) == "spec.syncMode is Sync"
+
+    def test_one_answer_is_not_enough(self) -> None:
+        assert self.why(shown=None) == "the next steps have to show the same first"
+        assert self.why(shown=Trouble.VOLATILE) == "the next steps have to show the same first"
+
+    def test_the_ranks_do_not_know_modes(self) -> None:
+        assert self.why(sync_mode="").startswith("the ranks do not tell the mode that they train in")
+
+    def test_the_script_cannot_be_steered(self) -> None:
+        assert self.why(steered=False).startswith("the script does not use the library")
+
+    def test_the_ranks_have_refused_it_before(self) -> None:
+        assert self.why(adaptation={"mode_refusal": "no dimension"}) == "the ranks refused it: no dimension"
+
+    def test_it_has_changed_lately(self) -> None:
+        lately = Hysteresis(first=15.0).changed(NOW - 5)
+        assert self.why(adaptation={"mode_changes": lately}).endswith("stays for another 10 s")
+
+
+def _diagnosis(found: Observation) -> Any:
+    diagnosis = straggler.diagnose(found)
+    assert diagnosis is not None
+    return diagnosis
+
+
+class TestWhyNotASpare:
+    @pytest.mark.parametrize(
+        ("past", "moves"),
+        [
+            ((), True),
+            (((Cause.STRAGGLER, 2, "j-w8-0", 9.0), (Cause.STRAGGLER, 2, "j-w9-0", 9.0)), False),
+            (((Cause.STRAGGLER, 2, "j-w8-0", 9.0), (Cause.STRAGGLER, 2, "j-w2-0", 9.0)), True),
+            (((Cause.STRAGGLER, 2, "j-w8-0", 9.0), (Cause.STRAGGLER, 1, "j-w9-0", 9.0)), True),
+            (((Cause.STRAGGLER, 2, "j-w8-0", 9.0), (Cause.HANG, 2, "j-w9-0", 9.0)), True),
+            (((Cause.STRAGGLER, 2, "j-w8-0", 9.0), (Cause.STRAGGLER, 2, "j-w9-0", 4000.0)), True),
+        ],
+        ids=["never", "on two others", "here", "another rank", "another trouble", "long ago"],
+    )
+    def test_it_was_slow_wherever_it_was(self, past: tuple[tuple[Cause, int, str, float], ...], moves: bool) -> None:
+        found = answered(replace(CALM, pace=6.0), slow=6.0)
+        known = tuple(Past(cause, NOW - ago, 5.0, rank=rank, worker=worker) for cause, rank, worker, ago in past)
+        found = found.with_draft(found.draft.with_incidents(past=known))
+        choice, _ = straggler._weigh(found, policy(), _diagnosis(found), 2)
+        spare = next(price for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
+        assert ("too: look at the script" in spare.option.refused) is not moves
+
+
+class TestWayBack:
+    def local(self, **plan: Any) -> Observation:
+        found = world(CALM, None, **{"sync_mode": SyncMode.ASYNC_EDIT, **plan})
+        chosen = LocalSgd(NOW - 60, Trouble.COMMUNICATION, "the link is slow", "i")
+        return change_members(found.with_draft(found.draft.with_adaptation(local_sgd=chosen)), sync_mode="AsyncEDiT")
+
+    def test_is_asked_for_now_and_then(self) -> None:
+        assert way_back.step(self.local(), policy()).plan.evidence_request
+
+    def test_not_of_a_job_that_stops_nor_of_one_in_no_such_mode(self) -> None:
+        stopping = self.local(stop=Stop.SUSPEND)
+        assert way_back.step(stopping, policy()) is stopping.draft
+        assert way_back.step(world(), policy()).plan == world().plan
+
+    def test_ranks_that_cannot_follow_are_back_in_sync_at_once(self) -> None:
+        draft = way_back.step(change_members(self.local(), refused="no dimension"), policy())
+        assert (draft.plan.sync_mode, draft.state.adaptation.mode_refusal) == (SyncMode.SYNC, "no dimension")
+
+    def test_an_answer_that_nobody_asked_for_or_that_is_not_whole_is_none(self) -> None:
+        found = self.local(evidence_request="ask")
+        part = replace(found, evidence=windows()[:3])
+        draft = way_back.step(part, policy())
+        assert draft.state.adaptation.local_sgd is not None
+        assert (draft.state.adaptation.local_sgd.over, draft.plan.evidence_request != "ask") == (0, True)
+        whole = replace(found, evidence=windows())
+        assert way_back.step(whole, policy()).plan.evidence_request == "", "judged"
+
+
+class TestWish:
+    @pytest.mark.parametrize("end", ["stop", "over"])
+    def test_a_job_that_ends_changes_no_mode(self, end: str) -> None:
+        spec: JobSpec = replace(job().spec, sync_mode=WantedMode.EDIT)
+        found = replace(world(), job=replace(job(), spec=spec))
+        assert wish.step(found, policy()).plan.sync_mode is SyncMode.EDIT
+        stop, over = found.draft.with_plan(stop=Stop.SUSPEND), found.draft.with_life(completed_at=NOW)
+        ending = found.with_draft(stop if end == "stop" else over)
+        assert wish.step(ending, policy()) is ending.draft

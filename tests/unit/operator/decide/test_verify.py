@@ -1,0 +1,198 @@
+"""When an incident is over, how it ended, and what is remembered of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_operator.api import Cause, Class, Mode, Outcome, Remedy
+from pacekeeper_operator.decide import verify
+from pacekeeper_operator.decide.verify import HELPED, MEASURE_SECONDS
+from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.state import Incident, Past
+from tests.support.worlds import NOW, change_members, job, policy, training
+
+LAST_STEP = 400
+"""When a live remedy was taken; at step 448 a window and a half has passed, and the world is at 500."""
+
+
+def incident(**changes: Any) -> Incident:
+    known = Incident(
+        "i", Cause.HANG, Class.UNKNOWN, 1, "m", NOW - 20, NOW - 18, NOW - 17, applied=NOW - 17, last_step=LAST_STEP
+    )
+    return replace(known, **changes)
+
+
+def slow(**changes: Any) -> Incident:
+    """A straggler whose ranks got other shares, live."""
+    values: dict[str, Any] = {
+        "cause": Cause.STRAGGLER,
+        "class_": Class.PERFORMANCE,
+        "live": True,
+        "remedy": str(Remedy.REBALANCE),
+        "slowdown_before": 2.0,
+    }
+    return incident(**(values | changes))
+
+
+def world_with(open_: Incident, world: Observation | None = None) -> Observation:
+    world = world or training()
+    return world.with_draft(world.draft.with_incident(open_))
+
+
+def judged(open_: Incident, world: Observation | None = None) -> Incident:
+    return verify.judge(world or training(), open_)
+
+
+def second_round(world: Observation | None = None, **heartbeat: Any) -> Observation:
+    return change_members(
+        world or training(), **({"round": 2, "first_step_at": NOW - 4, "restored_step": 490} | heartbeat)
+    )
+
+
+class TestTheJobsEnd:
+    @pytest.mark.parametrize("live", [True, False])
+    def test_goes_before_all_else(self, live: bool) -> None:
+        world, open_ = training(), incident(live=live, mode=Mode.RECOMMEND)
+        failed = world.with_draft(world.draft.with_life(failed_reason="ScriptFailed", completed_at=NOW))
+        assert judged(open_, failed).outcome is Outcome.FAILED
+        complete = world.with_draft(world.draft.with_life(completed_at=NOW))
+        assert judged(open_, complete).outcome is Outcome.SUPERSEDED
+        assert judged(open_, replace(world, job=job(suspend=True))).outcome is Outcome.SUPERSEDED
+        assert judged(open_, world).outcome is Outcome.RECOMMENDED
+
+
+class TestRound:
+    def test_it_is_over_with_the_first_step_of_a_later_round(self) -> None:
+        assert judged(incident()).outcome is None, "the round that it happened in"
+        assert judged(incident(), second_round(first_step_at=0.0)).outcome is None
+        over = judged(incident(last_step=500), second_round())
+        assert (over.outcome, over.recovered, over.steps_lost) == (Outcome.RECOVERED, NOW - 4, 10)
+
+    def test_a_first_step_before_the_decision_recovers_nothing_earlier(self) -> None:
+        assert judged(incident(), second_round(first_step_at=NOW - 60)).recovered == NOW - 17
+
+    def test_steps_that_were_lost(self) -> None:
+        assert judged(incident(last_step=-1), second_round(restored_step=0)).steps_lost == 0
+        assert judged(incident(last_step=0), second_round(restored_step=-1)).steps_lost == 0
+        assert judged(incident(last_step=7), second_round(restored_step=-1)).steps_lost == 7
+        assert judged(incident(last_step=7), second_round(restored_step=9)).steps_lost == 0
+
+
+class TestLive:
+    def test_what_holds_nobody_up_is_over_at_once(self) -> None:
+        over = judged(incident(live=True))
+        assert (over.outcome, over.recovered) == (Outcome.RECOVERED, NOW)
+
+    def test_trouble_without_a_remedy_is_not_mended(self) -> None:
+        assert judged(slow(remedy=None)).outcome is Outcome.NOT_HELPED
+
+    def test_a_later_round_ends_the_measurement(self) -> None:
+        over = judged(slow(), replace(second_round(), metrics=Metrics(behind=1.0)))
+        assert (over.outcome, over.recovered, over.steps_lost) == (Outcome.SUPERSEDED, NOW, 0)
+
+    def test_ranks_that_do_not_follow_it_end_it_and_say_why(self) -> None:
+        over = judged(slow(), change_members(training(), refused="shares sum to 33"))
+        assert over.outcome is Outcome.NOT_HELPED
+        assert over.evidence[-1].endswith("shares sum to 33")
+
+    @pytest.mark.parametrize(
+        ("after", "outcome"),
+        [
+            (1.05, Outcome.RECOVERED),
+            (1.1, Outcome.MITIGATED),
+            (1.5, Outcome.MITIGATED),
+            (2 * HELPED, Outcome.NOT_HELPED),
+            (2.5, Outcome.NOT_HELPED),
+        ],
+    )
+    def test_by_what_is_left_of_the_slowdown(self, after: float, outcome: Outcome) -> None:
+        over = judged(slow(), replace(training(), metrics=Metrics(behind=after)))
+        assert (over.outcome, over.slowdown_after, over.recovered) == (outcome, after, NOW)
+
+    def test_a_job_that_is_faster_than_ever_has_no_slowdown_left(self) -> None:
+        over = judged(slow(), replace(training(), metrics=Metrics(behind=0.9)))
+        assert over.slowdown_after == 1.0
+        assert over.measured_gain == pytest.approx(300.0), "half of ten minutes"
+
+    def test_figures_of_steps_before_it_say_nothing(self) -> None:
+        world = change_members(replace(training(), metrics=Metrics(behind=1.0)), step=LAST_STEP + 47)
+        assert judged(slow(), world).outcome is None
+        assert judged(slow(), change_members(world, step=LAST_STEP + 48)).outcome is Outcome.RECOVERED
+
+    def test_what_never_shows_has_not_helped(self) -> None:
+        unmeasured = replace(training(), metrics=Metrics())
+        assert judged(slow(decided=NOW - MEASURE_SECONDS + 1), unmeasured).outcome is None
+        assert judged(slow(decided=NOW - MEASURE_SECONDS - 1), unmeasured).outcome is Outcome.NOT_HELPED
+        slow_steps = replace(unmeasured, metrics=Metrics(step_seconds=10.0))
+        assert judged(slow(decided=NOW - 900), slow_steps).outcome is None, "two windows of them have not passed"
+        assert judged(slow(decided=NOW - 1000), slow_steps).outcome is Outcome.NOT_HELPED
+
+    def test_but_not_while_prometheus_is_away(self) -> None:
+        away = replace(training(), metrics=Metrics(unavailable="away"))
+        assert judged(slow(decided=NOW - 10_000), away).outcome is None
+
+    def test_a_mode_is_judged_by_the_samples_a_second(self) -> None:
+        mode = slow(remedy=str(Remedy.LOCAL_SGD), reference_seconds=0.1)
+
+        def outcome(of: Incident = mode, steps: int = 500, **metrics: Any) -> Outcome | None:
+            world = replace(training(step=steps), metrics=Metrics(behind=1.0, **metrics))
+            return judged(of, change_members(world, step=500)).outcome
+
+        assert outcome(throughput=320.0) is Outcome.RECOVERED
+        assert outcome(throughput=160.0) is Outcome.NOT_HELPED
+        assert outcome() is None
+        assert outcome(replace(mode, reference_seconds=None), throughput=320.0) is None
+        assert outcome(steps=3, throughput=320.0) is None, "the round is too young"
+
+
+class TestRemembered:
+    def closed(self, open_: Incident, world: Observation) -> Observation:
+        world = world_with(open_, world)
+        return world.with_draft(verify.step(world, policy()))
+
+    def test_what_is_not_over_changes_nothing(self) -> None:
+        world = world_with(incident())
+        assert verify.step(world, policy()) is world.draft
+
+    @pytest.mark.parametrize(("cause", "seconds"), [(Cause.HANG, 13.0), (Cause.CRASH, 16.0), (Cause.WORKER_LOST, 13.0)])
+    def test_a_standstill_is_lost_time_and_shows_what_a_round_takes(self, cause: Cause, seconds: float) -> None:
+        """Launchers restart crashed ranks by themselves, before anything is decided here."""
+        world = self.closed(incident(cause=cause), second_round())
+        assert world.state.budget.lost_seconds == 16.0
+        assert world.state.budget.restart_seconds == seconds
+        assert world.state.incidents.closed == ("i",)
+
+    @pytest.mark.parametrize(
+        "open_",
+        [
+            incident(live=True),
+            incident(cause=Cause.STRAGGLER),
+            incident(mode=Mode.RECOMMEND),
+        ],
+        ids=["live", "a spare for a straggler", "recommended"],
+    )
+    def test_all_else_is_not(self, open_: Incident) -> None:
+        world = self.closed(open_, second_round())
+        assert not world.state.incidents.open
+        assert (world.state.budget.lost_seconds, world.state.budget.restart_seconds) == (0.0, 0.0)
+
+    def test_what_was_only_recommended_stands_apart(self) -> None:
+        incidents = self.closed(incident(mode=Mode.RECOMMEND), training()).state.incidents
+        assert (incidents.recommended, incidents.closed) == (("i",), ())
+
+    def test_the_past_goes_back_as_far_as_the_window(self) -> None:
+        old, recent = (Past(Cause.HANG, NOW - age, 5.0) for age in (3700, 3500))
+        world = second_round()
+        world = world.with_draft(world.draft.with_incidents(past=(old, recent)))
+        first, second = self.closed(incident(rank=2, worker="j-w2-0", node="node-2"), world).state.incidents.past
+        assert first == recent
+        assert (second.at, second.seconds, second.rank, second.worker) == (NOW - 18, 16.0, 2, "j-w2-0")
+
+    def test_a_failed_job_loses_nothing_more(self) -> None:
+        world = training()
+        failed = world.with_draft(world.draft.with_plan(stop=Stop.FINISH).with_life(failed_reason="ScriptFailed"))
+        assert self.closed(incident(), failed).state.budget.lost_seconds == 0.0

@@ -1,0 +1,94 @@
+"""Who is lost, by whose doing, whether it still trains for a moment, and which faults are explained by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_operator.api import Cause, Class
+from pacekeeper_operator.decide import worker_lost
+from pacekeeper_operator.decision import Decision, ReplaceWorker
+from pacekeeper_operator.observation import Observation
+from tests.support.worlds import NOW, change_worker, crash, policy, training
+
+
+def told_to_end(worker: str) -> Fault:
+    return Fault(f"{worker}-terminating", FaultKind.TERMINATING, worker, 1, NOW - 3, membership=1)
+
+
+def lost(world: Observation) -> Decision:
+    decision = worker_lost.check(world, policy())
+    assert decision is not None
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("pod", "words", "class_", "dead"),
+    [
+        ({"disrupted": "EvictionByEvictionAPI"}, "is disrupted (EvictionByEvictionAPI)", Class.DISRUPTION, False),
+        ({"disrupted": "Evicted", "exit_code": 137}, "is disrupted (Evicted)", Class.DISRUPTION, True),
+        ({"deleting": True}, "its pod was deleted", Class.DISRUPTION, False),
+        ({"deleting": True, "exit_code": 143}, "its pod was deleted", Class.DISRUPTION, True),
+        ({"exit_code": 0}, "its ranks had ended well before the others had to begin anew", Class.DISRUPTION, True),
+        ({"exit_code": 1, "exit_reason": "Error"}, "its trainer ended with 1 (Error)", Class.UNKNOWN, True),
+        ({"phase": "Failed"}, "its pod has failed", Class.UNKNOWN, True),
+    ],
+)
+def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: Class, dead: bool) -> None:
+    decision = lost(change_worker(training(), "j-w1-0", pod=pod))
+    assert decision.message.startswith("worker j-w1-0 (rank 1) is lost: ")
+    assert decision.message.endswith(words)
+    assert decision.class_ is class_
+    (action,) = decision.actions
+    assert isinstance(action, ReplaceWorker)
+    assert (action.dead, action.disruption) == (dead, class_ is Class.DISRUPTION)
+    assert (decision.cause, decision.first_sign, decision.node) == (Cause.WORKER_LOST, NOW, "node-1")
+
+
+def test_a_pod_that_is_gone_trains_no_more() -> None:
+    decision = lost(change_worker(training(), "j-w1-0", gone=True))
+    (action,) = decision.actions
+    assert isinstance(action, ReplaceWorker)
+    assert action.dead
+
+
+def test_a_pod_that_is_still_to_be_made_is_not_lost() -> None:
+    world = change_worker(training(), "j-w1-0", gone=True)
+    (record,) = (worker for worker in world.state.placement.workers if worker.name == "j-w1-0")
+    promised = world.with_draft(world.draft.with_worker(replace(record, uid="")))
+    assert worker_lost.check(promised, policy()) is None
+
+
+def test_out_of_memory_is_a_cause_of_its_own() -> None:
+    killed = change_worker(training(), "j-w1-0", pod={"exit_code": 137, "exit_reason": "OOMKilled"})
+    assert lost(killed).cause is Cause.OUT_OF_MEMORY
+    assert lost(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is Cause.WORKER_LOST
+
+
+class TestToldToEnd:
+    def test_its_own_word_comes_before_its_pod_shows_anything(self) -> None:
+        decision = lost(replace(training(), faults=(told_to_end("j-w1-0"),)))
+        (action,) = decision.actions
+        assert isinstance(action, ReplaceWorker)
+        assert (decision.class_, decision.first_sign, action.dead) == (Class.DISRUPTION, NOW - 3, False)
+        assert decision.message.endswith("its pod was told to end")
+        assert decision.settles == ("j-w1-0-terminating",)
+
+    def test_once_its_pod_has_ended_it_trains_no_more(self) -> None:
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 143})
+        (action,) = lost(replace(world, faults=(told_to_end("j-w1-0"),))).actions
+        assert isinstance(action, ReplaceWorker)
+        assert action.dead
+
+
+def test_it_explains_what_others_say_but_not_that_another_is_told_to_end() -> None:
+    world = change_worker(training(), "j-w1-0", gone=True)
+    leaving = told_to_end("j-w3-0")
+    spare = told_to_end("j-w4-0")
+    faults = (crash("j-w0-0", 0), crash("j-w1-0", 1), spare)
+    assert lost(replace(world, faults=faults)).settles == tuple(fault.name for fault in faults[:2])
+    both = lost(replace(world, faults=(*faults, leaving)))
+    assert set(both.settles) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"

@@ -1,0 +1,292 @@
+"""A pass's surroundings: under which rules, when the next one comes, what is said and how often, and how a job ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import Cause, Class, CleanPodPolicy, JobPhase, Mode, Outcome, RunPolicySpec, WantedMode
+from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.services import bookkeeping
+from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.services.operator import Operator
+from pacekeeper_operator.services.reconcile import (
+    IDLE_SECONDS,
+    STATUS_SECONDS,
+    clean_up,
+    close_incidents,
+    desk_for,
+    policy,
+    reconcile,
+)
+from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Incident, WantedQuarantine
+from tests.support.fake_cluster import FakeCluster
+from tests.support.still import Still
+from tests.support.worlds import NOW, change_members, crash, fresh, job, remediation, training
+from tests.support.written import INSTALLATION, written
+
+
+class Patched(FakeCluster):
+    """One that counts what is said of jobs, and how pods are deleted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[dict[str, Any]] = []
+        self.graces: dict[str, int | None] = {}
+
+    async def patch(self, kind: Any, name: str, body: Any, namespace: str = "", **named: Any) -> Any:
+        if kind is JOBS:
+            self.said.append(body["status"])
+        return await super().patch(kind, name, body, namespace, **named)
+
+    async def delete(
+        self, kind: Any, name: str, namespace: str = "", *, grace: int | None = None, **named: Any
+    ) -> None:
+        if kind is PODS:
+            self.graces[name] = grace
+        await super().delete(kind, name, namespace, **named)
+
+
+class Place:
+    """An operator that knows what there is, at one job. Time stands still unless it is moved."""
+
+    def __init__(self, world: Observation, settings: Settings | None = None) -> None:
+        self.cluster, self.world, self.runtime = Patched(), world, Still()
+        settings = settings or Settings(network_policies=False)
+        prometheus = Prometheus("", "", "")
+        self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, prometheus, self.runtime, paused="")
+        self.desk: Desk
+
+    async def open(self) -> Place:
+        await written(self.cluster, self.world)
+        for view in self.world.surroundings.nodes.values():
+            status = {"conditions": [{"type": "Ready", "status": "True" if view.ready else "False"}]}
+            self.cluster._store(
+                ("nodes", "", view.name), {"metadata": {"name": view.name, "uid": view.uid}, "status": status}
+            )
+        await self.operator.pods.read(self.cluster, ())
+        await self.operator.nodes.read(self.cluster, ())
+        self.desk = desk_for(self.operator, self.world.job, {})
+        for member in self.world.workers:
+            if member.heartbeat is not None:
+                self.desk.memory.contacts[member.name] = Contact(member.heartbeat, NOW, polling=1)
+        return self
+
+    async def step(self) -> float:
+        pause = await reconcile(self.operator, self.desk)
+        await self.desk.errands.settled()
+        await self.operator.pods.read(self.cluster, ())
+        return pause
+
+
+async def at(world: Observation, settings: Settings | None = None) -> Place:
+    return await Place(world, settings).open()
+
+
+class TestPolicy:
+    @pytest.mark.parametrize("own", [Mode.ACT, Mode.RECOMMEND])
+    @pytest.mark.parametrize("cap", [Mode.ACT, Mode.RECOMMEND])
+    async def test_a_job_acts_only_where_both_it_and_the_platform_say_so(self, own: Mode, cap: Mode) -> None:
+        place = Place(training(), Settings(mode=cap))
+        wish = job(remediation=remediation(mode=own))
+        assert (policy(place.operator, wish).mode is Mode.ACT) is (own is cap is Mode.ACT)
+
+
+class TestPause:
+    """Seconds until the next pass, if nothing wakes it before."""
+
+    async def test_a_job_that_trains_is_looked_at_with_prometheus(self) -> None:
+        place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
+        assert await place.step() == 3.0
+
+    async def test_one_that_recovers_or_has_news_soon(self) -> None:
+        place = await at(change_members(training(), first_step_at=0.0))
+        assert await place.step() == 0.5
+        assert place.desk.memory.phase is JobPhase.RECOVERING
+        place = await at(training())
+        place.desk.memory.faults.take(replace(crash("j-w1-0", 1), noticed_at=NOW), workers=5)
+        assert await place.step() == 0.5
+
+    async def test_one_that_is_suspended_when_pods_still_leave_or_hardly_ever(self) -> None:
+        world = training(job=job(suspend=True))
+        place = await at(world)
+        assert await place.step() <= 5.0
+        for key in [key for key in place.cluster.objects if key[0] == "pods"]:
+            del place.cluster.objects[key]
+        await place.operator.pods.read(place.cluster, ())
+        place.desk.memory.contacts.clear()
+        await place.step()
+        assert await place.step() == IDLE_SECONDS
+
+    @pytest.mark.parametrize(("ttl", "after", "pause"), [(None, 0, 5.0), (8, 5, 3.0), (8, 7.9, 0.5), (600, 0, 5.0)])
+    async def test_one_that_is_over_when_its_time_is(self, ttl: int | None, after: float, pause: float) -> None:
+        """Its pods still run."""
+        keeps = RunPolicySpec(ttl_seconds_after_finished=ttl, clean_pod_policy=CleanPodPolicy.NONE)
+        world = training(job=job(run_policy=keeps))
+        world = world.with_draft(world.draft.with_life(completed_at=NOW, stopped_at=NOW))
+        place = await at(world)
+        place.runtime.passed = after
+        assert await place.step() == pytest.approx(pause, abs=0.05)
+
+    async def test_and_hardly_ever_once_its_pods_have_ended(self) -> None:
+        world = training()
+        world = world.with_draft(world.draft.with_life(completed_at=NOW, stopped_at=NOW))
+        place = await at(world)
+        for (plural, _, _), body in place.cluster.objects.items():
+            if plural == "pods":
+                body["status"]["phase"] = "Succeeded"
+                body["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 100)
+        place.cluster.version += 200
+        await place.operator.pods.read(place.cluster, ())
+        assert await place.step() == IDLE_SECONDS
+
+
+class TestSaid:
+    async def test_figures_now_and_then_and_conditions_at_once(self) -> None:
+        place = await at(training())
+        await place.step()
+        first = len(place.cluster.said)
+        for _ in range(3):
+            await place.step()
+        assert len(place.cluster.said) == first, "nothing has changed"
+        contact = place.desk.memory.contacts["j-w0-0"]
+        contact.heartbeat = replace(contact.heartbeat, step=501)
+        place.runtime.passed = STATUS_SECONDS - 1
+        await place.step()
+        assert len(place.cluster.said) == first
+        place.runtime.passed = STATUS_SECONDS
+        await place.step()
+        assert len(place.cluster.said) == first + 1
+        place.operator.paused = "maintenance"
+        await place.step()
+        assert len(place.cluster.said) == first + 2
+
+    async def test_a_change_of_mode_is_an_event_and_nothing_else_of_the_plan_is(self) -> None:
+        world = training(job=job(sync_mode=WantedMode.EDIT))
+        place = await at(world)
+        await place.step()
+        await place.step()
+        (event,) = (body for key, body in place.cluster.objects.items() if key[0] == EVENTS.plural)
+        assert (event["reason"], event["note"]) == ("SyncModeChanged", "Sync → EDiT: spec.syncMode is EDiT")
+        assert place.desk.memory.draft is not None
+        version = place.desk.memory.draft.plan.version
+        place.desk.job = replace(place.desk.job, spec=replace(place.desk.job.spec, replicas=3))
+        await place.step()
+        assert place.desk.memory.draft.plan.version > version
+        assert len([key for key in place.cluster.objects if key[0] == EVENTS.plural]) == 1
+
+
+class TestSwept:
+    """Incidents that are over, and whose end is written in the cluster, need no bookkeeping any more."""
+
+    def over(self, name: str = "i") -> Incident:
+        known = Incident(name, Cause.HANG, Class.UNKNOWN, 1, "m", NOW - 9, NOW - 8, NOW - 7, applied=NOW - 7)
+        return replace(known, outcome=Outcome.RECOVERED, recovered=NOW - 1)
+
+    async def test_once_they_are_written(self) -> None:
+        world = training()
+        place = await at(world.with_draft(world.draft.with_incident(self.over())))
+        await place.step()
+        assert place.desk.told.keys() == {"i"}
+        await place.step()
+        assert place.desk.memory.draft is not None
+        assert place.desk.memory.draft.state.incidents.current == ()
+        assert place.desk.told == {}
+        assert len([key for key in place.cluster.objects if key[0] == INCIDENTS.plural]) == 1
+
+    async def test_one_that_blames_a_node_stays_until_it_is_known_what_became_of_that(self) -> None:
+        world = training()
+        wanted = WantedQuarantine("node-9", "nobody's", "why", "blaming", at=NOW)
+        draft = world.draft.with_incident(self.over("blaming")).with_incident(self.over())
+        place = await at(world.with_draft(draft.with_incidents(quarantines=(wanted,))))
+        await place.step()
+        assert place.desk.told.keys() == {"blaming", "i"}
+        await place.step()
+        assert place.desk.told.keys() == {"blaming"}, "its ruling is written first"
+        for _ in range(3):
+            await place.step()
+        assert place.desk.told == {}
+
+    async def test_an_open_one_stays(self) -> None:
+        world = change_members(training(), first_step_at=0.0)
+        open_ = replace(self.over(), outcome=None, recovered=None)
+        place = await at(world.with_draft(world.draft.with_incident(open_)))
+        for _ in range(3):
+            await place.step()
+        assert place.desk.memory.draft is not None
+        assert place.desk.memory.draft.state.incidents.open == (open_,)
+        assert place.desk.told == {"i": open_}
+
+
+class TestDeleted:
+    async def test_pods_that_nothing_takes_along_go_with_their_grace(self) -> None:
+        place = await at(training(2, 1))
+        place.desk.memory.draft = training(2, 1).draft
+        assert not await clean_up(place.operator, place.desk)
+        assert place.cluster.graces == {"j-w0-0": None, "j-w1-0": None, "j-w2-0": None}
+        assert await clean_up(place.operator, place.desk)
+
+    @pytest.mark.parametrize("why", ["not ready", "no such node", "overdue", "by force"])
+    async def test_what_nobody_will_confirm_is_struck_off(self, why: str) -> None:
+        world = training(2, 0)
+        draft = world.draft
+        nodes = dict(world.surroundings.nodes)
+        if why == "not ready":
+            nodes["node-1"] = replace(nodes["node-1"], ready=False)
+        elif why == "no such node":
+            del nodes["node-1"]
+        elif why == "by force":
+            draft = draft.with_worker(replace(draft.state.placement.workers[1], force=True))
+        place = await at(replace(world, surroundings=replace(world.surroundings, nodes=nodes)))
+        place.desk.memory.draft = draft
+        for (plural, _, name), body in place.cluster.objects.items():
+            if plural == "pods":
+                late = why == "overdue" and name == "j-w1-0"
+                body["metadata"]["finalizers"] = ["somebody's"]
+                body["metadata"]["deletionTimestamp"] = "1970-01-01T00:00:00Z" if late else "2200-01-01T00:00:00Z"
+        assert not await clean_up(place.operator, place.desk)
+        assert place.cluster.graces == {"j-w1-0": 0}, "the other one is going already"
+
+    async def test_a_pod_that_was_never_placed_is_on_no_lost_node(self) -> None:
+        world = training(1, 0)
+        world = world.with_draft(world.draft.with_worker(replace(world.state.placement.workers[0], node="")))
+        place = await at(world)
+        assert not await clean_up(place.operator, place.desk)
+        assert place.cluster.graces == {"j-w0-0": None}
+
+    async def test_open_incidents_are_closed_and_others_keep_their_outcome(self) -> None:
+        swept = TestSwept()
+        world = training()
+        draft = world.draft.with_incident(swept.over()).with_incident(replace(swept.over("open"), outcome=None))
+        place = await at(world.with_draft(draft))
+        await close_incidents(place.operator, place.desk)
+        found = {key[2]: body for key, body in place.cluster.objects.items() if key[0] == INCIDENTS.plural}
+        assert {name: body["status"]["outcome"] for name, body in found.items()} == {
+            "i": "Recovered",
+            "open": "Superseded",
+        }
+
+    async def test_of_a_job_of_which_nothing_was_ever_written_nothing_is_closed(self) -> None:
+        place = Place(fresh())
+        place.desk = desk_for(place.operator, fresh().job, {})
+        await close_incidents(place.operator, place.desk)
+        assert place.cluster.objects == {}
+
+
+async def test_what_somebody_else_has_written_is_read_before_the_next_pass() -> None:
+    place = await at(training())
+    await place.step()
+    memory = place.desk.memory
+    assert memory.draft is not None
+    other = JobMemory(place.world.job)
+    await bookkeeping.load(place.cluster, place.world.job, other)
+    await bookkeeping.write(place.cluster, place.world.job, other, memory.draft.with_life(completed_at=NOW - 1))
+    memory.resource_version = ""
+    await place.step()
+    assert memory.draft.state.life.completed_at == NOW - 1

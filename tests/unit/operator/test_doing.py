@@ -1,0 +1,252 @@
+"""How each effect is carried out: what is in the API server afterwards, and what people are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator import metrics
+from pacekeeper_operator.api import Cause, Class, Outcome, Remedy, Verdict
+from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS, POLICIES, QUARANTINES, Conflict, Kind, Object
+from pacekeeper_operator.effects import (
+    AskForQuarantine,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    Effect,
+    GuardNetwork,
+    TryTemplate,
+    WriteIncident,
+)
+from pacekeeper_operator.observation import Ruling
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.services.doing import SHOWS_SECONDS, TEMPLATE_SECONDS, carry_out
+from pacekeeper_operator.services.operator import Operator
+from pacekeeper_operator.services.reconcile import desk_for
+from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Incident, WantedQuarantine, Worker
+from tests.support.fake_cluster import FakeCluster
+from tests.support.still import Still
+from tests.support.worlds import NOW, training
+from tests.support.written import INSTALLATION
+
+
+class Cluster(FakeCluster):
+    """One that remembers how deletions were asked for, and gives a new object what the API server would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deletions: list[tuple[str, str, str, int | None]] = []
+        self.dry_runs = 0
+
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        self.dry_runs += dry_run
+        metadata = {"creationTimestamp": "2026-01-01T00:00:00Z", **body["metadata"]}
+        return await super().create(kind, {**body, "metadata": metadata}, dry_run=dry_run)
+
+    async def delete(
+        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None, **_: Any
+    ) -> None:
+        self.deletions.append((kind.plural, name, uid, grace))
+        await super().delete(kind, name, namespace, uid=uid)
+
+
+@dataclass
+class Bench:
+    """An operator at work on one job."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    operator: Operator = field(init=False)
+    desk: Desk = field(init=False)
+
+    def __post_init__(self) -> None:
+        world = training()
+        prometheus = Prometheus("", "", "")
+        self.operator = Operator(Settings(), self.cluster, Memory(0.0), INSTALLATION, prometheus, Still(), paused="")
+        self.desk = desk_for(self.operator, world.job, {})
+        self.desk.memory.draft = world.draft
+
+    async def do(self, effect: Effect) -> float:
+        return await carry_out(self.operator, self.desk, effect)
+
+    def events(self) -> list[tuple[str, str, str]]:
+        """Type, reason and note of each, oldest first."""
+        found = [body for (plural, _, _), body in self.cluster.objects.items() if plural == EVENTS.plural]
+        return [(body["type"], body["reason"], body["note"]) for body in found]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+class TestTemplate:
+    async def test_that_is_accepted_is_no_event(self, bench: Bench) -> None:
+        assert await bench.do(TryTemplate(1)) == TEMPLATE_SECONDS
+        assert bench.desk.memory.template is not None
+        assert (bench.desk.memory.template.rejection, bench.events()) == ("", [])
+        assert (bench.cluster.dry_runs, bench.cluster.objects) == (1, {})
+
+    async def test_that_is_refused_is_told_once(self, bench: Bench) -> None:
+        bench.desk.job = replace(bench.desk.job, spec=replace(bench.desk.job.spec, template={"spec": None}))
+        for _ in range(2):
+            await bench.do(TryTemplate(1))
+            assert bench.desk.memory.template is not None
+            words = bench.desk.memory.template.rejection
+            assert words.startswith("spec.template: is not a pod template")
+            assert bench.events() == [("Warning", "InvalidTemplate", words)]
+            bench.desk.memory.draft = training().draft.with_placement(template_rejected=1)
+        bench.desk.memory.draft = training().draft.with_placement(template_rejected=0)
+        await bench.do(TryTemplate(1))
+        assert len(bench.events()) == 2, "of this generation nobody has been told yet"
+
+    async def test_also_where_nothing_is_written_of_the_job_yet(self, bench: Bench) -> None:
+        bench.desk.job = replace(bench.desk.job, spec=replace(bench.desk.job.spec, template={"spec": None}))
+        bench.desk.memory.draft = None
+        await bench.do(TryTemplate(1))
+        assert len(bench.events()) == 1
+
+    async def test_one_that_has_changed_meanwhile_is_not_tried(self, bench: Bench) -> None:
+        assert await bench.do(TryTemplate(0)) == 0.0
+        assert (bench.desk.memory.template, bench.cluster.dry_runs) == (None, 0)
+
+
+class TestPods:
+    async def test_creation_is_repeatable(self, bench: Bench) -> None:
+        effect = CreatePod(Worker("j-w7-0", 7, 0))
+        assert await bench.do(effect) == SHOWS_SECONDS
+        assert await bench.do(effect) == SHOWS_SECONDS
+        assert [key for key in bench.cluster.objects if key[0] == PODS.plural] == [("pods", "ns", "j-w7-0")]
+
+    async def test_a_name_that_somebody_else_has_taken_is_told(self, bench: Bench) -> None:
+        metadata = {"name": "j-w7-0", "namespace": "ns", "uid": "u"}
+        await bench.cluster.create(PODS, {"metadata": metadata, "spec": {}, "status": {}})
+        with pytest.raises(kopf.TemporaryError, match="taken by a pod that is not this job's"):
+            await bench.do(CreatePod(Worker("j-w7-0", 7, 0)))
+
+    @pytest.mark.parametrize(("force", "grace"), [(True, 0), (False, None)])
+    async def test_deletion_is_of_this_very_pod(self, bench: Bench, force: bool, grace: int | None) -> None:
+        assert await bench.do(DeletePod("j-w1-0", "uid-1", force)) == SHOWS_SECONDS
+        assert bench.cluster.deletions == [("pods", "j-w1-0", "uid-1", grace)]
+
+
+async def test_a_job_is_deleted_by_its_uid(bench: Bench) -> None:
+    assert await bench.do(DeleteJob("u1d2c3")) == SHOWS_SECONDS
+    assert bench.cluster.deletions == [(JOBS.plural, "j", "u1d2c3", None)]
+
+
+class TestQuarantine:
+    async def test_what_became_of_the_node_is_told_when_it_changes(self, bench: Bench) -> None:
+        node = {"metadata": {"name": "node-1", "uid": "n1", "labels": {}}, "spec": {}, "status": {}}
+        bench.cluster._store(("nodes", "", "node-1"), node)
+        wanted = AskForQuarantine(WantedQuarantine("node-1", "n1", "XID 79", "i", at=NOW))
+        for _ in range(2):
+            assert await bench.do(wanted) > 0
+        ruling = bench.desk.memory.rulings["i"]
+        assert ruling.verdict is Verdict.SUSPECTED
+        assert [(kind, reason) for kind, reason, _ in bench.events()] == [("Normal", "QuarantineNode")]
+        assert (QUARANTINES.plural, "", "node-1") in bench.cluster.objects
+        bench.desk.memory.rulings["i"] = Ruling(Verdict.PAUSED, "remedies were paused")
+        await bench.do(wanted)
+        assert len(bench.events()) == 2
+
+
+class TestNetwork:
+    async def test_the_policy_is_made_and_put_right_and_otherwise_left_alone(self, bench: Bench) -> None:
+        def policy() -> dict[str, Any]:
+            (found,) = (body for key, body in bench.cluster.objects.items() if key[0] == POLICIES.plural)
+            return found
+
+        await bench.do(GuardNetwork(1))
+        made = policy()["metadata"]["resourceVersion"]
+        await bench.do(GuardNetwork(1))
+        assert policy()["metadata"]["resourceVersion"] == made
+        wanted = policy()["spec"]
+        policy()["spec"] = {**wanted, "ingress": [{}]}
+        await bench.do(GuardNetwork(1))
+        assert policy()["spec"] == wanted
+
+    async def test_one_that_another_operator_has_just_made_will_do(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def taken(*_: object, **__: object) -> Object:
+            raise Conflict("exists already")
+
+        monkeypatch.setattr(bench.cluster, "create", taken)
+        assert await bench.do(GuardNetwork(1)) > 0
+
+
+def incident(**changes: Any) -> Incident:
+    known = Incident("i", Cause.HANG, Class.UNKNOWN, 1, "rank 2 hangs", NOW - 9, NOW - 8, NOW - 7)
+    return replace(known, **changes)
+
+
+ACTED = {"remedy": str(Remedy.RESTART_RANKS), "applied": NOW - 7}
+
+
+class TestIncidents:
+    async def write(self, bench: Bench, now: Incident, before: Incident | None = None) -> list[tuple[str, str, str]]:
+        """What people are told by it."""
+        known = len(bench.events())
+        assert await bench.do(WriteIncident(now, before)) == 0.0
+        assert bench.desk.told[now.name] == now
+        assert (INCIDENTS.plural, "ns", "i") in bench.cluster.objects
+        return bench.events()[known:]
+
+    async def test_beginning_and_end_are_told_once(self, bench: Bench) -> None:
+        opened = incident(**ACTED)
+        (told,) = await self.write(bench, opened)
+        assert told == ("Warning", "IncidentOpened", "rank 2 hangs; applied: RestartRanks (i)")
+        assert await self.write(bench, replace(opened, evidence=("more",)), opened) == []
+        closed = replace(opened, outcome=Outcome.RECOVERED, recovered=NOW - 1)
+        (told,) = await self.write(bench, closed, opened)
+        assert told == ("Normal", "IncidentClosed", "i: Recovered 8.0 s after the first sign; rank 2 hangs")
+        assert await self.write(bench, replace(closed, quarantine="node-1 is quarantined"), closed) == []
+
+    async def test_one_that_is_over_before_it_is_written_is_told_as_such(self, bench: Bench) -> None:
+        over = incident(remedy=None, outcome=Outcome.RECOMMENDED)
+        assert await self.write(bench, over) == [("Normal", "IncidentClosed", "i: Recommended; rank 2 hangs")]
+
+    async def test_what_is_only_recommended_says_so(self, bench: Bench) -> None:
+        (told,) = await self.write(bench, incident(remedy=str(Remedy.REPLACE_WORKER)))
+        assert told[2] == "rank 2 hangs; recommended: ReplaceWorker (i)"
+
+    async def test_nothing_can_be_done(self, bench: Bench) -> None:
+        (told,) = await self.write(bench, incident())
+        assert told[2] == "rank 2 hangs; recommended: nothing (i)"
+
+    @pytest.mark.parametrize(
+        ("outcome", "kind"),
+        [(Outcome.FAILED, "Warning"), (Outcome.NOT_HELPED, "Warning"), (Outcome.SUPERSEDED, "Normal")],
+    )
+    async def test_what_did_not_help_is_a_warning(self, bench: Bench, outcome: Outcome, kind: str) -> None:
+        opened = incident(**ACTED)
+        await self.write(bench, opened)
+        (told,) = await self.write(bench, replace(opened, outcome=outcome), opened)
+        assert told[0] == kind
+
+    async def test_they_are_counted(self, bench: Bench) -> None:
+        def count(counter: Any, *labels: str) -> float:
+            return float(counter.labels(*labels)._value.get())
+
+        opened = (Cause.HANG, Class.UNKNOWN, "Act")
+        before = count(metrics.INCIDENTS, *opened), count(metrics.REMEDIES, Remedy.RESTART_RANKS)
+        await self.write(bench, incident(**ACTED))
+        await self.write(bench, incident(**ACTED, evidence=("more",)), incident(**ACTED))
+        after = count(metrics.INCIDENTS, *opened), count(metrics.REMEDIES, Remedy.RESTART_RANKS)
+        assert after == (before[0] + 1, before[1] + 1)
+
+    async def test_only_remedies_that_were_applied_are_counted(self, bench: Bench) -> None:
+        def remedies() -> float:
+            return sum(sample.value for metric in metrics.REMEDIES.collect() for sample in metric.samples)
+
+        before = remedies()
+        await self.write(bench, incident(remedy=str(Remedy.RESTART_RANKS)))
+        bench.cluster.objects.clear()
+        await self.write(bench, incident(applied=NOW))
+        assert remedies() == pytest.approx(before, abs=0.5)

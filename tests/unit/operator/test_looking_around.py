@@ -1,0 +1,269 @@
+"""What an operator does beside its jobs: it asks Prometheus, looks whether it is paused, and expires incidents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_operator import metrics
+from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, JobPhase, format_time
+from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, Kind, Object
+from pacekeeper_operator.observation import NOT_ASKED
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.prometheus import Prometheus, Sample, Slowest
+from pacekeeper_operator.services import incidents
+from pacekeeper_operator.services.operator import (
+    FIRST_WORD_SECONDS,
+    MISSED_EVENTS,
+    PAUSE,
+    PAUSE_UNKNOWN,
+    RETENTION_SECONDS,
+    STALE_SECONDS,
+    Operator,
+)
+from pacekeeper_operator.settings import Settings
+from tests.support.fake_cluster import FakeCluster
+from tests.support.virtual_time import Timeline, VirtualRuntime
+from tests.support.worlds import NOW, training
+from tests.support.written import INSTALLATION
+
+SAMPLE_SECONDS = 2.0
+
+
+class Cluster(FakeCluster):
+    """One that counts what is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[str] = []
+        self.away = False
+
+    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+        self.looks.append(kind.plural)
+        if self.away:
+            raise kopf.TemporaryError("the API server does not answer")
+        return await super().find(kind, name, namespace)
+
+    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Any:
+        self.looks.append(f"all {kind.plural}{f' of {namespace}' if namespace else ''}")
+        return await super().listing(kind, namespace, **named)
+
+
+class Asked(Prometheus):
+    """Answers at once, and remembers when it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__("", "", "")
+        self.times: list[float] = []
+        self.trouble = ""
+
+    async def sample(self, now: float) -> Sample:
+        self.times.append(now)
+        return Sample(now, unavailable=self.trouble)
+
+
+class Place:
+    def __init__(self, **settings: Any) -> None:
+        self.cluster, self.prometheus, self.timeline = Cluster(), Asked(), Timeline()
+        self.runtime = VirtualRuntime(self.timeline)
+        self.memory = Memory(self.runtime.now())
+        values = {"namespace": "system", "sample_seconds": SAMPLE_SECONDS, **settings}
+        self.operator = Operator(
+            Settings(**values), self.cluster, self.memory, INSTALLATION, self.prometheus, self.runtime
+        )
+
+    def job(self, phase: JobPhase | None) -> None:
+        self.memory.of(training().job).phase = phase
+
+    async def pause(self, **body: Any) -> None:
+        await self.cluster.create(CONFIG_MAPS, {"metadata": {"name": PAUSE, "namespace": "system"}, **body})
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+class Watching:
+    """Runs `watch_over` while it is entered."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    async def __aenter__(self) -> Place:
+        self.task = self.place.runtime.start(self.place.operator.watch_over(), "watch over")
+        return self.place
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not self.task.done()
+        self.task.cancel()
+
+
+class TestPaused:
+    async def test_nobody_may_act_before_somebody_has_looked(self, place: Place) -> None:
+        assert place.operator.paused == PAUSE_UNKNOWN
+        place.cluster.away = True
+        async with Watching(place):
+            await place.timeline.run(1)
+            assert place.operator.paused == PAUSE_UNKNOWN
+            place.cluster.away = False
+            await place.timeline.run(SAMPLE_SECONDS)
+            assert place.operator.paused == ""
+
+    async def test_it_is_looked_at_now_and_then(self, place: Place) -> None:
+        async with Watching(place):
+            await place.timeline.run(10 * SAMPLE_SECONDS)
+        assert 3 <= place.cluster.looks.count(CONFIG_MAPS.plural) <= 5
+
+    async def test_by_whom_and_why(self, place: Place) -> None:
+        async with Watching(place):
+            await place.timeline.run(1)
+            assert place.operator.paused == ""
+            await place.pause(data={"reason": "a fire drill"})
+            await place.timeline.run(4 * SAMPLE_SECONDS)
+        assert place.operator.paused == "remedies are paused by ConfigMap system/pacekeeper-pause: a fire drill"
+
+    @pytest.mark.parametrize("body", [{}, {"data": None}, {"data": {}}])
+    async def test_nobody_need_say_why(self, place: Place, body: dict[str, Any]) -> None:
+        await place.pause(**body)
+        async with Watching(place):
+            await place.timeline.run(1)
+        assert place.operator.paused.endswith("no reason given")
+
+    async def test_by_the_settings_whatever_else_there_is(self) -> None:
+        place = Place(paused=True)
+        await place.pause(data={"reason": "a fire drill"})
+        async with Watching(place):
+            await place.timeline.run(1)
+        assert place.operator.paused == "remedies are paused by the operator's settings"
+
+    async def test_jobs_are_woken_when_it_changes_and_only_then(self, place: Place) -> None:
+        place.job(JobPhase.RUNNING)
+        wake = place.memory.of(training().job).wake
+        async with Watching(place):
+            await place.timeline.run(1)
+            assert wake.is_set(), "it was not known before"
+            wake.clear()
+            await place.timeline.run(10 * SAMPLE_SECONDS)
+            assert not wake.is_set()
+            await place.pause()
+            await place.timeline.run(4 * SAMPLE_SECONDS)
+            assert wake.is_set()
+
+
+class TestPrometheus:
+    @pytest.mark.parametrize(
+        ("phase", "asked"),
+        [
+            (JobPhase.PENDING, True),
+            (JobPhase.STARTING, True),
+            (JobPhase.RUNNING, True),
+            (JobPhase.RECOVERING, True),
+            (JobPhase.SUSPENDED, False),
+            (JobPhase.COMPLETE, False),
+            (JobPhase.FAILED, False),
+            (None, False),
+        ],
+    )
+    async def test_is_asked_while_some_job_is_active(self, place: Place, phase: JobPhase | None, asked: bool) -> None:
+        place.job(phase)
+        async with Watching(place):
+            await place.timeline.run(4 * SAMPLE_SECONDS + 1)
+        assert len(place.prometheus.times) == (5 if asked else 0)
+
+    @pytest.mark.parametrize(("trouble", "up"), [("", 1.0), ("it does not answer", 0.0)])
+    async def test_whether_it_answers_is_measured(self, place: Place, trouble: str, up: float) -> None:
+        place.job(JobPhase.RUNNING)
+        place.prometheus.trouble = trouble
+        async with Watching(place):
+            await place.timeline.run(1)
+        assert metrics.PROMETHEUS_UP._value.get() == up
+
+    async def test_what_it_said_long_ago_is_no_news(self, place: Place) -> None:
+        job = training().job
+        at = place.runtime.now()
+        place.operator.sample = Sample(at, {"pace": {("ns", "j"): 2.0}}, unavailable="")
+        assert place.operator.figures(job, at + STALE_SECONDS).pace == 2.0
+        assert place.operator.figures(job, at + STALE_SECONDS + 1).unavailable == NOT_ASKED
+
+    async def test_a_pod_speaks_for_its_own_ranks(self, place: Place) -> None:
+        world = training()
+        at = place.runtime.now()
+
+        def slowest(pod: str, rank: int) -> int | None:
+            place.operator.sample = Sample(at, slowest={("ns", "j"): Slowest(pod, rank)}, unavailable="")
+            return place.operator.figures(world.job, at).slowest_rank
+
+        assert slowest("j-w2-0", 2) is None, "nobody is known to hold a rank"
+        place.memory.of(world.job)
+        assert slowest("j-w2-0", 2) is None, "nor is it while no plan is read"
+        place.memory.of(world.job).draft = world.draft
+        assert slowest("j-w2-0", 2) == 2
+        assert slowest("j-w2-0", 3) is None
+        place.memory.of(world.job).draft = replace(world.draft, plan=Plan())
+        assert slowest("j-w2-0", 2) is None
+
+
+class TestBlind:
+    def test_a_watch_that_has_told_something_lives(self, place: Place) -> None:
+        start = place.memory.started_at
+        assert place.operator.blind(start + FIRST_WORD_SECONDS) == ""
+        assert "no watch has told anything" in place.operator.blind(start + FIRST_WORD_SECONDS + 1)
+        place.operator.nodes.heard = True
+        assert place.operator.blind(start + FIRST_WORD_SECONDS + 1) == ""
+        place.operator.pods.unheard = MISSED_EVENTS - 1
+        assert place.operator.blind(start) == ""
+        place.operator.pods.unheard = MISSED_EVENTS
+        assert "the watch of pods is dead" in place.operator.blind(start)
+
+
+class TestResync:
+    async def test_lists_every_minute_and_sooner_where_that_failed(self, place: Place) -> None:
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(1)
+        assert place.cluster.looks == ["all nodes", "all pods"]
+        await place.operator.know()
+        place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
+        await place.timeline.run(60)
+        assert place.cluster.looks[2:] == ["all nodes"]
+        await place.timeline.run(3)
+        assert place.cluster.looks[3:] == ["all nodes", "all pods"]
+        assert not task.done()
+        task.cancel()
+
+
+class TestRetention:
+    @pytest.fixture
+    async def kept(self, place: Place) -> Place:
+        """Incidents of two namespaces: some whose time is over, some whose is not, some without one."""
+        for namespace in ("ns", "other"):
+            for name, until in (("old", NOW - 1), ("new", NOW + 1), ("for-ever", None)):
+                annotations = {} if until is None else {ANNOTATION_RETAIN_UNTIL: format_time(until)}
+                metadata = {"name": name, "namespace": namespace, "annotations": annotations}
+                await place.cluster.create(INCIDENTS, {"metadata": metadata})
+        return place
+
+    def left(self, place: Place) -> set[tuple[str, str]]:
+        return {key[1:] for key in place.cluster.objects if key[0] == INCIDENTS.plural}
+
+    async def test_those_whose_time_is_over_go(self, kept: Place) -> None:
+        await incidents.expire(kept.cluster, (), NOW)
+        assert self.left(kept) == {(place, name) for place in ("ns", "other") for name in ("new", "for-ever")}
+
+    async def test_in_namespaces_that_the_operator_serves(self, kept: Place) -> None:
+        await incidents.expire(kept.cluster, ("ns",), NOW)
+        assert ("other", "old") in self.left(kept)
+        assert ("ns", "old") not in self.left(kept)
+
+    async def test_they_are_looked_for_at_the_start_and_every_ten_minutes(self, place: Place) -> None:
+        async with Watching(place):
+            await place.timeline.run(SAMPLE_SECONDS)
+            assert place.cluster.looks.count("all incidents") == 1
+            await place.timeline.run(RETENTION_SECONDS - 2 * SAMPLE_SECONDS)
+            assert place.cluster.looks.count("all incidents") == 1
+            await place.timeline.run(4 * SAMPLE_SECONDS)
+            assert place.cluster.looks.count("all incidents") == 2

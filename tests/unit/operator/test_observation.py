@@ -1,0 +1,130 @@
+"""What follows at once from what was observed: costs, prices, names, and where a round's members meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.price import Option
+from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_operator import rounds
+from pacekeeper_operator.api import Cause, Remedy
+from pacekeeper_operator.decide.pricing import choose_at_standstill, replace_option, restart_option, written
+from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Metrics, Observation
+from pacekeeper_operator.subject import Subject
+from tests.support.worlds import NOW, change_members, change_worker, crash, job, policy, training
+
+
+class TestRefused:
+    def test_is_what_any_of_the_ranks_says(self) -> None:
+        assert training().refused == ""
+        world = change_worker(training(), "j-w2-0", heartbeat={"refused": "shares sum to 33"})
+        silent = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
+        assert replace(world, workers=silent).refused == world.refused == "shares sum to 33"
+
+
+class TestRestartCost:
+    def of(self, world: Observation | None = None, **heartbeat: Any) -> float:
+        world = change_members(world or training(), **heartbeat)
+        return world.restart_cost() - world.restart_seconds
+
+    def test_is_what_was_trained_since_the_state_was_kept(self) -> None:
+        assert self.of(checkpoint_step=490) == pytest.approx(1.0)
+        assert self.of(checkpoint_step=490, snapshot_step=495) == pytest.approx(0.5)
+        assert self.of(checkpoint_step=-1) == pytest.approx(50.0), "from the beginning"
+
+    @pytest.mark.parametrize("checkpoint", [500, 501])
+    def test_nothing_is_lost_where_nothing_was_trained_since(self, checkpoint: int) -> None:
+        assert self.of(checkpoint_step=checkpoint, checkpoint_age_seconds=700.0) == 0.0
+        unmeasured = replace(training(), metrics=Metrics())
+        assert self.of(unmeasured, checkpoint_step=checkpoint, checkpoint_age_seconds=700.0) == 0.0
+
+    @pytest.mark.parametrize(("snapshot", "lost"), [(489, 700.0), (490, 700.0), (491, 0.0)])
+    def test_without_the_time_of_a_step_by_the_age_of_the_checkpoint(self, snapshot: int, lost: float) -> None:
+        unmeasured = replace(training(), metrics=Metrics())
+        assert self.of(unmeasured, snapshot_step=snapshot, checkpoint_age_seconds=700.0) == lost
+
+
+class TestClocks:
+    @pytest.mark.parametrize(("ago", "young"), [(0.0, True), (1.9, True), (2.0, False), (-0.1, False)])
+    def test_what_is_dated_in_the_future_is_not_young(self, ago: float, young: bool) -> None:
+        assert training().is_younger(crash("j-w1-0", 1, noticed_at=NOW - ago), 2.0) is young
+
+
+class TestViews:
+    def warm(self, pod: dict[str, Any] | None = None, **changes: Any) -> bool:
+        view = change_worker(training(), "j-w4-0", pod=pod, **changes).worker("j-w4-0")
+        assert view is not None
+        return view.warm
+
+    def test_who_is_warm_can_take_ranks_at_once(self) -> None:
+        assert self.warm()
+        assert self.warm(silent_seconds=FRESH_SECONDS)
+        assert not self.warm(silent_seconds=FRESH_SECONDS + 0.1)
+        assert not self.warm({"address": ""})
+        assert not self.warm({"deleting": True})
+        assert not self.warm({"phase": "Failed"})
+        assert not self.warm(heartbeat={"state": LauncherState.STARTING})
+        assert not self.warm(heartbeat={"launcher_silent_seconds": FROZEN_SECONDS})
+
+
+class TestPrices:
+    def test_a_remedy_that_is_not_allowed_is_refused_by_name(self) -> None:
+        none = policy(allow=frozenset())
+        assert "allow" in restart_option(training(), none).refused
+        assert "allow" in replace_option(training(), none).refused
+        assert restart_option(training(), policy()).refused == ""
+        assert replace_option(training(spares=0), policy()).refused == "no spare is warm"
+
+    def test_the_chosen_one_is_marked(self) -> None:
+        choice = choose_at_standstill((Option(Remedy.RESTART_RANKS, 5.0, 1.0), Option(Remedy.REPLACE_WORKER, 9.0, 1.0)))
+        assert [(price.name, price.chosen) for price in written(choice.prices, choice.chosen)] == [
+            (Remedy.RESTART_RANKS, True),
+            (Remedy.REPLACE_WORKER, False),
+        ]
+        assert not any(price.chosen for price in written(choice.prices, None))
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("subject", "name"),
+        [
+            (Subject(Cause.HANG, 3), "j-r3-hang-u1d2c"),
+            (Subject(Cause.HANG, 3, number=2), "j-r3-hang-2-u1d2c"),
+            (Subject(Cause.STRAGGLER, 3, rank=0), "j-r3-straggler-rank0-u1d2c"),
+            (Subject(Cause.WORKER_LOST, 3, worker="j-w1-0", rank=1), "j-r3-worker-lost-w1-0-u1d2c"),
+        ],
+    )
+    def test_of_incidents(self, subject: Subject, name: str) -> None:
+        assert subject.incident_name(job()) == name
+        assert subject.number_of(name, job()) == subject.number
+        assert replace(subject, round=4).number_of(name, job()) == 0
+
+
+class TestRounds:
+    def test_other_members_start_with_equal_shares_and_what_these_refused_is_forgotten(self) -> None:
+        world = training()
+        draft = world.draft.with_plan(shares=(6, 8, 9, 9))
+        draft = draft.with_adaptation(shares_refusal="no", tolerated_pace=2.0, tolerated_behind=1.5)
+        world = world.with_draft(draft)
+        same = rounds.begin(world, world.plan.members)
+        adaptation = same.state.adaptation
+        assert same.plan.shares == (6, 8, 9, 9)
+        assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("no", 2.0, 1.5)
+        fewer = rounds.begin(world, world.plan.members[:3])
+        adaptation = fewer.state.adaptation
+        assert fewer.plan.shares is None
+        assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("", 0.0, 0.0)
+
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_who_has_not_said_where_it_can_be_met_is_met_where_it_always_was(self, silent: bool) -> None:
+        world = training()
+        if silent:
+            views = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
+        else:
+            views = world.workers[1:]
+        plan = rounds.begin(replace(world, workers=views), world.plan.members).plan
+        assert (plan.store_port, plan.secret) == (Plan.store_port, "")

@@ -1,0 +1,297 @@
+"""NodeQuarantines as they are carried out: what is written when others write too, and that nodes are handed back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Mode, ObjectRef, QuarantinePhase, Verdict
+from pacekeeper_operator.cluster import (
+    EVENTS,
+    NODES,
+    PODS,
+    QUARANTINES,
+    Conflict,
+    Denied,
+    Kind,
+    Listing,
+    NotFound,
+    Object,
+)
+from pacekeeper_operator.decide.node_steps import Node, Quarantine
+from pacekeeper_operator.services import quarantine as service
+from pacekeeper_operator.services.quarantine import Blame, release_all, suspect, watch_over
+from pacekeeper_operator.settings import Settings
+from tests.support.fake_cluster import FakeCluster
+from tests.support.virtual_time import Timeline, VirtualRuntime
+
+SETTINGS = Settings(namespace="system", quarantine_mode=Mode.ACT, quarantine_max_share=1.0)
+MARKS = {"unschedulable": True, "taints": [{"key": TAINT_QUARANTINE, "effect": "NoSchedule"}]}
+OURS = [
+    {"manager": FIELD_MANAGER_CORDON, "operation": "Apply", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}},
+]
+
+
+class Cluster(FakeCluster):
+    """Three nodes; what is listed is counted, and what must not be seen is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[str] = []
+        self.hidden: dict[str, Exception] = {}  # kinds that may not be listed
+        for n in (1, 2, 3):
+            self.node(f"node-{n}")
+
+    def node(self, name: str, *, marked: bool = False, ready: bool = True, gpus: int = 0) -> None:
+        metadata: Object = {"name": name, "uid": f"uid-{name}", "labels": {}}
+        status = {
+            "conditions": [{"type": "Ready", "status": str(ready)}],
+            "allocatable": {"nvidia.com/gpu": str(gpus)},
+        }
+        if marked:
+            metadata["managedFields"] = OURS
+        self._store(("nodes", "", name), {"metadata": metadata, "spec": MARKS if marked else {}, "status": status})
+
+    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
+        self.lists.append(kind.plural)
+        if kind.plural in self.hidden:
+            raise self.hidden[kind.plural]
+        return await super().listing(kind, namespace, **named)
+
+    def marked(self) -> set[str]:
+        nodes = (body for (plural, _, _), body in self.objects.items() if plural == NODES.plural)
+        return {body["metadata"]["name"] for body in nodes if Node.parse(body).marked}
+
+    def quarantines(self) -> dict[str, Quarantine]:
+        found = (body for (plural, _, _), body in self.objects.items() if plural == QUARANTINES.plural)
+        return {body["metadata"]["name"]: Quarantine.parse(body) for body in found}
+
+    def events(self, kind: str = "") -> list[tuple[str, str, str]]:
+        """Reason, type and note of those about objects of this kind (any)."""
+        found = [body for (plural, _, _), body in self.objects.items() if plural == EVENTS.plural]
+        return [(b["reason"], b["type"], b["note"]) for b in found if kind in ("", b["regarding"]["kind"])]
+
+
+class Place:
+    def __init__(self) -> None:
+        self.cluster, self.timeline = Cluster(), Timeline()
+        self.runtime = VirtualRuntime(self.timeline)
+
+    def blame(self, node: str = "node-1", **changes: Any) -> Blame:
+        said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
+        return replace(said, **changes)
+
+    async def suspect(self, blame: Blame | None = None, settings: Settings = SETTINGS) -> Verdict:
+        return (await suspect(self.cluster, self.runtime, settings, blame or self.blame())).verdict
+
+    async def by_hand(self, name: str = "node-1", *, approved: bool = True, reason: str = "it smells") -> None:
+        spec = {"reason": reason, "approved": approved}
+        await self.cluster.create(QUARANTINES, {"metadata": {"name": name}, "spec": spec})
+
+    async def reconcile(self, name: str = "node-1", settings: Settings = SETTINGS) -> float:
+        return await service.reconcile(self.cluster, self.runtime, settings, name)
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+class TestSuspect:
+    async def test_an_answer_for_a_node_that_was_made_anew_is_none(self, place: Place) -> None:
+        assert await place.suspect() is Verdict.SUSPECTED
+        assert await place.suspect(place.blame(uid="another")) is Verdict.RELEASING
+        assert len(place.cluster.quarantines()["node-1"].spec.signs) == 1
+
+    async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:
+        await place.by_hand()
+        before = place.cluster.version
+        assert await place.suspect() is Verdict.QUARANTINED
+        assert place.cluster.version == before
+
+    async def test_the_same_word_is_written_once(self, place: Place) -> None:
+        blame = place.blame()
+        await place.suspect(blame)
+        before = place.cluster.version
+        await place.suspect(blame)
+        assert place.cluster.version == before
+
+    async def test_of_two_who_are_the_first_both_get_an_answer(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await place.suspect()
+        find = place.cluster.find
+
+        async def blind_once(kind: Kind, name: str, namespace: str = "") -> Object | None:
+            return None if kind is QUARANTINES else await find(kind, name, namespace)
+
+        monkeypatch.setattr(place.cluster, "find", blind_once)
+        assert await place.suspect(place.blame(incident=ObjectRef("j", "team-b"))) is Verdict.SUSPECTED
+        assert [sign.namespace for sign in place.cluster.quarantines()["node-1"].spec.signs] == ["team-a"]
+
+    async def test_while_remedies_are_paused_by_the_settings_nothing_is_raised(self, place: Place) -> None:
+        paused = replace(SETTINGS, paused=True)
+        assert await place.suspect(settings=paused) is Verdict.PAUSED
+        assert place.cluster.quarantines() == {}
+
+
+class TestReconcile:
+    async def test_there_is_nothing_to_do_for_one_that_is_not_there(self, place: Place) -> None:
+        assert await place.reconcile() == math.inf
+
+    async def test_a_quarantine_by_hand_marks_the_node_and_tells_both_why(self, place: Place) -> None:
+        await place.by_hand()
+        assert await place.reconcile() > 0
+        assert place.cluster.marked() == {"node-1"}
+        (of_node,) = place.cluster.events("Node")
+        (of_quarantine,) = place.cluster.events("NodeQuarantine")
+        assert of_node == of_quarantine
+        assert of_node[:2] == ("NodeQuarantined", "Warning")
+        assert of_node[2].endswith("(it smells)")
+        regarding = [body["regarding"] for key, body in place.cluster.objects.items() if key[0] == EVENTS.plural]
+        assert {(one["kind"], one["apiVersion"]) for one in regarding} == {
+            ("Node", "v1"),
+            ("NodeQuarantine", "pacekeeper.dev/v1alpha1"),
+        }
+
+    async def test_a_mark_that_is_taken_away_comes_back_with_a_warning(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile()
+        place.cluster.objects["nodes", "", "node-1"]["spec"]["taints"] = []
+        await place.reconcile()
+        assert place.cluster.marked() == {"node-1"}
+        assert ("QuarantineRestored", "Warning") in {event[:2] for event in place.cluster.events("Node")}
+
+    async def test_only_where_a_node_may_be_touched_is_the_cluster_looked_at(self, place: Place) -> None:
+        await place.by_hand("node-2")
+        await place.reconcile("node-2")
+        assert place.cluster.lists == []
+        await place.suspect(place.blame(weak=True))
+        await place.reconcile()
+        assert place.cluster.lists == ["nodequarantines"]
+        place.cluster.lists.clear()
+        place.cluster.node("node-3", ready=False)
+        await place.suspect(place.blame("node-3"))
+        await place.reconcile("node-3")
+        assert "nodes" in place.cluster.lists
+
+    async def test_one_that_cannot_be_read_does_not_hide_the_others(self, place: Place) -> None:
+        await place.cluster.create(QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
+        await place.suspect()
+        await place.reconcile()
+        assert [key[2][:6] for key in place.cluster.objects if key[0] == PODS.plural] == ["probe-"]
+
+
+class TestProbe:
+    async def probe(self, place: Place, gpus: int, *, share: bool = True) -> Object:
+        place.cluster.node("node-1", gpus=gpus)
+        if share:
+            await place.suspect()
+        else:
+            await place.by_hand()
+        await place.reconcile()
+        if not share:
+            place.timeline.now += 3600.0
+            await place.reconcile()
+        (body,) = (body for (plural, _, _), body in place.cluster.objects.items() if plural == PODS.plural)
+        container: Object = body["spec"]["containers"][0]
+        return container
+
+    async def test_a_node_without_gpus_is_asked_for_none(self, place: Place) -> None:
+        container = await self.probe(place, 0)
+        assert container["command"][-1] == "--gpus=0"
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+    async def test_where_pods_may_not_be_seen_one_gpu_is_asked_for(self, place: Place) -> None:
+        place.cluster.hidden["pods"] = Denied("pods is forbidden")
+        assert (await self.probe(place, 8))["command"][-1] == "--gpus=1"
+
+    async def test_a_node_that_is_held_has_all_its_gpus_for_the_probe(self, place: Place) -> None:
+        """Nobody else is there: it decides about the release."""
+        place.cluster.hidden["pods"] = Denied("pods is forbidden")
+        assert (await self.probe(place, 8, share=False))["command"][-1] == "--gpus=8"
+
+
+class TestReleaseAll:
+    async def test_marks_without_a_quarantine_are_swept(self, place: Place) -> None:
+        place.cluster.node("node-2", marked=True)
+        await release_all(place.cluster, place.runtime, 30)
+        assert place.cluster.marked() == set()
+        assert [event[:2] for event in place.cluster.events()] == [("NodeReleased", "Normal")]
+
+    async def test_where_the_definitions_are_gone_nothing_is_left(self, place: Place) -> None:
+        place.cluster.hidden["nodequarantines"] = NotFound("the server could not find the requested resource")
+        await release_all(place.cluster, place.runtime, 30)
+
+    async def test_what_is_left_after_the_time_is_named(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile()
+        place.cluster.objects[QUARANTINES.plural, "", "node-1"]["metadata"]["finalizers"].append("somebody's")
+        task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30))
+        await place.timeline.run(31)
+        with pytest.raises(TimeoutError, match="not released within 30 s: node-1"):
+            await task
+        assert place.cluster.marked() == set(), "the node is, at least"
+
+
+class TestWatchOver:
+    async def run(self, place: Place, seconds: float, changed: asyncio.Event | None = None) -> None:
+        watching = watch_over(place.cluster, place.runtime, SETTINGS, changed or asyncio.Event())
+        task = place.runtime.start(watching, "quarantines")
+        await place.timeline.run(seconds)
+        assert not task.done()
+        task.cancel()
+
+    async def test_marks_that_nobody_answers_for_are_swept_once_at_the_start(self, place: Place) -> None:
+        place.cluster.node("node-2", marked=True)
+        place.cluster.node("node-3", marked=True)
+        await place.by_hand("node-3")
+        await self.run(place, 200)
+        assert place.cluster.marked() == {"node-3"}
+        assert place.cluster.lists.count("nodes") == 1
+
+    async def test_the_sweep_is_tried_again_until_it_is_done(self, place: Place) -> None:
+        place.cluster.node("node-2", marked=True)
+        place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
+        await self.run(place, 1)
+        assert place.cluster.marked() == {"node-2"}
+        await self.run(place, 10)
+        assert place.cluster.marked() == set()
+
+    async def test_a_bug_of_ours_ends_nothing(self, place: Place) -> None:
+        place.cluster.hidden["nodes"] = ZeroDivisionError("a bug of ours")
+        await self.run(place, 20)
+        assert place.cluster.lists.count("nodes") > 2
+
+    async def test_a_change_is_looked_at_at_once(self, place: Place) -> None:
+        changed = asyncio.Event()
+        watching = place.runtime.start(watch_over(place.cluster, place.runtime, SETTINGS, changed), "quarantines")
+        await place.timeline.run(1)
+        await place.by_hand()
+        await place.timeline.run(1)
+        assert place.cluster.marked() == set(), "nobody has told of it"
+        changed.set()
+        await place.timeline.run(1)
+        assert place.cluster.marked() == {"node-1"}
+        watching.cancel()
+
+    async def test_two_writers_end_in_one_state(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        await place.by_hand()
+        patch = place.cluster.patch
+        refused: list[str] = []
+
+        async def refuses_once(kind: Kind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
+            if kind is QUARANTINES and not refused:
+                refused.append(name)
+                raise Conflict("somebody else has written")
+            return await patch(kind, name, body, namespace, **named)
+
+        monkeypatch.setattr(place.cluster, "patch", refuses_once)
+        await place.reconcile()
+        assert place.cluster.marked() == {"node-1"}
+        assert place.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.ACTIVE

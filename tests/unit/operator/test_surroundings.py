@@ -1,0 +1,250 @@
+"""What other jobs, the memory of what was said, and the operator's own probes add to what is known of a job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reports import Evidence, Heartbeat
+from pacekeeper_operator.api import Cause, Class, JobPhase, Verdict
+from pacekeeper_operator.observation import HEARD_SECONDS, Metrics, PodView, Ruling, Surroundings
+from pacekeeper_operator.observe import reachability
+from pacekeeper_operator.observe.gather import HUNG_SECONDS, SUSPECT_SECONDS, observe, surroundings
+from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
+from pacekeeper_operator.observe.views import view_node
+from pacekeeper_operator.state import Draft, Incident, Past, Placement, State, WantedQuarantine
+from tests.support.worlds import NOW, crash, job, training
+
+MINE = replace(job(), uid="mine", name="mine", created_at=NOW)
+ATTEMPTED = Draft(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
+
+
+def around(*others: JobMemory, mine: Draft = ATTEMPTED) -> Surroundings:
+    memory = Memory(0.0)
+    for other in others:
+        assert other.job is not None
+        known = memory.of(other.job)
+        known.draft, known.phase, known.contacts = other.draft, other.phase, other.contacts
+    return surroundings(memory, MINE, mine, (), NOW)
+
+
+def other(draft: Draft | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any) -> JobMemory:
+    values: dict[str, Any] = {"name": "other", "uid": "other", "created_at": NOW - 100}
+    return JobMemory(replace(job(), **(values | changes)), draft, phase=phase)
+
+
+def with_past(*past: Past) -> Draft:
+    return ATTEMPTED.with_incidents(past=past)
+
+
+class TestTurns:
+    def test_an_older_job_that_waits_too_goes_first(self) -> None:
+        assert around(other()).older_job_waits == "other"
+
+    @pytest.mark.parametrize(
+        "differs",
+        [
+            other(None),
+            other(phase=JobPhase.RUNNING),
+            other(spec=replace(job().spec, suspend=True)),
+            other(generation=2),
+            other(ATTEMPTED.with_placement(attempts=0)),
+            other(ATTEMPTED.with_placement(attempts=3)),
+            other(ATTEMPTED.with_plan(members=training().plan.members)),
+            other(namespace="another"),
+        ],
+        ids=[
+            "nothing is written of it",
+            "it trains",
+            "it is suspended",
+            "its template is not accepted",
+            "it has not failed yet",
+            "it has failed more often",
+            "it has members",
+            "it is another tenant's",
+        ],
+    )
+    def test_other_jobs_do_not(self, differs: JobMemory) -> None:
+        assert around(differs).older_job_waits == ""
+
+    def test_nor_a_younger_one_nor_itself(self) -> None:
+        younger = other()
+        assert younger.job is not None
+        assert (
+            around(
+                JobMemory(replace(younger.job, created_at=NOW + 1), ATTEMPTED, phase=JobPhase.PENDING)
+            ).older_job_waits
+            == ""
+        )
+        itself = JobMemory(MINE, ATTEMPTED, phase=JobPhase.PENDING)
+        assert around(itself).older_job_waits == ""
+        elder = JobMemory(replace(MINE, created_at=NOW - 9), ATTEMPTED, phase=JobPhase.PENDING)
+        assert around(elder).older_job_waits == "", "the same job, as it is known there"
+
+    def test_a_first_attempt_and_a_job_with_members_wait_for_nobody(self) -> None:
+        assert around(other(), mine=ATTEMPTED.with_placement(attempts=0)).older_job_waits == ""
+        assert around(other(), mine=ATTEMPTED.with_plan(members=training().plan.members)).older_job_waits == ""
+
+    def test_one_of_the_same_second_by_its_uid(self) -> None:
+        for uid, first in (("a", "other"), ("z", "")):
+            assert around(other(created_at=NOW, uid=uid)).older_job_waits == first
+
+
+class TestSuspects:
+    def blamed(self, cause: Cause, class_: Class, node: str | None, age: float) -> frozenset[str]:
+        past = Past(cause, NOW - age, 5.0, node=node, class_=class_)
+        incident = Incident("i", cause, class_, 1, "m", NOW, NOW - age, NOW, node=node)
+        by_past = around(other(with_past(past))).suspects
+        by_current = around(other(ATTEMPTED.with_incident(incident))).suspects
+        assert by_past == by_current
+        return by_past
+
+    def test_are_nodes_that_infrastructure_has_failed_on_just_now(self) -> None:
+        infrastructure = Class.INFRASTRUCTURE
+        assert self.blamed(Cause.NODE_LOST, infrastructure, "node-1", 1) == {"node-1"}
+        assert self.blamed(Cause.GPU_ERROR, infrastructure, "node-1", SUSPECT_SECONDS - 1) == {"node-1"}
+        assert self.blamed(Cause.GPU_ERROR, infrastructure, "node-1", SUSPECT_SECONDS + 1) == frozenset()
+        assert self.blamed(Cause.GPU_ERROR, Class.APPLICATION, "node-1", 1) == frozenset()
+        assert self.blamed(Cause.HANG, infrastructure, "node-1", 1) == frozenset()
+        assert self.blamed(Cause.NODE_LOST, infrastructure, None, 1) == frozenset()
+
+    def test_other_tenants_word_is_none(self) -> None:
+        past = Past(Cause.NODE_LOST, NOW - 1, 5.0, node="node-1", class_=Class.INFRASTRUCTURE)
+        assert around(other(with_past(past), namespace="another")).suspects == frozenset()
+
+
+class TestHangs:
+    def test_of_this_namespace_are_counted_and_of_others_known(self) -> None:
+        hangs = (
+            Past(Cause.HANG, NOW - 1, 5.0, node="node-1"),
+            Past(Cause.HANG, NOW - HUNG_SECONDS + 1, 5.0, node="node-1"),
+            Past(Cause.HANG, NOW - HUNG_SECONDS - 1, 5.0, node="node-2"),
+            Past(Cause.CRASH, NOW - 1, 5.0, node="node-3"),
+            Past(Cause.HANG, NOW - 1, 5.0),
+        )
+        here = around(other(with_past(*hangs)))
+        assert (dict(here.hung_nodes), here.hung_elsewhere) == ({"node-1": 2}, frozenset())
+        elsewhere = around(other(with_past(*hangs), namespace="another"))
+        assert (dict(elsewhere.hung_nodes), elsewhere.hung_elsewhere) == ({}, frozenset({"node-1"}))
+        assert elsewhere.past_seconds == {}
+        assert here.past_seconds[Cause.CRASH] == (5.0,)
+        assert not around(JobMemory(MINE, with_past(*hangs))).hung_nodes, "its own it knows itself"
+
+
+class TestHeard:
+    @pytest.mark.parametrize(("ago", "heard"), [(HEARD_SECONDS - 1, True), (HEARD_SECONDS + 1, False)])
+    def test_another_jobs_worker_shows_that_the_operator_is_not_cut_off(self, ago: float, heard: bool) -> None:
+        speaking = other(namespace="another")
+        speaking.contacts["w"] = Contact(Heartbeat(), NOW - ago)
+        assert around(speaking).reached_elsewhere is heard
+        own = JobMemory(MINE, ATTEMPTED)
+        own.contacts["w"] = Contact(Heartbeat(), NOW - ago)
+        assert not around(own).reached_elsewhere
+
+
+class TestMemory:
+    async def test_what_nobody_waits_for_any_more_is_forgotten_once_that_is_written(self) -> None:
+        world = training()
+        memory = JobMemory(world.job)
+        for name in ("j-w0-0", "j-w9-0"):
+            memory.contacts[name] = Contact(Heartbeat(worker=name), NOW)
+            memory.evidence[name] = Evidence("old" if name == "j-w9-0" else "new", name, 1, ())
+            memory.faults.take(crash(name, 0), workers=10)
+        memory.rulings = {name: Ruling(Verdict.SUSPECTED, "w") for name in ("asked", "dropped")}
+        wanted = WantedQuarantine("node-1", "u", "why", "asked")
+        draft = world.draft.with_plan(evidence_request="new").with_incidents(quarantines=(wanted,))
+        await memory.publish(draft, "7")
+        assert list(memory.contacts) == ["j-w0-0"]
+        assert list(memory.evidence) == ["j-w0-0"]
+        assert [fault.worker for fault in memory.faults.values()] == ["j-w0-0"]
+        assert list(memory.rulings) == ["asked"]
+        assert (memory.draft, memory.resource_version) == (draft, "7")
+
+    def test_a_job_is_known_by_its_uid(self) -> None:
+        memory = Memory(0.0)
+        known = memory.of(MINE)
+        assert memory.of(replace(MINE, generation=2)) is known
+        later = memory.of(replace(MINE, uid="later"))
+        assert later is not known
+        assert memory.find("ns", "mine") is later
+        memory.forget(MINE)
+        assert memory.find("ns", "mine") is later
+        memory.forget(replace(MINE, uid="later"))
+        assert memory.find("ns", "mine") is None
+        memory.forget(MINE)
+
+    def test_waking(self) -> None:
+        memory = Memory(0.0)
+        one, two = memory.of(MINE), memory.of(replace(MINE, name="two"))
+        memory.wake("ns", "mine")
+        assert (one.wake.is_set(), two.wake.is_set()) == (True, False)
+        memory.wake("ns", "unknown")
+        memory.wake_all()
+        assert two.wake.is_set()
+
+
+class TestObserved:
+    def world(self, memory: JobMemory, *pods: PodView) -> Any:
+        return observe(NOW - 60, memory, pods, Metrics(), Surroundings(), NOW)
+
+    def test_what_is_settled_or_was_not_asked_is_not_seen(self) -> None:
+        world = training()
+        draft = world.draft.settle(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
+        memory = JobMemory(world.job, draft)
+        for name in ("j-w0-0", "j-w1-0"):
+            memory.faults.take(crash(name, int(name[3])), workers=10)
+            memory.evidence[name] = Evidence("old" if name == "j-w0-0" else "new", name, 1, ())
+        seen = self.world(memory)
+        assert [fault.worker for fault in seen.faults] == ["j-w1-0"]
+        assert [item.worker for item in seen.evidence] == ["j-w1-0"]
+
+    def test_pods_that_no_worker_is_known_for_are_strays_until_they_go(self) -> None:
+        world = training()
+        stray = PodView("j-w9-0", "u", "Running", "node-1", created_at=NOW)
+        going = replace(stray, name="j-w8-0", deleting=True)
+        seen = self.world(JobMemory(world.job, world.draft), stray, going)
+        assert [pod.name for pod in seen.strays] == ["j-w9-0"]
+
+    def test_states_and_steps_are_as_old_as_they_were_heard(self) -> None:
+        world = training()
+        memory = JobMemory(world.job, world.draft)
+        memory.contacts["j-w0-0"] = Contact(Heartbeat(), NOW - 3, state_since=NOW - 9, stepped_at=NOW - 5)
+        memory.contacts["j-w1-0"] = Contact(Heartbeat(), NOW - 3, state_since=NOW - 9)
+        ages = [(view.state_seconds, view.stepped_seconds) for view in self.world(memory).workers[:3]]
+        assert ages == [(9.0, 5.0), (9.0, float("inf")), (0.0, float("inf"))]
+
+
+def test_a_node_is_ready_by_that_condition_and_no_other() -> None:
+    def ready(**conditions: str) -> bool:
+        told = [{"type": name, "status": status} for name, status in conditions.items()]
+        return view_node({"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}).ready
+
+    assert ready(MemoryPressure="False", Ready="True")
+    assert not ready(MemoryPressure="True", Ready="False")
+    assert not ready()
+
+
+class TestReachability:
+    async def test_who_listens_or_refuses_is_there(self) -> None:
+        server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await reachability.reaches_worker("127.0.0.1", port)
+        server.close()
+        await server.wait_closed()
+        assert await reachability.reaches_worker("127.0.0.1", port), "refused: the host answers"
+
+    @pytest.mark.parametrize("error", [TimeoutError(), OSError("no route to host")])
+    async def test_who_does_not_answer_is_asked_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        async def open_connection(address: str, port: int) -> Any:
+            asked.append((address, port))
+            raise error
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        assert not await reachability.reaches_node("192.0.2.1")
+        assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.TRIES

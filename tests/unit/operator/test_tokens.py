@@ -1,0 +1,178 @@
+"""What the API server's word on a token is worth, and what sidecars may do with a good one."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
+from pacekeeper_operator.cluster import Cluster, Kind, Object
+from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
+from pacekeeper_operator.services.tokens import Forbidden, Holder, Tokens, Unauthenticated, flaw
+from tests.support.still import Still
+from tests.support.worlds import NOW, crash, training
+
+CLAIMS = base64.urlsafe_b64encode(json.dumps({"aud": ["pacekeeper"], "exp": NOW + 60}).encode()).decode()
+TOKEN = f"header.{CLAIMS}.signature"
+POD, UID = "authentication.kubernetes.io/pod-name", "authentication.kubernetes.io/pod-uid"
+USER = {"username": "system:serviceaccount:ns:default", "extra": {POD: ["j-w0-0"], UID: ["uid-0"]}}
+GOOD: dict[str, Any] = {"authenticated": True, "audiences": ["pacekeeper"], "user": USER}
+
+
+class Reviewer:
+    """The API server, which says `status` of every token."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        self.status = status
+
+    async def create(self, _kind: Kind, _body: Object) -> Object:
+        return {"status": self.status}
+
+
+async def judged(**status: Any) -> Holder:
+    return await Tokens(cast(Cluster, Reviewer(GOOD | status)), Still()).holder(TOKEN, "192.0.2.1")
+
+
+class TestReviews:
+    async def test_a_good_one_is_of_its_pod(self) -> None:
+        assert await judged() == Holder("ns", "j-w0-0", "uid-0")
+
+    @pytest.mark.parametrize(
+        ("status", "words"),
+        [
+            ({"authenticated": False, "error": "the signature is wrong"}, "the signature is wrong"),
+            ({"authenticated": False}, "not good for audience pacekeeper"),
+            ({"audiences": ["https://kubernetes.default.svc"]}, "not good for audience pacekeeper"),
+            ({"audiences": []}, "not good for audience pacekeeper"),
+        ],
+    )
+    async def test_one_that_is_not_good_for_us_is_none(self, status: dict[str, Any], words: str) -> None:
+        with pytest.raises(Unauthenticated, match=words):
+            await judged(**status)
+
+    @pytest.mark.parametrize(
+        "user",
+        [
+            {**USER, "username": "somebody"},
+            {**USER, "username": "system:node:ns:default"},
+            {**USER, "username": "system:serviceaccount:ns:default:more"},
+            {**USER, "extra": {UID: ["uid-0"]}},
+            {**USER, "extra": {POD: ["j-w0-0"]}},
+            {"username": USER["username"]},
+        ],
+    )
+    async def test_who_is_no_pod_may_not(self, user: dict[str, Any]) -> None:
+        with pytest.raises(Forbidden, match="is not bound to a pod"):
+            await judged(user=user)
+
+    def test_none_is_told_what_to_send(self) -> None:
+        assert flaw("", NOW).startswith("send a service account token with audience pacekeeper")
+
+
+W0, W1, SPARE = (Caller("ns", "j", f"j-w{n}-0") for n in (0, 1, 2))
+WORLD = training(2, 1)
+
+
+class Served:
+    def __init__(self) -> None:
+        self.memory, self.runtime = Memory(0.0), Still()
+        self.job: JobMemory = self.memory.of(WORLD.job)
+        self.job.draft = WORLD.draft.with_plan(evidence_request="why")
+        self.sidecars = Sidecars(cast(Cluster, Reviewer(GOOD)), self.memory, self.runtime)
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+def evidence(caller: Caller, request: str = "why", *ranks: int) -> Evidence:
+    windows = tuple(RankWindow(rank, (1,), (0.1,), (0.1,), (8,)) for rank in ranks)
+    return Evidence(request, caller.worker, 1, windows)
+
+
+class TestCallers:
+    async def test_a_worker_is_who_was_written_down(self, served: Served) -> None:
+        assert await served.sidecars.authenticate(TOKEN, "192.0.2.1") == W0
+
+    async def test_one_whose_pod_is_not_written_down_yet_is_to_come_again(self, served: Served) -> None:
+        first = replace(WORLD.state.placement.workers[0], uid="")
+        served.job.draft = WORLD.draft.with_worker(first)
+        with pytest.raises(NotYet, match="about to be written down"):
+            await served.sidecars.authenticate(TOKEN, "192.0.2.1")
+
+    async def test_after_its_job_has_gone_there_is_nothing_to_tell(self, served: Served) -> None:
+        served.memory.forget(WORLD.job)
+        with pytest.raises(NotYet, match="is known any more"):
+            await served.sidecars.take_fault(W0, crash("j-w0-0", 0))
+
+    async def test_one_that_does_not_say_who_it_is_is_told_how(self, served: Served) -> None:
+        with pytest.raises(Forbidden, match="may not speak for nobody: say `worker`"):
+            await served.sidecars.poll(W0, Heartbeat(), 0, 0)
+        with pytest.raises(Forbidden, match="may not speak for j-w1-0"):
+            await served.sidecars.poll(W0, Heartbeat(worker="j-w1-0"), 0, 0)
+
+
+class TestEvidence:
+    def test_of_those_who_were_asked_wakes_the_loop_once_it_is_complete(self, served: Served) -> None:
+        served.sidecars.take_evidence(W0, evidence(W0, "why", 0, 1))
+        assert [window.rank for window in served.job.evidence["j-w0-0"].windows] == [0], "of its own rank"
+        assert not served.job.wake.is_set()
+        served.sidecars.take_evidence(W1, evidence(W1, "why", 1))
+        assert served.job.wake.is_set()
+
+    def test_of_others_is_dropped(self, served: Served) -> None:
+        served.sidecars.take_evidence(W0, evidence(W0, "another", 0))
+        served.sidecars.take_evidence(SPARE, evidence(SPARE, "why", 0))
+        assert served.job.evidence == {}
+        served.job.draft = None
+        served.sidecars.take_evidence(W0, evidence(W0, "why", 0))
+        assert served.job.evidence == {}
+
+    def test_who_is_awaited(self, served: Served) -> None:
+        def awaited(caller: Caller, request: str = "why") -> bool:
+            return served.sidecars.awaits_evidence(caller, request)
+
+        assert (awaited(W0), awaited(SPARE), awaited(W0, "another")) == (True, False, False)
+
+
+class TestHeard:
+    async def say(self, served: Served, **said: Any) -> None:
+        await served.sidecars.poll(W0, Heartbeat(worker="j-w0-0", **said), 0, 0)
+
+    async def test_since_when_a_worker_is_as_it_is(self, served: Served) -> None:
+        await self.say(served, state=LauncherState.WARM, step=5)
+        contact = served.job.contacts["j-w0-0"]
+        assert (contact.state_since, contact.stepped_at, contact.at) == (NOW, 0.0, NOW)
+        served.runtime.passed = 10
+        await self.say(served, state=LauncherState.WARM, step=5)
+        assert (contact.state_since, contact.stepped_at, contact.at) == (NOW, 0.0, NOW + 10)
+        served.runtime.passed = 20
+        await self.say(served, state=LauncherState.RUNNING, step=6)
+        assert (contact.state_since, contact.stepped_at) == (NOW + 20, NOW + 20)
+        served.runtime.passed = 30
+        await self.say(served, state=LauncherState.RUNNING, step=4)
+        assert contact.stepped_at == NOW + 20, "it has gone back"
+
+    async def test_a_first_word_wakes_the_loop_and_then_only_what_matters(self, served: Served) -> None:
+        await self.say(served, state=LauncherState.RUNNING)
+        assert served.job.wake.is_set()
+        served.job.wake.clear()
+        await self.say(served, state=LauncherState.RUNNING, step=9, checkpoint_step=9)
+        assert not served.job.wake.is_set()
+        await self.say(served, state=LauncherState.RUNNING, round=2)
+        assert served.job.wake.is_set()
+
+
+class TestFaults:
+    async def test_one_that_is_settled_is_acknowledged_and_not_looked_into_again(self, served: Served) -> None:
+        fault = crash("j-w0-0", 0)
+        served.job.draft = WORLD.draft.settle((fault.name,))
+        await served.sidecars.take_fault(W0, fault)
+        assert not served.job.faults
+        assert not served.job.wake.is_set()
