@@ -15,7 +15,7 @@ from pacekeeper_operator.api import Condition
 from pacekeeper_operator.services.leadership import LEASE, LeaseLost
 
 from ..kubernetes.connection import Request, Stage, parsed
-from .record import OPERATOR, Record
+from .record import OPERATOR, Record, by_operator
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ class OneActs(Rule):
         world.api.observe(self._sent)
 
     def heard(self, change: Change) -> Iterator[str]:
-        if change.object["metadata"]["name"] == LEASE:
+        """What people write into it, or that they delete it, ends nobody's right to act before its time."""
+        if change.object["metadata"]["name"] == LEASE and by_operator(change):
             spec = change.object.get("spec") or {}
-            self._holder = "" if change.type == "DELETED" else spec.get("holderIdentity") or ""
+            self._holder = spec.get("holderIdentity") or ""
             self._until = change.at + (spec.get("leaseDurationSeconds") or 0)
         return iter(())
 

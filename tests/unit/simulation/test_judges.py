@@ -375,7 +375,10 @@ def test_a_quarantine_goes_last(court: Court) -> None:
 def hold_lease(court: Court, holder: str = OPERATOR) -> None:
     spec = {"holderIdentity": holder, "leaseDurationSeconds": 10}
     body = {"metadata": {"name": LEASE, "namespace": "pacekeeper-system"}, "spec": spec}
-    court.api.create("leases", body, manager=holder)
+    if court.api.get("leases", LEASE, "pacekeeper-system") is None:
+        court.api.create("leases", body, manager=holder)
+    else:
+        court.api.patch("leases", LEASE, "pacekeeper-system", {"spec": spec}, manager=holder)
 
 
 def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: float = 0.0, **query: str) -> None:
@@ -391,10 +394,12 @@ def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: floa
         (lambda court: send(court, seconds=9.0), True),
         (lambda court: send(court, seconds=11.0), False),
         (lambda court: send(court, place="operator-1"), False),
+        (lambda court: (court.api.delete("leases", LEASE, "pacekeeper-system"), send(court)), True),
+        (lambda court: (hold_lease(court, "operator-1"), send(court)), False),
         (lambda court: send(court, "GET", place="operator-1"), True),
         (lambda court: send(court, place="operator-1", fieldManager="kopf"), True),
     ],
-    ids=["holder", "late", "too late", "another", "another reads", "kopf"],
+    ids=["holder", "late", "too late", "another", "deleted by hand", "replaced", "another reads", "kopf"],
 )
 def test_who_writes_holds_the_lease(court: Court, say: Callable[[Court], None], fine: bool) -> None:
     hold_lease(court)
