@@ -22,6 +22,7 @@ from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
 from .loop import Stuck, current_process
+from .operators.endpoint import forget_applications
 from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
 from .story import Line
 from .world import World
@@ -70,6 +71,7 @@ def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf, 
             violations = performance.play(busy)
     finally:
         world.loop.close()
+        forget_applications()
         gc.enable()
     return Outcome(
         seed=schedule.seed,

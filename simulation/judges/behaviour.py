@@ -15,7 +15,7 @@ from pacekeeper_operator.api import Condition
 from pacekeeper_operator.services.leadership import LEASE, LeaseLost
 
 from ..kubernetes.connection import Request, Stage, parsed
-from .record import OPERATOR, Record, by_operator
+from .record import OPERATOR, Record
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -37,16 +37,19 @@ class OneActs(Rule):
     def __init__(self, world: World, record: Record) -> None:
         super().__init__(world, record)
         self._holder = ""
+        """Who took or renewed it last: one that is deleted or edited by others does not stop him at once."""
         self._until = -1.0
         self._found: list[str] = []
         world.api.observe(self._sent)
 
     def heard(self, change: Change) -> Iterator[str]:
-        """What people write into it, or that they delete it, ends nobody's right to act before its time."""
-        if change.object["metadata"]["name"] == LEASE and by_operator(change):
+        if change.object["metadata"]["name"] == LEASE and change.type != "DELETED":
             spec = change.object.get("spec") or {}
-            self._holder = spec.get("holderIdentity") or ""
-            self._until = change.at + (spec.get("leaseDurationSeconds") or 0)
+            named = spec.get("holderIdentity") or ""
+            if named == change.who:
+                self._holder, self._until = named, change.at + (spec.get("leaseDurationSeconds") or 0)
+            elif not named and change.who == self._holder:
+                self._until = change.at
         return iter(())
 
     def looked(self) -> Iterator[str]:

@@ -381,8 +381,16 @@ def hold_lease(court: Court, holder: str = OPERATOR) -> None:
         court.api.patch("leases", LEASE, "pacekeeper-system", {"spec": spec}, manager=holder)
 
 
-def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: float = 0.0, **query: str) -> None:
+def send(
+    court: Court,
+    method: str = "PUT",
+    place: str = OPERATOR,
+    seconds: float = 0.0,
+    after: Callable[[], object] = lambda: None,
+    **query: str,
+) -> None:
     court.wait(seconds)
+    after()
     path = "/apis/pacekeeper.dev/v1alpha1/namespaces/ns/trainingjobstates/j"
     court.api.seen(Request(place, method, path, query, {}, ""))
 
@@ -394,8 +402,8 @@ def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: floa
         (lambda court: send(court, seconds=9.0), True),
         (lambda court: send(court, seconds=11.0), False),
         (lambda court: send(court, place="operator-1"), False),
-        (lambda court: (court.api.delete("leases", LEASE, "pacekeeper-system"), send(court)), True),
-        (lambda court: (hold_lease(court, "operator-1"), send(court)), False),
+        (lambda court: send(court, after=lambda: court.api.delete("leases", LEASE, "pacekeeper-system")), True),
+        (lambda court: send(court, after=lambda: hold_lease(court, "operator-1")), False),
         (lambda court: send(court, "GET", place="operator-1"), True),
         (lambda court: send(court, place="operator-1", fieldManager="kopf"), True),
     ],
