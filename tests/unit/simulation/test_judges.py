@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import kopf
 import pytest
 
 from pacekeeper_operator.api import (
@@ -18,7 +19,7 @@ from pacekeeper_operator.api import (
     Outcome,
     format_time,
 )
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.services.leadership import LEASE, LeaseLost
 from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.state import Draft, Incident
 from simulation.judges import behaviour
@@ -432,6 +433,20 @@ def test_an_error_that_nobody_expected_is_found(court: Court) -> None:
         log.exception("an errand has failed")
     court.look()
     assert court.complaints == ["nothing of the operator's own fails unexpectedly"]
+
+
+@pytest.mark.parametrize(
+    ("level", "error", "fine"),
+    [
+        (logging.ERROR, kopf.TemporaryError("the API server is away"), True),
+        (logging.CRITICAL, kopf.TemporaryError("the API server is away"), False),
+        (logging.CRITICAL, LeaseLost("it is another's now"), True),
+    ],
+)
+def test_an_operator_ends_of_a_lost_lease_only(court: Court, level: int, error: Exception, fine: bool) -> None:
+    logging.getLogger("pacekeeper_operator.runtime").log(level, "it has died", exc_info=error)
+    court.look()
+    assert court.complaints == ([] if fine else ["nothing of the operator's own fails unexpectedly"])
 
 
 def test_an_error_of_a_task_is_found(court: Court) -> None:
