@@ -13,6 +13,7 @@ import gc
 import heapq
 import itertools
 import sys
+import weakref
 from asyncio import events, tasks
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -144,7 +145,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Result], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Result]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        owner = _owner.get() if context is None else context.get(_owner)
+        if owner is not None:
+            owner.tasks.add(task)
+        return task
 
     async def create_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **_: Any
@@ -178,6 +183,8 @@ class Process:
         self.name = name
         self.dead = False
         self.paused = False
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._buried: list[asyncio.Task[Any]] = []  # kept, since a task that nobody holds would still clean up
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
@@ -197,6 +204,7 @@ class Process:
             return
         self.dead = True
         self._behind.clear()
+        self._buried = list(self.tasks)
         mourners, self._mourners = self._mourners, {}
         for callback in mourners:
             callback()

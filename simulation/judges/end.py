@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Reason, parse_duration, parse_time
 
 from ..faults.fault import Cost
-from .record import JobRecord, Record, is_cordoned, is_ready, is_tainted
+from .record import JobRecord, Record, is_cordoned, is_ready, is_refused, is_tainted
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -68,7 +68,7 @@ def _job(world: World, record: Record, job: JobRecord, schedule: Schedule) -> It
     if job.body["spec"].get("suspend") and not books.over:
         if phase != JobPhase.SUSPENDED or pods:
             yield f"{job.name} is suspended: it is {phase}, with {len(pods)} pods"
-    elif phase in (JobPhase.FAILED, JobPhase.COMPLETE):
+    elif phase in (JobPhase.FAILED, JobPhase.COMPLETE) or (phase == JobPhase.PENDING and is_refused(job.body)):
         return
     elif phase != JobPhase.RUNNING:
         yield f"{job.name} is {phase}: {_said(status)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..network import API
-from .record import Hand, JobRecord, Record, by_operator
+from .record import Hand, JobRecord, Object, Record, by_operator, is_refused
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class TrainingGoesOn(Rule):
     def looked(self) -> Iterator[str]:
         now = self.record.now()
         for job in self.record.jobs.values():
-            if job.body is None or job.deleted or job.body["spec"].get("suspend") or self._ends(job):
+            if job.body is None or job.deleted or self._may_rest(job, job.body):
                 self._since[job.uid] = now
                 continue
             began = self._since.setdefault(job.uid, now + STARTS_SECONDS)
@@ -149,8 +149,10 @@ class TrainingGoesOn(Rule):
             if self._worst[job.uid] > self.record.patience:
                 yield f"{job.name} for more than {self.record.patience:g} s"
 
-    def _ends(self, job: JobRecord) -> bool:
-        """It has come to its last step."""
+    def _may_rest(self, job: JobRecord, body: Object) -> bool:
+        """It is suspended, refused, or has come to its last step."""
+        if body["spec"].get("suspend") or is_refused(body):
+            return True
         training = self.world.trainings.of_job(job.uid)
         if job.books is not None and job.books.over:
             return True

@@ -45,6 +45,8 @@ class Trainings:
     """Of all jobs."""
 
     def __init__(self, world: World) -> None:
+        self.on_rank_exit: list[Callable[[Rank], None]] = []
+        """Called when a rank has ended."""
         self.on_exit: list[Callable[[Worker], None]] = []
         """Called when a worker's trainer has ended."""
         self.on_step: list[Callable[[Run], None]] = []

@@ -12,7 +12,17 @@ import pytest
 from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime
-from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, treat, workforce
+from pacekeeper_operator.decide import (
+    crash,
+    frozen,
+    membership,
+    node_lost,
+    remedies,
+    stages,
+    start_failed,
+    treat,
+    workforce,
+)
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
 from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, sidecars
@@ -57,6 +67,20 @@ def _(patch: Patch) -> None:
         return fault.error or crash._ending(fault)
 
     patch.setattr(crash, "error_of", error_of)
+
+
+@undoes("hang-before-warm")
+def _(patch: Patch) -> None:
+    patch.setattr(start_failed, "WARM_SECONDS", math.inf)
+
+
+@undoes("older-job-cannot-begin")
+def _(patch: Patch) -> None:
+    def goes_first(other: Any, job: Any, draft: Any) -> bool:
+        return other.job.created_at < job.created_at and not draft.plan.members and not other.draft.plan.members
+
+    patch.setattr(gather, "_goes_first", goes_first)
+    patch.setattr(workforce, "TURN_SECONDS", math.inf)
 
 
 @undoes("finished-and-lost")
@@ -158,6 +182,20 @@ def _(patch: Patch) -> None:
     patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
 
 
+@undoes("woken-without-the-lease")
+def _(patch: Patch) -> None:
+    must_lead = operator.Operator.must_lead
+
+    def look(seen: operator.Operator) -> None:
+        try:
+            must_lead(seen)
+        except Exception:
+            seen.memory.wake_all()  # as if nobody had taken notice of it yet
+            raise
+
+    patch.setattr(operator.Operator, "must_lead", look)
+
+
 @undoes("lease-not-found")
 def _(patch: Patch) -> None:
     """Its keeper dies of what the API server says, nobody notices, and whoever has led once goes on."""
@@ -171,7 +209,7 @@ def _(patch: Patch) -> None:
 
 
 def play(scenario: Scenario) -> tuple[Violation, ...]:
-    return run(scenario.schedule, patience=scenario.patience).violations
+    return run(scenario.schedule, patience=scenario.patience, to_the_end=False).violations
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
