@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
             return _shrink(_schedule(options), options)
         case "mortal":
             return _mortal(options.scenario, options.jobs)
+        case "compare":
+            return _compare(options.seeds)
     return _coverage(options)
 
 
@@ -58,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("mortal", help="the operator is killed before and after each of its writes")
     command.add_argument("scenario", nargs="*", help=f"of {', '.join(mortal.SCENARIOS)}; default: all")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    command = commands.add_parser("compare", help="disasters in the simulation and on the test cluster, side by side")
+    command.add_argument("seeds", nargs="?", default="1-20", help="like 7, 3,5,8 or 1-20 (default)")
     return parser
 
 
@@ -134,6 +138,12 @@ def _mortal(names: Iterable[str], jobs: int) -> int:
             failed += 1
             _report(base)
     return 1 if failed else 0
+
+
+def _compare(seeds: str) -> int:
+    from .two_worlds.compare import compare  # it needs what tests need
+
+    return compare(_seeds(seeds))
 
 
 def _coverage(options: argparse.Namespace) -> int:

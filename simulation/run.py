@@ -57,15 +57,15 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
+def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf, to_the_end: bool = True) -> Outcome:
     """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
-    for which a job that can train may stand still."""
+    for which a job that can train may stand still; `to_the_end`: even if something was broken already."""
     _forget_imports()
     gc.collect()
     gc.disable()
     began, busy = time.perf_counter(), time.process_time()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule, patience)
+    performance = _Performance(world, schedule, patience, to_the_end)
     try:
         with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(busy)
@@ -127,8 +127,9 @@ class _Log(logging.Handler):
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule, patience: float) -> None:
+    def __init__(self, world: World, schedule: Schedule, patience: float, to_the_end: bool) -> None:
         self.world = world
+        self.to_the_end = to_the_end
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
@@ -159,16 +160,19 @@ class _Performance:
             self.world.after(job.begins, self.scene.make_job, place)
         for place, stroke in enumerate(self.schedule.strokes):
             stroke.when.arm(self.scene, self._striker(place, stroke))
-        await asyncio.sleep(HEALED_AFTER)
-        self._heal_all()
+        self.world.after(HEALED_AFTER, self._heal_all)
         content = 0
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if time.process_time() - began > REAL_SECONDS:
                 raise _Circles(f"it has computed for {REAL_SECONDS:g} s")
+            now = self.world.now()
+            if self.judge.violations and not self.to_the_end:
+                return
+            if now <= HEALED_AFTER:
+                continue
             complaints = self.judge.at_end()
             content = 0 if complaints else content + 1
-            now = self.world.now()
             if now >= SECONDS and content >= CONTENT_LOOKS:
                 return
             if now >= SECONDS + PATIENCE_SECONDS:

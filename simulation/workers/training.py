@@ -33,6 +33,8 @@ class Training:
         """Of the script: fixed when its first round begins."""
         self.sample_seconds = random.uniform(0.05, 0.12)
         self.fixed_seconds = random.uniform(0.01, 0.05)
+        if "STEP_SECONDS" in environment:
+            self.sample_seconds, self.fixed_seconds = 0.0, float(environment["STEP_SECONDS"])
         self.communication_seconds = random.uniform(0.02, 0.06)
         self.runs: list[Run] = []
         """All rounds whose ranks have met, in that order."""

@@ -211,7 +211,7 @@ def test_running_without_steps_is_found(court: TrainingCourt) -> None:
     court.judge._record.patience = 1e9
     court.step(court.begin(1))
     court.status(phase="Running", step=1)
-    for _ in range(30):
+    for _ in range(40):
         court.wait(5.0)
         court.look()
     assert court.complaints == ["status never says for long what is not so"]
@@ -222,7 +222,7 @@ def test_an_operator_that_sees_nothing_need_not_know(court: TrainingCourt) -> No
     court.step(court.begin(1))
     court.status(phase="Running", step=1)
     court.leader.process.paused = True
-    for _ in range(30):
+    for _ in range(40):
         court.wait(5.0)
         court.look()
     assert court.complaints == []
