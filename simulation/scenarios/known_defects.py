@@ -194,9 +194,10 @@ SCENARIOS: dict[str, Scenario] = {
         patience=60.0,
     ),
     "bookkeeping-deleted": _scenario(
-        "a bookkeeping that is deleted while nothing is to be written is missed by the next operator, which replaces all",
+        "a bookkeeping that is deleted while nothing is to be written is missed by the next operator: all are replaced",
         _at(CALM, people.StateDeleted()),
         _at(CALM + 80.0, operators.OperatorKilled()),
+        patience=4.0,
     ),
     # Clocks and leadership.
     "clocks-differ": _scenario(
