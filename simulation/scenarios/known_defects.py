@@ -160,6 +160,12 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 0.1, ranks.RankHangs(index=1)),
         patience=60.0,
     ),
+    "shares-outlive-a-straggler": _scenario(
+        "shares that were made for a slow node stay uneven for ever after it has recovered",
+        _at(90.0, ranks.NodeIsSlow(index=1, factor=2.5), 200.0),
+        replicas=3,
+        remediation={"allow": ["Rebalance"]},
+    ),
     # Pods.
     "stray-pod": _scenario(
         "a pod that is made late, for a worker that is not wanted any more, stays for ever",

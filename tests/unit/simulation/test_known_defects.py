@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from pacekeeper_analysis.diagnose import windows
 from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime
@@ -136,6 +137,12 @@ def _with_plan(draft: Any, **changes: Any) -> Any:
 @undoes("frozen")
 def _(patch: Patch) -> None:
     patch.setattr(frozen, "_how", lambda _: "")
+
+
+@undoes("shares-outlive-a-straggler")
+def _(patch: Patch) -> None:
+    """Steps with other shares stay in the window, and say how the ranks were."""
+    patch.setattr(windows, "_since_shares_changed", lambda _: 0)
 
 
 @undoes("stray-pod")
