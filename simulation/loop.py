@@ -80,7 +80,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if owner is not None and owner.stands_still(handle):
                 continue
             handle._run()
-        raise Stuck(f"at {self._now:.3f} s something goes round in circles: {handle!r}")
+        raise Stuck(f"at {self._now:.3f} s something goes round in circles")
 
     def _jump(self) -> None:
         timers = self._timers

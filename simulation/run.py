@@ -17,7 +17,7 @@ from . import coverage, judges
 from .chronicle import Chronicle
 from .faults.fault import Heal, Missed
 from .faults.moments import At
-from .faults.scene import Scene
+from .faults.scene import PERSON, Scene
 from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
@@ -25,8 +25,11 @@ from .loop import Stuck, current_process
 from .operators.endpoint import forget_applications
 from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
 from .story import Line
-from .world import World
+from .world import NAMESPACE, World
 
+OF_JOBS = ("trainingjobs", "trainingjobstates", "pods", "networkpolicies")
+"""Kinds of which nothing is left when all jobs are deleted."""
+DELETED_SECONDS = 60.0
 PATIENCE_SECONDS = 400.0
 """Beyond its end a run goes on for so long where the judges are not content yet."""
 LOOK_SECONDS = 10.0
@@ -174,10 +177,27 @@ class _Performance:
             complaints = self.judge.at_end()
             content = 0 if complaints else content + 1
             if now >= SECONDS and content >= CONTENT_LOOKS:
+                await self._delete_all()
                 return
             if now >= SECONDS + PATIENCE_SECONDS:
                 self._ends = tuple(Violation(now, "the end", words) for words in complaints)
                 return
+
+    async def _delete_all(self) -> None:
+        """Every object is deletable: jobs, and with them all that they had but their incidents."""
+        if self.schedule.aim is not Aim.SAFETY:
+            return
+        api = self.world.api
+        for job in api.all("trainingjobs"):
+            if "deletionTimestamp" not in job["metadata"]:
+                api.delete("trainingjobs", job["metadata"]["name"], NAMESPACE, manager=PERSON)
+        gone_by = self.world.now() + DELETED_SECONDS
+        while left := [body["metadata"]["name"] for kind in OF_JOBS for body in api.all(kind, NAMESPACE)]:
+            if self.world.now() >= gone_by:
+                words = f"{', '.join(left)} are still there after {DELETED_SECONDS:g} s"
+                self._ends = (Violation(self.world.now(), "every object is deletable", words),)
+                return
+            await asyncio.sleep(1.0)
 
     def _striker(self, place: int, stroke: Stroke) -> Callable[[], None]:
         def strike() -> None:
