@@ -180,7 +180,8 @@ class TestSaid:
         with pytest.raises(Refused):
             await reconcile(place.operator, place.desk)
         assert place.condition("Recovering") == "NoIncident", "it is not written, so it is not so"
-        await place.step()
+        await reconcile(place.operator, place.desk)
+        await place.desk.errands.settled()
         assert place.condition("Recovering") == "Incident"
 
     async def test_a_change_of_mode_is_an_event_and_nothing_else_of_the_plan_is(self) -> None:
