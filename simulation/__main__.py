@@ -15,6 +15,7 @@ from pathlib import Path
 from . import batch, coverage, mortal
 from .generator import generate
 from .run import Outcome, run
+from .scenarios import known_defects
 from .schedule import Schedule
 from .shrink import shrink
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         chosen = command.add_mutually_exclusive_group(required=True)
         chosen.add_argument("seed", nargs="?", type=int)
         chosen.add_argument("--json", metavar="FILE", help="a schedule; -: from standard input")
+        chosen.add_argument("--defect", choices=known_defects.SCENARIOS, metavar="NAME", help="one that is mended")
         if name == "shrink":
             command.add_argument("--rule", help="default: the first that is broken")
             command.add_argument("--tries", type=int, default=300, help="runs at most")
@@ -160,6 +162,8 @@ def _coverage(options: argparse.Namespace) -> int:
 
 
 def _schedule(options: argparse.Namespace) -> Schedule:
+    if options.defect is not None:
+        return known_defects.SCENARIOS[options.defect].schedule
     if options.json is None:
         return generate(options.seed)
     text = sys.stdin.read() if options.json == "-" else Path(options.json).read_text()

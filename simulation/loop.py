@@ -7,7 +7,6 @@ in the order in which they were scheduled, so that a run follows from its seed a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import gc
 import heapq
@@ -22,6 +21,9 @@ from typing import Any, Never, TypeVar
 Result = TypeVar("Result")
 Connect = Callable[[str, int], Coroutine[Any, Any, None]]
 """Returns where (host, port) takes a connection; raises OSError where it does not, or hangs."""
+
+LAST_WORDS = 20
+"""So many times a coroutine that is dropped may wait for something."""
 
 _owner: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
@@ -263,8 +265,12 @@ def nobodys() -> contextvars.Context:
 
 def _drop(task: asyncio.Task[Any]) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        task.get_coro().close()
+    for _ in range(LAST_WORDS):
+        try:
+            task.get_coro().close()
+            return
+        except BaseException:  # it waits in a `finally`: until there is none left
+            continue
 
 
 def _say_nothing(_: object) -> None:

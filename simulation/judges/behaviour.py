@@ -98,7 +98,8 @@ class _Ears(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, EXPECTED):
+        expected = EXPECTED if record.levelno < logging.CRITICAL else LeaseLost  # which ends the process
+        if not isinstance(error, expected):
             self.heard.append(_in_words(error) or record.getMessage())
 
 

@@ -199,6 +199,12 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 5.0, machines.PodDeleted(force=True)),
         patience=60.0,
     ),
+    "bookkeeping-deleted": _scenario(
+        "a bookkeeping that is deleted while nothing is to be written is missed by the next operator: all are replaced",
+        _at(CALM, people.StateDeleted()),
+        _at(CALM + 80.0, operators.OperatorKilled()),
+        patience=4.0,
+    ),
     # Clocks and leadership.
     "clocks-differ": _scenario(
         "restarts are dated by the clocks of workers: two hours behind, none of them counts",

@@ -29,7 +29,7 @@ from .performance import Entry, Object, perform
 LONG = 10_000_000
 RESOURCES = {"requests": {"cpu": "20m", "memory": "256Mi"}, "limits": {"cpu": "400m", "memory": "1200Mi"}}
 """Of a trainer: so little memory that a rank has filled it before it seems to hang."""
-AT_ONCE = 2
+AT_ONCE = 3
 """Jobs that train at the same time, where they do not disturb each other."""
 Play = Callable[[Disaster], tuple[Entry, ...]]
 

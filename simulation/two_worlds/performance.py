@@ -58,7 +58,7 @@ class Healed:
 
     cause: str
     class_: str
-    rank: int | None
+    rank: int | None  # of the first after a fault only: whom its consequences strike first is chance
     remedy: str
     outcome: str
 
@@ -197,11 +197,11 @@ class _Performance:
 
     def _look(self) -> None:
         incidents = self._stage.incidents()
-        for body in sorted(incidents, key=lambda body: (str(body.get("status", {}).get("detected", "~")), _name(body))):
-            if _name(body) not in self._known:
-                self._known[_name(body)] = None
-                self.say(str(_healed(body)))
-                self._told(f"    {_name(body)}: {body['spec'].get('message', '')}")
+        new = [body for body in incidents if _name(body) not in self._known]
+        for place, body in enumerate(sorted(new, key=_detected)):
+            self._known[_name(body)] = None
+            self.say(str(_healed(body, consequence=place > 0)))
+            self._told(f"    {_name(body)}: {body['spec'].get('message', '')}")
         job, draft = self._stage.job(), self._stage.draft()
         if draft is not None:
             self.say(str(_looked_at(job, draft)))
@@ -239,12 +239,16 @@ def _name(body: Object) -> str:
     return str(body["metadata"]["name"])
 
 
-def _healed(incident: Object) -> Healed:
+def _detected(incident: Object) -> tuple[str, str]:
+    return str(incident.get("status", {}).get("detected", "~")), _name(incident)
+
+
+def _healed(incident: Object, *, consequence: bool) -> Healed:
     spec, status = incident["spec"], incident.get("status", {})
     return Healed(
         cause=spec["cause"],
         class_=spec["class"],
-        rank=spec.get("rank"),
+        rank=None if consequence else spec.get("rank"),
         remedy=status.get("remedy") or "",
         outcome=status.get("outcome") or "",
     )

@@ -17,8 +17,8 @@ from tests.support.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
-SEEDS = (7, 13, 15)
-"""Short ones that disturb nobody: drained, deleted, also by force; out of memory; stopped twice, crashed; finished."""
+SEEDS = (13, 15, 17)
+"""They disturb nobody: out of memory, deleted by force; stopped twice, crashed, finished; no sidecar for a moment."""
 
 
 def test_both_worlds_tell_the_same(cluster: Cluster, operator_process: OperatorProcess) -> None:

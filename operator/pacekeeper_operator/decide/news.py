@@ -14,13 +14,11 @@ def step(observation: Observation, _policy: Policy) -> Draft:
 
 def _template(observation: Observation) -> Draft:
     """Whether the API server accepts the job's pods: asked once for every generation, by a dry run."""
-    verdict, placement = observation.template, observation.state.placement
+    verdict = observation.template
     if verdict is None or verdict.generation != observation.job.generation:
         return observation.draft
     if verdict.rejection:
         return observation.draft.with_placement(template_rejected=verdict.generation, rejection=verdict.rejection)
-    if placement.template_accepted == verdict.generation:
-        return observation.draft
     return observation.draft.with_placement(template_accepted=verdict.generation, template_rejected=-1, rejection="")
 
 

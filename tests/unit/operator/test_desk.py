@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import Cause, Class, CleanPodPolicy, JobPhase, Mode, Outcome, RunPolicySpec, WantedMode
-from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS
+from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS, Refused
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
@@ -77,6 +77,10 @@ class Place:
             if member.heartbeat is not None:
                 self.desk.memory.contacts[member.name] = Contact(member.heartbeat, NOW, polling=1)
         return self
+
+    def condition(self, name: str) -> str:
+        """Its reason, as it was said last."""
+        return next(str(one["reason"]) for one in self.cluster.said[-1]["conditions"] if one["type"] == name)
 
     async def step(self) -> float:
         pause = await reconcile(self.operator, self.desk)
@@ -166,6 +170,18 @@ class TestSaid:
         place.operator.paused = "maintenance"
         await place.step()
         assert len(place.cluster.said) == first + 2
+
+    async def test_what_is_not_written_is_not_said(self) -> None:
+        place = await at(training())
+        await place.step()
+        await place.cluster.delete(PODS, "j-w1-0", "ns")
+        await place.operator.pods.read(place.cluster, ())
+        place.cluster.refusals["trainingjobstates"] = [Refused("etcdserver: request is too large")]
+        with pytest.raises(Refused):
+            await reconcile(place.operator, place.desk)
+        assert place.condition("Recovering") == "NoIncident", "it is not written, so it is not so"
+        await place.step()
+        assert place.condition("Recovering") == "Incident"
 
     async def test_a_change_of_mode_is_an_event_and_nothing_else_of_the_plan_is(self) -> None:
         world = training(job=job(sync_mode=WantedMode.EDIT))

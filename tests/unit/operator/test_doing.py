@@ -212,6 +212,15 @@ class TestIncidents:
         over = incident(remedy=None, outcome=Outcome.RECOMMENDED)
         assert await self.write(bench, over) == [("Normal", "IncidentClosed", "i: Recommended; rank 2 hangs")]
 
+    async def test_what_became_of_the_node_stands_in_it(self, bench: Bench) -> None:
+        def message() -> object:
+            return bench.cluster.objects[INCIDENTS.plural, "ns", "i"]["status"].get("message")
+
+        await self.write(bench, incident())
+        assert message() is None
+        await self.write(bench, incident(quarantine="node-1 is quarantined"), incident())
+        assert message() == "node-1 is quarantined"
+
     async def test_what_is_only_recommended_says_so(self, bench: Bench) -> None:
         (told,) = await self.write(bench, incident(remedy=str(Remedy.REPLACE_WORKER)))
         assert told[2] == "rank 2 hangs; recommended: ReplaceWorker (i)"

@@ -105,7 +105,8 @@ def place() -> Place:
 class TestSuspect:
     async def test_an_answer_for_a_node_that_was_made_anew_is_none(self, place: Place) -> None:
         assert await place.suspect() is Verdict.SUSPECTED
-        assert await place.suspect(place.blame(uid="another")) is Verdict.RELEASING
+        other = place.blame(uid="another", incident=ObjectRef("j", "team-b"))
+        assert await place.suspect(other) is Verdict.RELEASING
         assert len(place.cluster.quarantines()["node-1"].spec.signs) == 1
 
     async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:

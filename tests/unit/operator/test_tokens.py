@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.observe.memory import JobMemory, Memory
-from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
+from pacekeeper_operator.services.sidecars import MAX_NAME, Caller, NotYet, Sidecars, _names_its_own
 from pacekeeper_operator.services.tokens import Forbidden, Holder, Tokens, Unauthenticated, flaw
 from tests.support.still import Still
 from tests.support.worlds import NOW, crash, training
@@ -167,6 +168,15 @@ class TestHeard:
         assert not served.job.wake.is_set()
         await self.say(served, state=LauncherState.RUNNING, round=2)
         assert served.job.wake.is_set()
+
+
+class TestNames:
+    def test_a_faults_name_may_be_as_long_as_names_are(self) -> None:
+        name = "j-w0-0-".ljust(MAX_NAME, "x")
+        _names_its_own(replace(crash("j-w0-0", 0), name=name))
+        for bad in (f"{name}x", "j-w1-0-x", "j-w0-0"):
+            with pytest.raises(InputError, match="must begin with j-w0-0-"):
+                _names_its_own(replace(crash("j-w0-0", 0), name=bad))
 
 
 class TestFaults:

@@ -10,7 +10,8 @@ import pytest
 
 from pacekeeper.modes.course import Course
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_operator.api import format_time
+from pacekeeper_operator.api import Cause, Class, format_time
+from pacekeeper_operator.state import Incident
 from simulation.faults.fault import Cost
 from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
@@ -173,10 +174,11 @@ def worker(court: TrainingCourt, run: Run, **changes: Any) -> None:
     court.write(court.draft.with_worker(replace(record, uid=pod["metadata"]["uid"])))
 
 
-def give_up(court: TrainingCourt, *, dead: bool = True) -> None:
-    record = court.draft.state.placement.worker("j-w0-0")
+def give_up(court: TrainingCourt, *, dead: bool = True, cause: Cause = Cause.WORKER_LOST) -> None:
+    record, now = court.draft.state.placement.worker("j-w0-0"), court.world.wall()
     assert record is not None
-    court.write(court.draft.with_worker(replace(record, leaving="nobody hears of it", dead=dead)))
+    draft = court.draft.with_worker(replace(record, leaving="nobody hears of it", dead=dead))
+    court.write(draft.with_incident(Incident("i", cause, Class.UNKNOWN, 1, "m", now, now, now, worker="j-w0-0")))
 
 
 def test_who_trains_well_stays(court: TrainingCourt) -> None:
@@ -185,6 +187,14 @@ def test_who_trains_well_stays(court: TrainingCourt) -> None:
     worker(court, run)
     give_up(court)
     assert court.complaints == ["a worker whose ranks train well is not given up for lost"]
+
+
+def test_who_runs_out_of_memory_may_be_moved_while_it_trains_again(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    court.step(run)
+    worker(court, run)
+    give_up(court, cause=Cause.OUT_OF_MEMORY)
+    assert court.complaints == []
 
 
 @pytest.mark.parametrize("trouble", ["stands", "over", "cut off", "gone", "slow"])

@@ -26,7 +26,7 @@ from pacekeeper_operator.decide import (
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, sidecars
+from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
@@ -175,6 +175,11 @@ def _(patch: Patch) -> None:
         return decision.incident_name(seen.job) in seen.state.incidents.names()
 
     patch.setattr(treat, "_known", known)
+
+
+@undoes("bookkeeping-deleted")
+def _(patch: Patch) -> None:
+    patch.setattr(reconcile, "READ_SECONDS", math.inf)
 
 
 @undoes("clocks-differ")

@@ -50,6 +50,13 @@ def test_what_is_said_and_whose_doing_it_is(how: dict[str, Any], message: str, c
     assert decision.class_ is class_
 
 
+def test_a_trainer_that_ended_well_too_early_is_known_by_that() -> None:
+    ended = worlds.crash("j-w1-0", 1, exit_code=0, error=" \n")
+    assert crash.error_of(ended) == "exited with 0"
+    assert crash.error_of(replace(ended, exit_code=-9)) == ""
+    assert crash.error_of(replace(ended, error="a\nb \n")) == "b"
+
+
 class TestRepetition:
     def test_the_same_error_again_is_tried_elsewhere_and_then_is_the_scripts(self) -> None:
         (moved,) = crashed(after_a_barren_round(), **BARREN).actions

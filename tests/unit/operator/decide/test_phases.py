@@ -146,6 +146,10 @@ class TestBefore:
     def test_before_the_first_step_there_is_no_goodput(self) -> None:
         assert said(starting()).goodput is None
 
+    def test_at_the_first_step_nothing_is_lost_yet(self) -> None:
+        world = training()
+        assert said(world.with_draft(world.draft.with_life(training_since=NOW))).goodput == 1.0
+
     def test_an_open_incident_costs_goodput_while_the_job_stands_still(self) -> None:
         world = recovering()
         (incident,) = world.state.incidents.open

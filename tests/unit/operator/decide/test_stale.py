@@ -49,8 +49,8 @@ def test_who_holds_no_ranks_can_only_tell_of_its_gpus() -> None:
 
 class TestStall:
     def test_it_is_over_once_its_worker_has_completed_steps_since(self) -> None:
-        old, new, unknown = (replace(stall("j-w1-0", 1), name=f"s{n}", step=n) for n in (499, 500, -1))
-        assert settled(training(), old, new, unknown) == ["s499"], "the worker is at step 500"
+        faults = (replace(stall("j-w1-0", 1), name=f"s{n}", step=n) for n in (0, 499, 500, -1))
+        assert settled(training(), *faults) == ["s0", "s499"], "the worker is at step 500"
 
     def test_or_once_a_later_round_has_begun(self) -> None:
         world = change_worker(training(), "j-w0-0", heartbeat={"round": 2})

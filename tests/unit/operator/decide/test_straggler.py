@@ -324,6 +324,14 @@ def _diagnosis(found: Observation) -> Any:
     return diagnosis
 
 
+def test_out_of_a_local_sgd_mode_there_is_the_way_back_alone() -> None:
+    found = answered()
+    diagnosis = _diagnosis(found)
+    assert straggler._ways(found, diagnosis)
+    local = found.with_draft(found.draft.with_plan(sync_mode=SyncMode.EDIT))
+    assert straggler._ways(local, diagnosis) == ()
+
+
 class TestWhyNotASpare:
     @pytest.mark.parametrize(
         ("past", "moves"),
@@ -369,7 +377,9 @@ class TestWayBack:
         part = replace(found, evidence=windows()[:3])
         draft = way_back.step(part, policy())
         assert draft.state.adaptation.local_sgd is not None
-        assert (draft.state.adaptation.local_sgd.over, draft.plan.evidence_request != "ask") == (0, True)
+        assert draft.plan.evidence_request.startswith("way-back"), "asked again"
+        unasked = replace(self.local(), evidence=windows())
+        assert way_back.step(unasked, policy()).plan.evidence_request.startswith("way-back")
         whole = replace(found, evidence=windows())
         assert way_back.step(whole, policy()).plan.evidence_request == "", "judged"
 

@@ -10,7 +10,7 @@ import pytest
 from pacekeeper_operator.api import Cause, Class, Mode, Reason, Remedy
 from pacekeeper_operator.decide import treat
 from pacekeeper_operator.decide.remedies.fail_job import MAX_MESSAGE
-from pacekeeper_operator.decide.treat import MAX_ALL, MAX_PIECE
+from pacekeeper_operator.decide.treat import MAX_ALL, MAX_DECISIONS, MAX_PIECE
 from pacekeeper_operator.decision import (
     Action,
     CountRestart,
@@ -89,6 +89,17 @@ class TestOnce:
 
 def decisions_of(world: Observation) -> list[str]:
     return [incident.name for incident in world.state.incidents.current if incident.decided == world.now]
+
+
+def test_a_pass_ends_whatever_the_checks_say() -> None:
+    asked: list[int] = []
+
+    def endless(_observation: Observation, _policy: Policy) -> Decision:
+        asked.append(0)
+        return decision(CountRestart(), subject=Subject(Cause.HANG, 1, number=1 + len(asked)))
+
+    draft = treat.step(training(), policy(), [endless])
+    assert len(draft.state.budget.restarts) == MAX_DECISIONS
 
 
 class TestBarren:
