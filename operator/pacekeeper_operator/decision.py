@@ -31,6 +31,7 @@ class ReplaceWorker:
     force: bool = False  # its node is lost: nobody there will confirm the deletion
     disruption: bool = False  # somebody wanted it: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
+    refused: bool = False  # its kubelet has not even begun it
 
 
 @dataclass(frozen=True)

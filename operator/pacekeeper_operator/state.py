@@ -74,6 +74,8 @@ class Placement:
     vacant_since: float = 0.0  # since when a rank has no worker; 0: none
     checkpoint_asked_at: float = 0.0
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
+    refused: int = 0  # pods in a row that their kubelets have not begun
+    refused_until: float = 0.0  # until then no more are made
     gated: bool = False  # some pod is not to be scheduled yet: the time for placing does not run
 
     def worker(self, name: str) -> Worker | None:

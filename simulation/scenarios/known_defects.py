@@ -181,6 +181,13 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 2.0, machines.PodDeleted(force=True)),
         patience=12.0,
     ),
+    "refused-by-kubelets": _scenario(
+        "pods that kubelets refuse fail a job as if its script did not start",
+        *[_at(CALM, machines.KubeletRefuses(index=index, free=True), 60.0) for index in range(4)],
+        _at(CALM + 5.0, machines.PodDeleted(index=1)),
+        spares=0,
+        nodes=6,
+    ),
     "no-room-for-a-spare": _scenario(
         "a quota without room for a spare keeps the operator busy",
         _at(CALM, control_plane.QuotaIsFull(room=-1), 40.0),

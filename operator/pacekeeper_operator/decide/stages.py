@@ -73,8 +73,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
-    if state.placement.failed_starts and _is_complete(observation):
-        draft = draft.with_placement(failed_starts=0)
+    if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
+        draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft
 
 

@@ -1,5 +1,5 @@
-"""A worker that is never ready: its trainer ends with an error before, or does not get there in time. The command or
-the image is wrong, or it hangs in an import; no node is blamed.
+"""A worker that is never ready. Its trainer ends with an error before, or does not get there in time: the command or
+the image is wrong, or it hangs in an import. Or its kubelet refuses it, which is nobody's doing. No node is blamed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,36 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         if view.name in seated or view.record.leaving:
             continue
         if _failed_to_start(view):
-            return _decide(observation, view)
+            assert view.pod is not None
+            return (_decide if view.pod.exit_code is not None else _refused)(observation, policy, view)
         if view.usable and 0 < view.record.starting_since < observation.now - WARM_SECONDS:
-            return _replace(observation, policy, view)
+            words = f"it was not ready {WARM_SECONDS:.0f} s after its container had begun to run"
+            return _replace(observation, policy, view, words, Class.UNKNOWN, view.record.starting_since)
     return None
 
 
-def _replace(observation: Observation, policy: Policy, view: WorkerView) -> Decision:
+def _refused(observation: Observation, policy: Policy, view: WorkerView) -> Decision:
+    """Its containers were never begun. However often: the job does not fail of it, but tries ever less often."""
+    assert view.pod is not None
+    reason = f" ({view.pod.exit_reason})" if view.pod.exit_reason else ""
+    words = f"its pod was not taken by the kubelet of {view.pod.node or 'its node'}{reason}"
+    return _replace(observation, policy, view, words, Class.INFRASTRUCTURE, observation.now)
+
+
+def _replace(
+    observation: Observation, policy: Policy, view: WorkerView, words: str, class_: Class, first_sign: float
+) -> Decision:
     """It is not known to end ever. The job does not fail of it: who comes next may do better."""
     trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
     allowed = not policy.refusal(Remedy.REPLACE_WORKER)
-    words = f"it was not ready {WARM_SECONDS:.0f} s after its container had begun to run"
+    refused = class_ is Class.INFRASTRUCTURE
+    action = ReplaceWorker(view.name, words, dead=True, never_ready=not refused, refused=refused)
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
-        class_=Class.UNKNOWN,
+        class_=class_,
         message=f"worker {view.name} is given up: {words}",
-        first_sign=view.record.starting_since,
-        actions=(ReplaceWorker(view.name, words, dead=True, never_ready=True),) if allowed else (),
+        first_sign=first_sign,
+        actions=(action,) if allowed else (),
         remedy=Remedy.REPLACE_WORKER if allowed else None,
         worker=view.name,
         node=view.record.node or None,
@@ -55,7 +68,7 @@ def _failed_to_start(view: WorkerView) -> bool:
     return view.heartbeat is None or view.heartbeat.state is LauncherState.STARTING
 
 
-def _decide(observation: Observation, view: WorkerView) -> Decision:
+def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Decision:
     pod = view.pod
     assert pod is not None
     reason = f" ({pod.exit_reason})" if pod.exit_reason else ""

@@ -198,6 +198,14 @@ def put_off(draft: Draft, observation: Observation) -> Draft:
     )
 
 
+def hold_back(draft: Draft, observation: Observation) -> Draft:
+    """After a pod that its kubelet refused: the next one comes at once, and from the second on all wait, longer each
+    time, since the scheduler may choose the same node again."""
+    refused = draft.state.placement.refused
+    pause = backoff(observation.job.uid, refused - 1) if refused else 0.0
+    return draft.with_placement(refused=refused + 1, refused_until=observation.now + pause)
+
+
 def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
     """After a scale-down: spares go first, the newest seats next; who holds ranks stays until it no longer does."""
     wanted = observation.job.spec.replicas + observation.job.spec.spares
@@ -213,8 +221,9 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
     """Names for the workers that are missing. While no attempt to place the job is under way, none is; spares that
-    do not start wait before they are tried again."""
-    if not draft.plan.members and not draft.state.placement.placing_since:
+    do not start, and pods that kubelets refuse, wait before they are tried again."""
+    placing = draft.plan.members or draft.state.placement.placing_since
+    if not placing or observation.now < draft.state.placement.refused_until:
         return draft
     spec, state = observation.job.spec, draft.state
     spares_wait = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at

@@ -182,7 +182,7 @@ class TestSaid:
         assert place.condition("Recovering") == "NoIncident", "it is not written, so it is not so"
         await reconcile(place.operator, place.desk)
         await place.desk.errands.settled()
-        assert place.condition("Recovering") == "Incident"
+        assert place.condition("Recovering") == "IncidentOpen"
 
     async def test_a_change_of_mode_is_an_event_and_nothing_else_of_the_plan_is(self) -> None:
         world = training(job=job(sync_mode=WantedMode.EDIT))

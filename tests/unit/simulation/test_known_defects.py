@@ -177,6 +177,11 @@ def _(patch: Patch) -> None:
     patch.setattr(treat, "_known", known)
 
 
+@undoes("refused-by-kubelets")
+def _(patch: Patch) -> None:
+    patch.setattr(start_failed, "_refused", start_failed._decide)
+
+
 @undoes("bookkeeping-deleted")
 def _(patch: Patch) -> None:
     patch.setattr(reconcile, "READ_SECONDS", math.inf)

@@ -16,6 +16,8 @@ def apply(action: ReplaceWorker, _decision: Decision, observation: Observation) 
     if worker is None:
         return Applied(draft)
     draft = draft.with_worker(replace(worker, leaving=action.reason, dead=action.dead, force=action.force))
+    if action.refused:
+        return Applied(workforce.hold_back(draft, observation))
     if action.never_ready:
         return Applied(workforce.put_off(draft, observation))
     seated = any(member.worker == action.worker for member in draft.plan.members)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Remedy
-from pacekeeper_operator.decide import start_failed
+from pacekeeper_operator.api import Class, Remedy
+from pacekeeper_operator.decide import start_failed, workforce
+from pacekeeper_operator.decide.remedies import ACTS
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
 from pacekeeper_operator.observation import Observation
@@ -106,3 +107,49 @@ class TestLate:
 
     def test_one_that_is_going_is_not_late(self) -> None:
         assert start_failed.check(change_worker(late(), "j-w4-0", pod={"deleting": True}), policy()) is None
+
+
+class TestRefused:
+    """The kubelet has not even begun its containers: OutOfcpu, UnexpectedAdmissionError."""
+
+    @staticmethod
+    def refused(world: Observation | None = None) -> Observation:
+        pod = {"phase": "Failed", "exit_code": None, "exit_reason": "OutOfcpu"}
+        gone = change_worker(world or training(), "j-w4-0", pod=pod)
+        views = (replace(view, heartbeat=None) if view.name == "j-w4-0" else view for view in gone.workers)
+        return replace(gone, workers=tuple(views))
+
+    def test_it_is_replaced_and_the_script_is_not_blamed(self) -> None:
+        decision = found(self.refused())
+        assert (
+            decision.message == "worker j-w4-0 is given up: its pod was not taken by the kubelet of node-4 (OutOfcpu)"
+        )
+        assert (decision.class_, decision.remedy) == (Class.INFRASTRUCTURE, Remedy.REPLACE_WORKER)
+
+    def test_however_often_the_job_does_not_fail_of_it_and_each_try_waits_longer(self) -> None:
+        world = self.refused()
+        world = world.with_draft(world.draft.with_plan(members=()))
+        waits = []
+        for _ in range(6):
+            decision = found(world)
+            (action,) = decision.actions
+            assert isinstance(action, ReplaceWorker)
+            after = ACTS[ReplaceWorker](action, decision, world).draft.state.placement
+            waits.append(after.refused_until - NOW)
+            world = world.with_draft(
+                world.draft.with_placement(refused=after.refused, refused_until=after.refused_until)
+            )
+        assert waits[0] == 0
+        assert waits == sorted(waits)
+        assert waits[-1] > 60
+
+    def test_nobody_is_made_until_then(self) -> None:
+        world = training(replicas=4, spares=2)
+        waiting = world.with_draft(world.draft.with_placement(refused=2, refused_until=NOW + 5))
+        names = len(world.state.placement.workers)
+        world_with_room = change_worker(waiting, "j-w5-0", gone=True)
+        records = tuple(w for w in waiting.state.placement.workers if w.name != "j-w5-0")
+        world_with_room = world_with_room.with_draft(world_with_room.draft.with_placement(workers=records))
+        assert len(workforce.step(world_with_room, policy()).state.placement.workers) == names - 1
+        later = replace(world_with_room, now=NOW + 6)
+        assert len(workforce.step(later, policy()).state.placement.workers) == names
