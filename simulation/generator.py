@@ -185,7 +185,10 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     machines.NodeDrained: (2, lambda r: machines.NodeDrained(**_role(r))),
     machines.NodeTainted: (1, lambda r: machines.NodeTainted(**_role(r), effect=r.choice(["NoSchedule", "NoExecute"]))),
     machines.NodeOptedOut: (1, lambda r: machines.NodeOptedOut(**_role(r))),
-    machines.NodeIsSick: (3, lambda r: machines.NodeIsSick(**_role(r), fails=r.random() < 0.6)),
+    machines.NodeIsSick: (
+        3,
+        lambda r: machines.NodeIsSick(**_role(r), fails=r.random() < 0.7, xid=r.choice([0, 79, 95])),
+    ),
     machines.ClockIsOff: (
         1,
         lambda r: machines.ClockIsOff(**_role(r), hours=r.choice([-30.0, -1.0, 0.1, 3.0]), operators=r.random() < 0.3),

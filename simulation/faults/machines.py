@@ -18,6 +18,7 @@ from .scene import PERSON
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
     from ..kubernetes.nodes import Node
+    from ..workers.worker import Worker
     from .scene import Scene
 
 
@@ -176,9 +177,11 @@ class NodeOptedOut(NodeFault):
 
 @dataclass(frozen=True)
 class NodeIsSick(NodeFault):
-    """Probes on it fail; with `fails` so does each rank that begins there, and those that run crash."""
+    """Probes on it fail. With `fails` so does each rank that begins there, and those that run crash, with an `xid` of
+    their GPUs."""
 
     fails: bool = False
+    xid: int = 0
 
     def strike(self, scene: Scene) -> Heal:
         node, sick = self.node(scene), True
@@ -202,7 +205,7 @@ class NodeIsSick(NodeFault):
             for worker in scene.running():
                 if worker.node == node.name:
                     worker.script_fails = True
-                    worker.crash()
+                    _break_down(worker, self.xid)
         return heal
 
 
@@ -295,6 +298,13 @@ class PodKilledForMemory(WorkerFault):
         worker = self.worker(scene)
         scene.tell(f"pod {worker.name} is killed for memory")
         worker.kill(137, "OOMKilled")
+
+
+def _break_down(worker: Worker, xid: int) -> None:
+    if xid:
+        worker.gpu_error(xid)
+    else:
+        worker.crash()
 
 
 def _label(scene: Scene, node: Node, value: str | None) -> None:
