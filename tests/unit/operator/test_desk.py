@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import Cause, Class, CleanPodPolicy, JobPhase, Mode, Outcome, RunPolicySpec, WantedMode
+from pacekeeper_operator.api import (
+    Cause,
+    Class,
+    CleanPodPolicy,
+    JobPhase,
+    Mode,
+    Outcome,
+    Reason,
+    RunPolicySpec,
+    WantedMode,
+)
 from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS, Refused
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
@@ -179,10 +189,10 @@ class TestSaid:
         place.cluster.refusals["trainingjobstates"] = [Refused("etcdserver: request is too large")]
         with pytest.raises(Refused):
             await reconcile(place.operator, place.desk)
-        assert place.condition("Recovering") == "NoIncident", "it is not written, so it is not so"
+        assert place.condition("Recovering") == Reason.NO_INCIDENT, "it is not written, so it is not so"
         await reconcile(place.operator, place.desk)
         await place.desk.errands.settled()
-        assert place.condition("Recovering") == "Incident"
+        assert place.condition("Recovering") == Reason.INCIDENT
 
     async def test_a_change_of_mode_is_an_event_and_nothing_else_of_the_plan_is(self) -> None:
         world = training(job=job(sync_mode=WantedMode.EDIT))
