@@ -15,6 +15,7 @@ from pathlib import Path
 from . import batch, coverage, mortal
 from .generator import generate
 from .run import Outcome, run
+from .scenarios import known_defects
 from .schedule import Schedule
 from .shrink import shrink
 
@@ -36,6 +37,8 @@ def main(arguments: list[str]) -> int:
             return _shrink(_schedule(options), options)
         case "mortal":
             return _mortal(options.scenario, options.jobs)
+        case "compare":
+            return _compare(options.seeds)
     return _coverage(options)
 
 
@@ -52,12 +55,15 @@ def _parser() -> argparse.ArgumentParser:
         chosen = command.add_mutually_exclusive_group(required=True)
         chosen.add_argument("seed", nargs="?", type=int)
         chosen.add_argument("--json", metavar="FILE", help="a schedule; -: from standard input")
+        chosen.add_argument("--defect", choices=known_defects.SCENARIOS, metavar="NAME", help="one that is mended")
         if name == "shrink":
             command.add_argument("--rule", help="default: the first that is broken")
             command.add_argument("--tries", type=int, default=300, help="runs at most")
     command = commands.add_parser("mortal", help="the operator is killed before and after each of its writes")
     command.add_argument("scenario", nargs="*", help=f"of {', '.join(mortal.SCENARIOS)}; default: all")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    command = commands.add_parser("compare", help="disasters in the simulation and on the test cluster, side by side")
+    command.add_argument("seeds", nargs="?", default="1-20", help="like 7, 3,5,8 or 1-20 (default)")
     return parser
 
 
@@ -136,6 +142,12 @@ def _mortal(names: Iterable[str], jobs: int) -> int:
     return 1 if failed else 0
 
 
+def _compare(seeds: str) -> int:
+    from .two_worlds.compare import compare  # it needs what tests need
+
+    return compare(_seeds(seeds))
+
+
 def _coverage(options: argparse.Namespace) -> int:
     reached: Counter[str] = Counter()
     for outcome in batch.run_all(
@@ -150,6 +162,8 @@ def _coverage(options: argparse.Namespace) -> int:
 
 
 def _schedule(options: argparse.Namespace) -> Schedule:
+    if options.defect is not None:
+        return known_defects.SCENARIOS[options.defect].schedule
     if options.json is None:
         return generate(options.seed)
     text = sys.stdin.read() if options.json == "-" else Path(options.json).read_text()

@@ -17,6 +17,7 @@ from pacekeeper_operator.decide.treat import Check
 from pacekeeper_operator.observation import Observation, Policy
 from pacekeeper_operator.services import doing, quarantine, reconcile
 
+_QUARANTINE_STEPS = [step for step in get_args(node_steps.QuarantineStep) if step is not node_steps.Wait]
 _reached: set[str] = set()
 
 
@@ -35,14 +36,14 @@ def everything() -> frozenset[str]:
             *(f"check {_name(check)}" for check in decide.CHECKS),
             *(f"step {name}" for name, _ in decide.STEPS),
             *(f"effect {effect.__name__}" for effect in get_args(effects.Effect)),
-            *(f"quarantine step {step.__name__}" for step in get_args(node_steps.QuarantineStep)),
+            *(f"quarantine step {step.__name__}" for step in _QUARANTINE_STEPS),
             *(f"cause {word}" for word in Cause),
             *(f"remedy {word}" for word in Remedy),
             *(f"outcome {word}" for word in Outcome),
             *(f"phase {word}" for word in JobPhase),
             *(f"quarantine {word}" for word in QuarantinePhase),
             *(f"verdict {word}" for word in Verdict),
-            *(f"witness {word}" for word in Witness),
+            *(f"witness {word}" for word in Witness if word is not Witness.NONE),
         ]
     )
 

@@ -34,6 +34,8 @@ Random = random.Random
 Make = Callable[[Random], Fault]
 LIVENESS_SHARE = 0.2
 """Of all seeds."""
+ONE_VICTIM_SHARE = 0.3
+"""Of all seeds: what befalls a worker or a node befalls the same one, as with a machine that is broken."""
 BEGINS = (5.0, 60.0)
 LAST_BEGINS = HEALED_AFTER - 60.0
 MOST_FAULTS = 8
@@ -52,11 +54,12 @@ def generate(seed: int) -> Schedule:
     random = Random(f"schedule {seed}")
     jobs = _jobs(random)
     workers = sum(job.replicas + job.spares for job in jobs)
+    asks_first = random.random() < 0.2
     world = WorldSettings(
         nodes=workers + random.randint(1, 6),
         slots=random.choice([1, 2]),
         operators=random.choice([1, 1, 2]),
-        operator=OPERATOR,
+        operator=OPERATOR | ({"quarantine_mode": Mode.RECOMMEND} if asks_first else {}),
     )
     schedule = Schedule(seed, Aim.SAFETY, world, jobs, _strokes(random, len(jobs)))
     if random.random() < LIVENESS_SHARE:
@@ -73,7 +76,7 @@ def _jobs(random: Random) -> tuple[JobSettings, ...]:
         spares=min(spares, WORKERS - replicas),
         min_replicas=random.choice([None, None, 1]),
         ranks=random.choice([1, 1, 1, 2]),
-        spec={"remediation": {"maxRestarts": 100}, "schedulingTimeout": random.choice(["30s", "60s", "5m"])},
+        spec=_spec(random),
     )
     if random.random() > 0.15:
         return (first,)
@@ -81,10 +84,24 @@ def _jobs(random: Random) -> tuple[JobSettings, ...]:
     return (first, second)
 
 
+def _spec(random: Random) -> dict[str, Any]:
+    """Mostly what lets a job live through everything."""
+    spec: dict[str, Any] = {
+        "remediation": {"maxRestarts": random.choice([100] * 9 + [2])},
+        "schedulingTimeout": random.choice(["30s", "60s", "5m"]),
+    }
+    if random.random() < 0.15:
+        spec["syncMode"] = random.choice(["Sync", "EDiT", "AsyncEDiT"])
+    if random.random() < 0.1:
+        spec["runPolicy"] = random.choice([{"ttlSecondsAfterFinished": 60}, {"activeDeadlineSeconds": 240}])
+    return spec
+
+
 def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
     swarm = random.sample(list(MENU), random.randint(2, 8))
     weights = [MENU[cls][0] for cls in swarm]
     at, strokes = random.uniform(*BEGINS), list[Stroke]()
+    victim = {"role": Role.MEMBER, "index": random.randrange(4)} if random.random() < ONE_VICTIM_SHARE else {}
     for place in range(random.randint(1, MOST_FAULTS)):
         if at > LAST_BEGINS:
             break
@@ -92,6 +109,8 @@ def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
         what = MENU[cls][1](random)
         if jobs > 1 and hasattr(what, "job"):
             what = replace(what, job=random.randrange(jobs))  # type: ignore[call-arg]  # it has one
+        if hasattr(what, "role"):
+            what = replace(what, **victim)
         strokes.append(Stroke(_moment(random, at, place), what, _seconds(random) if what.lasts() else 0.0))
         at = round(at + random.choice([random.uniform(0, 1), random.uniform(0, 10), random.uniform(5, 60)]), 2)
     return tuple(strokes)
@@ -135,6 +154,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ranks.RankCrashes: (6, lambda r: ranks.RankCrashes(**_role(r), code=r.choice([1, -9, -11]))),
     ranks.RankRunsOutOfMemory: (2, lambda r: ranks.RankRunsOutOfMemory(**_role(r))),
     ranks.RankHangs: (4, lambda r: ranks.RankHangs(**_role(r), where=r.choice(list(ranks.Stand)))),
+    ranks.RankStopped: (1, lambda r: ranks.RankStopped(**_role(r))),
     ranks.RankCannotBeKilled: (1, lambda r: ranks.RankCannotBeKilled(**_role(r))),
     ranks.LossIsBad: (1, lambda r: ranks.LossIsBad(**_role(r))),
     ranks.GpuFails: (2, lambda r: ranks.GpuFails(**_role(r), xid=r.choice([13, 31, 48, 79, 95]))),
@@ -165,7 +185,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     machines.NodeDrained: (2, lambda r: machines.NodeDrained(**_role(r))),
     machines.NodeTainted: (1, lambda r: machines.NodeTainted(**_role(r), effect=r.choice(["NoSchedule", "NoExecute"]))),
     machines.NodeOptedOut: (1, lambda r: machines.NodeOptedOut(**_role(r))),
-    machines.NodeIsSick: (2, lambda r: machines.NodeIsSick(**_role(r), code=r.choice([0, 1, -6]))),
+    machines.NodeIsSick: (3, lambda r: machines.NodeIsSick(**_role(r), fails=r.random() < 0.6)),
     machines.ClockIsOff: (
         1,
         lambda r: machines.ClockIsOff(**_role(r), hours=r.choice([-30.0, -1.0, 0.1, 3.0]), operators=r.random() < 0.3),
@@ -244,7 +264,7 @@ SURVIVABLE: tuple[Make, ...] = (
     lambda r: machines.NodeIsCutOff(**_role(r), beyond=r.choice([machines.Beyond.ALL, machines.Beyond.API])),
     lambda r: machines.KubeletStops(**_role(r)),
     lambda r: machines.NodeTainted(**_role(r)),
-    lambda r: machines.NodeIsSick(**_role(r), code=1),
+    lambda r: machines.NodeIsSick(**_role(r), fails=True),
     lambda r: machines.ImagesDoNotCome(index=r.randrange(6), free=True),
     lambda r: ranks.Frozen(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.POD])),
     lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.5, 3.0])),

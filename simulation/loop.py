@@ -7,12 +7,12 @@ in the order in which they were scheduled, so that a run follows from its seed a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import gc
 import heapq
 import itertools
 import sys
+import weakref
 from asyncio import events, tasks
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -21,6 +21,9 @@ from typing import Any, Never, TypeVar
 Result = TypeVar("Result")
 Connect = Callable[[str, int], Coroutine[Any, Any, None]]
 """Returns where (host, port) takes a connection; raises OSError where it does not, or hangs."""
+
+LAST_WORDS = 20
+"""So many times a coroutine that is dropped may wait for something."""
 
 _owner: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
@@ -77,7 +80,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if owner is not None and owner.stands_still(handle):
                 continue
             handle._run()
-        raise Stuck(f"at {self._now:.3f} s something goes round in circles: {handle!r}")
+        raise Stuck(f"at {self._now:.3f} s something goes round in circles")
 
     def _jump(self) -> None:
         timers = self._timers
@@ -144,7 +147,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Result], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Result]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        owner = _owner.get() if context is None else context.get(_owner)
+        if owner is not None:
+            owner.tasks.add(task)
+        return task
 
     async def create_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **_: Any
@@ -178,6 +185,8 @@ class Process:
         self.name = name
         self.dead = False
         self.paused = False
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._buried: list[asyncio.Task[Any]] = []  # kept, since a task that nobody holds would still clean up
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
@@ -197,6 +206,7 @@ class Process:
             return
         self.dead = True
         self._behind.clear()
+        self._buried = list(self.tasks)
         mourners, self._mourners = self._mourners, {}
         for callback in mourners:
             callback()
@@ -255,8 +265,12 @@ def nobodys() -> contextvars.Context:
 
 def _drop(task: asyncio.Task[Any]) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        task.get_coro().close()
+    for _ in range(LAST_WORDS):
+        try:
+            task.get_coro().close()
+            return
+        except BaseException:  # it waits in a `finally`: until there is none left
+            continue
 
 
 def _say_nothing(_: object) -> None:

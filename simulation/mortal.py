@@ -44,7 +44,7 @@ SCENARIOS: dict[str, Schedule] = {
     "node-lost": _one(machines.PowerFails(), 90.0),
     "spare-lost": _one(machines.PodDeleted(role=Role.SPARE)),
     "quarantine": _one(people.QuarantineMade(), 60.0),
-    "sick": _scenario(Stroke(AT, machines.NodeIsSick(code=1), 120.0), Stroke(At(60.0), ranks.RankCrashes())),
+    "sick": _scenario(Stroke(AT, machines.NodeIsSick(fails=True), 120.0), Stroke(At(60.0), ranks.RankCrashes())),
     "scale": _scenario(Stroke(AT, people.JobScaled(replicas=4)), Stroke(At(90.0), people.JobScaled(replicas=2))),
     "suspend": _one(people.JobSuspended(edits=True), 40.0),
     "finish": _one(people.JobFinishes(steps=5)),

@@ -27,6 +27,8 @@ class Network:
         """IP → place."""
         self.listens: Callable[[str, int], bool] = lambda _address, _port: True
         """Whether somebody listens there, of a machine that is up. A refusal is an answer, too."""
+        self.stopped: Callable[[str], bool] = lambda _address: False
+        """Whether whoever listens there takes no connection, and as many wait already as the kernel keeps for him."""
         self.caller: Callable[[], str] = lambda: API
         """The place whose process is calling."""
         self._random = random
@@ -87,7 +89,7 @@ class Network:
 
     async def _connect(self, host: str, port: int) -> None:
         here, there = self.caller(), self.addresses.get(host)
-        if there is None or not self.reaches(here, there):
+        if there is None or not self.reaches(here, there) or self.stopped(host):
             await asyncio.get_running_loop().create_future()  # silence
             return
         await asyncio.sleep(2 * self.delay(here, there))

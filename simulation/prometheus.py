@@ -64,10 +64,6 @@ class Prometheus:
         """The newest one of a GPU, as DCGM tells it."""
         self._xids[node, gpu] = xid
 
-    def forget_xids(self, node: str) -> None:
-        """Its exporter starts anew."""
-        self._xids = {key: xid for key, xid in self._xids.items() if key[0] != node}
-
     def rows(self, query: str) -> list[Row]:
         """The answer's `result`. Raises ConnectionRefusedError, or TimeoutError where none would come."""
         if self.silence == "down":
@@ -126,7 +122,9 @@ class Prometheus:
         self._world.after(SCRAPES, self._scrape_all)
         if self.silence == "stale":
             return
-        now = self._world.now()
+        now, reaches = self._world.now(), self._world.network.reaches
+        # A machine that boots has an exporter that knows of nothing.
+        self._xids = {key: xid for key, xid in self._xids.items() if reaches(key[0], key[0])}
         self._targets = {
             uid: ((worker.namespace, worker.job), list(_scrape(worker, now)))
             for uid, worker in self._world.workers.items()

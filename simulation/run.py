@@ -17,15 +17,19 @@ from . import coverage, judges
 from .chronicle import Chronicle
 from .faults.fault import Heal, Missed
 from .faults.moments import At
-from .faults.scene import Scene
+from .faults.scene import PERSON, Scene
 from .judges import Violation
 from .kubernetes.connection import Request, Stage
 from .kubernetes.errors import ApiError
 from .loop import Stuck, current_process
+from .operators.endpoint import forget_applications
 from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
 from .story import Line
-from .world import World
+from .world import NAMESPACE, World
 
+OF_JOBS = ("trainingjobs", "trainingjobstates", "pods", "networkpolicies")
+"""Kinds of which nothing is left when all jobs are deleted."""
+DELETED_SECONDS = 60.0
 PATIENCE_SECONDS = 400.0
 """Beyond its end a run goes on for so long where the judges are not content yet."""
 LOOK_SECONDS = 10.0
@@ -56,20 +60,21 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf) -> Outcome:
+def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf, to_the_end: bool = True) -> Outcome:
     """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
-    for which a job that can train may stand still."""
+    for which a job that can train may stand still; `to_the_end`: even if something was broken already."""
     _forget_imports()
     gc.collect()
     gc.disable()
     began, busy = time.perf_counter(), time.process_time()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule, patience)
+    performance = _Performance(world, schedule, patience, to_the_end)
     try:
         with coverage.counting() as reached, _logging(world, story):
             violations = performance.play(busy)
     finally:
         world.loop.close()
+        forget_applications()
         gc.enable()
     return Outcome(
         seed=schedule.seed,
@@ -125,8 +130,9 @@ class _Log(logging.Handler):
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule, patience: float) -> None:
+    def __init__(self, world: World, schedule: Schedule, patience: float, to_the_end: bool) -> None:
         self.world = world
+        self.to_the_end = to_the_end
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
@@ -157,21 +163,41 @@ class _Performance:
             self.world.after(job.begins, self.scene.make_job, place)
         for place, stroke in enumerate(self.schedule.strokes):
             stroke.when.arm(self.scene, self._striker(place, stroke))
-        await asyncio.sleep(HEALED_AFTER)
-        self._heal_all()
+        self.world.after(HEALED_AFTER, self._heal_all)
         content = 0
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if time.process_time() - began > REAL_SECONDS:
                 raise _Circles(f"it has computed for {REAL_SECONDS:g} s")
+            now = self.world.now()
+            if self.judge.violations and not self.to_the_end:
+                return
+            if now <= HEALED_AFTER:
+                continue
             complaints = self.judge.at_end()
             content = 0 if complaints else content + 1
-            now = self.world.now()
             if now >= SECONDS and content >= CONTENT_LOOKS:
+                await self._delete_all()
                 return
             if now >= SECONDS + PATIENCE_SECONDS:
                 self._ends = tuple(Violation(now, "the end", words) for words in complaints)
                 return
+
+    async def _delete_all(self) -> None:
+        """Every object is deletable: jobs, and with them all that they had but their incidents."""
+        if self.schedule.aim is not Aim.SAFETY:
+            return
+        api = self.world.api
+        for job in api.all("trainingjobs"):
+            if "deletionTimestamp" not in job["metadata"]:
+                api.delete("trainingjobs", job["metadata"]["name"], NAMESPACE, manager=PERSON)
+        gone_by = self.world.now() + DELETED_SECONDS
+        while left := [body["metadata"]["name"] for kind in OF_JOBS for body in api.all(kind, NAMESPACE)]:
+            if self.world.now() >= gone_by:
+                words = f"{', '.join(left)} are still there after {DELETED_SECONDS:g} s"
+                self._ends = (Violation(self.world.now(), "every object is deletable", words),)
+                return
+            await asyncio.sleep(1.0)
 
     def _striker(self, place: int, stroke: Stroke) -> Callable[[], None]:
         def strike() -> None:

@@ -70,6 +70,7 @@ class World:
         self.prometheus = Prometheus(self)
         self.endpoint = Endpoint(self)
         self.network.listens = self.fleet.listens
+        self.network.stopped = self._is_stopped
         self.network.caller = _caller
         for machine in (Scheduler, TaintEviction, PodCollector, NamespaceCollector):
             machine(self)
@@ -86,6 +87,10 @@ class World:
         """The processes of a job's worker, not yet started."""
         worker = self.workers[pod["metadata"]["uid"]] = Worker(self, pod, node, address, exited)
         return worker
+
+    def _is_stopped(self, address: str) -> bool:
+        """Scrapes and probes fill the queue of a stopped sidecar within seconds."""
+        return any(worker.sidecar.paused for worker in self.workers.values() if worker.address == address)
 
     def now(self) -> float:
         """Virtual seconds."""

@@ -515,12 +515,11 @@ def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | Non
 
 def _unevenness(work: Work, cost: SequenceCost) -> Seconds:
     """Of the ranks' parts of each step, by this cost of a sequence: 1 is as much as a rank's share says."""
-    window, now = work.window, slice(-len(work.level), None)
+    window = work.window
     assert window.lengths is not None
     assert window.squares is not None
-    samples = window.samples[now]
-    weight = cost.of_sums(samples, window.lengths[now], window.squares[now])
-    return np.asarray(weight / fair_parts(weight, samples))
+    weight = cost.of_sums(window.samples, window.lengths, window.squares)
+    return np.asarray(weight / fair_parts(weight, window.samples))
 
 
 def _in_order(found: Sequence[Way], slowdown: float, threshold: float) -> tuple[Way, ...]:

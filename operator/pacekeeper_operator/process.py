@@ -67,9 +67,7 @@ async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
     """Until a signal ends it, or one of its tasks dies: of a lost Lease, say. True: it has ended in order; else
     `runtime.failure` says of what it died."""
     serving = runtime.start(_serve(settings, runtime, edges), "the operator")
-    failed = asyncio.ensure_future(runtime.failed.wait())
-    await asyncio.wait([serving, failed], return_when=asyncio.FIRST_COMPLETED)
-    failed.cancel()
+    await runtime.either(asyncio.wait([serving]), runtime.failed.wait())
     if not serving.done():
         await asyncio.wait([serving], timeout=LEAVING_SECONDS)
         serving.cancel()

@@ -158,6 +158,7 @@ class PodsAreDenied(JobFault):
     def strike(self, scene: Scene) -> Heal:
         denials, name = scene.world.api.faults.denials, f"{scene.settings(self.job).name}-w"
         words = {403: "admission webhook denied the request: no", 500: "failed calling webhook: no route to host"}
+        words[422] = "Pod is invalid: spec.containers[0].image: Required value"
         denial = Denial("pods", name, self.status, words[self.status])
         denials.append(denial)
         return lambda: denials.remove(denial)

@@ -16,6 +16,7 @@ from .fault import Fault, Heal, Missed, NodeFault, WorkerFault
 from .scene import PERSON
 
 if TYPE_CHECKING:
+    from ..kubernetes.api_server import Change
     from ..kubernetes.nodes import Node
     from .scene import Scene
 
@@ -175,19 +176,34 @@ class NodeOptedOut(NodeFault):
 
 @dataclass(frozen=True)
 class NodeIsSick(NodeFault):
-    """Probes on it fail, and with a code each of its ranks crashes soon after it has begun."""
+    """Probes on it fail; with `fails` so does each rank that begins there, and those that run crash."""
 
-    code: int = 0
+    fails: bool = False
 
     def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+        node, sick = self.node(scene), True
         scene.tell(f"{node.name} is sick")
         node.sick = "CUDA error: an illegal memory access was encountered"
-        if self.code:
+
+        def infect(change: Change) -> None:
+            worker = scene.world.workers.get(change.object["metadata"]["uid"])
+            if sick and worker is not None and worker.node == node.name:
+                worker.script_fails = True
+
+        def heal() -> None:
+            nonlocal sick
+            sick, node.sick = False, ""
             for worker in scene.running():
                 if worker.node == node.name:
-                    worker.crash(code=self.code)
-        return lambda: setattr(node, "sick", "")
+                    worker.script_fails = False
+
+        if self.fails:
+            scene.watch("pods", infect)
+            for worker in scene.running():
+                if worker.node == node.name:
+                    worker.script_fails = True
+                    worker.crash()
+        return heal
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,15 @@ class AfterWrite(_Counted):
 
 
 @dataclass(frozen=True)
+class RankExits(_Counted):
+    """A rank has ended, and its launcher has not noticed yet."""
+
+    def arm(self, scene: Scene, strike: Strike) -> None:
+        count = self._counter(scene, strike)
+        scene.world.trainings.on_rank_exit.append(lambda _rank: count())
+
+
+@dataclass(frozen=True)
 class WorkerExits(_Counted):
     """A worker's trainer has ended, and its kubelet has not told yet."""
 

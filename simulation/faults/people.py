@@ -149,7 +149,7 @@ class JobDeleted(JobFault):
         if self.by_force and api.get("trainingjobs", name, NAMESPACE) is not None:
             api.patch("trainingjobs", name, NAMESPACE, {"metadata": {"finalizers": None}}, manager=PERSON)
         if self.again:
-            scene.when_gone("trainingjobs", name, uid, lambda: scene.make_job(self.job))
+            scene.when_gone("trainingjobs", name, uid, lambda: attempt(scene, lambda: scene.make_job(self.job)))
 
 
 @dataclass(frozen=True)

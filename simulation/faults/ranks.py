@@ -57,6 +57,14 @@ class RankHangs(WorkerFault):
 
 
 @dataclass(frozen=True)
+class RankStopped(WorkerFault):
+    """SIGSTOP, for good: it does not even say where it stands."""
+
+    def strike(self, scene: Scene) -> None:
+        self.worker(scene).stop_rank()
+
+
+@dataclass(frozen=True)
 class RankCannotBeKilled(WorkerFault):
     """It hangs in the kernel."""
 

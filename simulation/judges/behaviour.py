@@ -37,15 +37,19 @@ class OneActs(Rule):
     def __init__(self, world: World, record: Record) -> None:
         super().__init__(world, record)
         self._holder = ""
+        """Who took or renewed it last: one that is deleted or edited by others does not stop him at once."""
         self._until = -1.0
         self._found: list[str] = []
         world.api.observe(self._sent)
 
     def heard(self, change: Change) -> Iterator[str]:
-        if change.object["metadata"]["name"] == LEASE:
+        if change.object["metadata"]["name"] == LEASE and change.type != "DELETED":
             spec = change.object.get("spec") or {}
-            self._holder = "" if change.type == "DELETED" else spec.get("holderIdentity") or ""
-            self._until = change.at + (spec.get("leaseDurationSeconds") or 0)
+            named = spec.get("holderIdentity") or ""
+            if named == change.who:
+                self._holder, self._until = named, change.at + (spec.get("leaseDurationSeconds") or 0)
+            elif not named and change.who == self._holder:
+                self._until = change.at
         return iter(())
 
     def looked(self) -> Iterator[str]:
@@ -94,7 +98,8 @@ class _Ears(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, EXPECTED):
+        expected = EXPECTED if record.levelno < logging.CRITICAL else LeaseLost  # which ends the process
+        if not isinstance(error, expected):
             self.heard.append(_in_words(error) or record.getMessage())
 
 

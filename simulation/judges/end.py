@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Reason, parse_duration, parse_time
 
 from ..faults.fault import Cost
-from .record import JobRecord, Record, is_cordoned, is_ready, is_tainted
+from .record import JobRecord, Record, is_cordoned, is_ready, is_refused, is_tainted
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
+    from ..workers.run import Run
     from ..world import World
 
 Object = Mapping[str, Any]
@@ -68,7 +70,7 @@ def _job(world: World, record: Record, job: JobRecord, schedule: Schedule) -> It
     if job.body["spec"].get("suspend") and not books.over:
         if phase != JobPhase.SUSPENDED or pods:
             yield f"{job.name} is suspended: it is {phase}, with {len(pods)} pods"
-    elif phase in (JobPhase.FAILED, JobPhase.COMPLETE):
+    elif phase in (JobPhase.FAILED, JobPhase.COMPLETE) or (phase == JobPhase.PENDING and is_refused(job.body)):
         return
     elif phase != JobPhase.RUNNING:
         yield f"{job.name} is {phase}: {_said(status)}"
@@ -118,6 +120,18 @@ def _training(world: World, job: JobRecord, seats: list[str], schedule: Schedule
         yield f"{job.name} takes no step in round {run.round}, of {', '.join(names)}"
     elif names != seats:
         yield f"{job.name}: {', '.join(names)} train, and by the plan it should be {', '.join(seats)}"
+    elif Cost.METRICS not in schedule.costs and all(world.nodes[rank.worker.node].slow == 1.0 for rank in run.seated):
+        yield from _no_straggler(job, run)
+
+
+def _no_straggler(job: JobRecord, run: Run) -> Iterator[str]:
+    """Nothing is left of what was done about a slow node once none is."""
+    assert job.books is not None
+    shares = run.progress.course.shares
+    if run.mode is SyncMode.SYNC and shares is not None and max(shares) - min(shares) > 1:
+        yield f"{job.name} trains with shares {list(shares)}, and no node is slow"
+    if job.books.plan["evidence_request"]:
+        yield f"{job.name} is asked for evidence, and no node is slow"
 
 
 def _said(status: Object) -> str:

@@ -16,6 +16,7 @@ from pacekeeper_operator.api import (
     LABEL_NO_QUARANTINE,
     LABEL_PROBE,
     TAINT_QUARANTINE,
+    Condition,
 )
 from pacekeeper_operator.ledger import read_runs
 from pacekeeper_operator.services.operator import PAUSE
@@ -256,6 +257,12 @@ class Record:
 
 def by_operator(change: Change) -> bool:
     return change.who.startswith(OPERATOR)
+
+
+def is_refused(job: Object) -> bool:
+    """Its template is, and its status says so."""
+    conditions = job.get("status", {}).get("conditions", ())
+    return any(c["type"] == Condition.INVALID_TEMPLATE and c["status"] == "True" for c in conditions)
 
 
 def is_ready(node: Object) -> bool:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pacekeeper_operator.api import Cause
+
 from ..network import API
-from .record import Hand, JobRecord, Record, by_operator
+from .record import Books, Hand, JobRecord, Object, Record, by_operator, is_refused
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ OVERLAP_SECONDS = 10.0
 ranks within that time."""
 STARTS_SECONDS = 30.0
 """From a job's creation to its first step, when all goes well."""
+
+
+LOST = (Cause.WORKER_LOST, Cause.NODE_LOST, Cause.WORKER_FROZEN)
 
 
 class _OfSteps(Rule):
@@ -104,12 +109,16 @@ class WhoTrainsWellStays(Rule):
         job = self.record.job_of(change.object)
         if job is None or job.books is None or job.before is None or not by_operator(change):
             return
-        if job.deleted or job.books.over or job.books.stop:
+        if job.deleted or job.books.over or job.books.stop or not self._says_that_some_are_lost(job.before, job.books):
             return
         for name, hand in job.books.hands.items():
             known = job.before.hands.get(name)
             if hand.dead and hand.leaving and (known is None or not known.dead) and self._trains(job, hand):
                 yield f"{name}: {hand.leaving}"
+
+    def _says_that_some_are_lost(self, before: Books, now: Books) -> bool:
+        fresh = (incident for name, incident in now.incidents.items() if name not in before.incidents)
+        return any(incident["cause"] in LOST for incident in fresh)
 
     def _trains(self, job: JobRecord, hand: Hand) -> bool:
         worker = self.world.workers.get(hand.uid)
@@ -141,7 +150,7 @@ class TrainingGoesOn(Rule):
     def looked(self) -> Iterator[str]:
         now = self.record.now()
         for job in self.record.jobs.values():
-            if job.body is None or job.deleted or job.body["spec"].get("suspend") or self._ends(job):
+            if job.body is None or job.deleted or self._may_rest(job, job.body):
                 self._since[job.uid] = now
                 continue
             began = self._since.setdefault(job.uid, now + STARTS_SECONDS)
@@ -149,8 +158,10 @@ class TrainingGoesOn(Rule):
             if self._worst[job.uid] > self.record.patience:
                 yield f"{job.name} for more than {self.record.patience:g} s"
 
-    def _ends(self, job: JobRecord) -> bool:
-        """It has come to its last step."""
+    def _may_rest(self, job: JobRecord, body: Object) -> bool:
+        """It is suspended, refused, or has come to its last step."""
+        if body["spec"].get("suspend") or is_refused(body):
+            return True
         training = self.world.trainings.of_job(job.uid)
         if job.books is not None and job.books.over:
             return True

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 KNOWN_SECONDS = 90.0
 """So late, at most, an operator that can see it says what is so."""
+STANDS_SECONDS = 180.0
+"""The same of ranks that take no step: launchers give them a while to take one."""
+STANDS = "it is said to be Running, and takes no step"
 LOOKS = 9
 """So many looks back the step in a status may lie: 45 s."""
 
@@ -43,7 +46,7 @@ class StatusIsTrue(Rule):
         wrong = {(job.uid, what): job.name for job in self.record.jobs.values() for what in self._wrong(job)}
         self._wrong_since = {key: self._wrong_since.get(key, now) for key in wrong}
         for key, since in self._wrong_since.items():
-            if now - max(since, self._calm_since) > KNOWN_SECONDS:
+            if now - max(since, self._calm_since) > (STANDS_SECONDS if key[1] == STANDS else KNOWN_SECONDS):
                 yield f"{wrong[key]}: {key[1]}"
 
     def _wrong(self, job: JobRecord) -> Iterator[str]:
@@ -57,7 +60,7 @@ class StatusIsTrue(Rule):
         del steps[:-LOOKS]
         trains = stepped is not None and now - stepped < 10.0
         if phase == JobPhase.RUNNING and not trains:
-            yield "it is said to be Running, and takes no step"
+            yield STANDS
         if phase in (JobPhase.PENDING, JobPhase.STARTING, JobPhase.SUSPENDED) and trains:
             yield f"it is said to be {phase}, and trains"
         if phase == JobPhase.RUNNING and len(steps) >= LOOKS and status.get("step", -1) < min(steps):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, web, web_app
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 Reply = tuple[int, Any]
 """Status, and the body, parsed; None: there is none."""
+
+
+def forget_applications() -> None:
+    """The server's library remembers a thousand of them, and with each all of its world."""
+    web_app._cached_build_middleware.cache_clear()
 
 
 @dataclass

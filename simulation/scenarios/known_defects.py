@@ -10,7 +10,7 @@ from typing import Any
 
 from ..faults import control_plane, machines, operators, people, ranks
 from ..faults.fault import Fault, Role
-from ..faults.moments import AfterFault, At, Moment, WorkerExits
+from ..faults.moments import AfterFault, At, Moment, RankExits, WorkerExits
 from ..generator import OPERATOR
 from ..kubernetes.faults import Fate
 from ..schedule import Aim, JobSettings, Schedule, Stroke
@@ -67,11 +67,34 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 0.1, ranks.RankCrashes(index=1)),
         replicas=3,
     ),
+    "two-signals": _scenario(
+        "two ranks that are killed before their first step, one after the other, are taken for the script's fault",
+        _at(CALM, ranks.RankCrashes(index=0, code=-9)),
+        _at(AfterFault(0, 2.0), ranks.RankCrashes(index=1, code=-9)),
+        _at(AfterFault(1, 3.0), ranks.RankCrashes(index=0, code=-9)),
+    ),
+    # Beginnings.
+    "hang-before-warm": _scenario(
+        "a worker that hangs before it is warm keeps its job from beginning, beside a warm spare",
+        _at(12.9, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
+    ),
+    "older-job-cannot-begin": _scenario(
+        "an older job whose template is refused keeps a younger one waiting",
+        _at(0.0, control_plane.PodsAreDenied(status=422), 250.0),
+        _at(70.0, machines.NodeAdded()),
+        _at(200.0, machines.NodeAdded()),
+        jobs=(
+            JobSettings("old", replicas=1, spares=0),
+            JobSettings("young", replicas=2, spares=0, begins=1.0, spec={"schedulingTimeout": "20s"}),
+        ),
+        nodes=1,
+        patience=150.0,
+    ),
     # Ends.
     "finished-and-lost": _scenario(
         "one trainer has come to its end, another worker is lost before: nobody ever finishes",
         _at(CALM, people.JobFinishes(steps=3)),
-        _at(CALM + 4.4, machines.PowerFails(index=1), 100.0),
+        _at(RankExits(1), machines.PowerFails(index=1), 100.0),
         replicas=4,
     ),
     "finished-unseen": _scenario(
@@ -137,6 +160,12 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 0.1, ranks.RankHangs(index=1)),
         patience=60.0,
     ),
+    "shares-outlive-a-straggler": _scenario(
+        "shares that were made for a slow node stay uneven for ever after it has recovered",
+        _at(90.0, ranks.NodeIsSlow(index=1, factor=2.5), 200.0),
+        replicas=3,
+        remediation={"allow": ["Rebalance"]},
+    ),
     # Pods.
     "stray-pod": _scenario(
         "a pod that is made late, for a worker that is not wanted any more, stays for ever",
@@ -154,7 +183,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "no-room-for-a-spare": _scenario(
         "a quota without room for a spare keeps the operator busy",
-        _at(CALM, control_plane.QuotaIsFull(room=-1), 150.0),
+        _at(CALM, control_plane.QuotaIsFull(room=-1), 40.0),
         _at(CALM + 1.0, machines.PodDeleted(force=True, role=Role.SPARE)),
     ),
     # People.
@@ -170,12 +199,23 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 5.0, machines.PodDeleted(force=True)),
         patience=60.0,
     ),
+    "bookkeeping-deleted": _scenario(
+        "a bookkeeping that is deleted while nothing is to be written is missed by the next operator: all are replaced",
+        _at(CALM, people.StateDeleted()),
+        _at(CALM + 80.0, operators.OperatorKilled()),
+        patience=4.0,
+    ),
     # Clocks and leadership.
     "clocks-differ": _scenario(
         "restarts are dated by the clocks of workers: two hours behind, none of them counts",
         _at(30.0, machines.ClockIsOff(index=1, hours=-2.0), 300.0),
         *[_at(CALM + 15.0 * i, ranks.RankCrashes(index=1)) for i in range(6)],
         remediation={"maxRestarts": 3},
+    ),
+    "woken-without-the-lease": _scenario(
+        "a job's loop that is woken while the Lease is not held turns without a pause",
+        _at(CALM, operators.OperatorFrozen(), 60.0),
+        _at(CALM + 10.0, machines.PodDeleted(force=True)),
     ),
     "lease-not-found": _scenario(
         "a 404 when the Lease is renewed ends its keeper, and a second operator acts beside the first",

@@ -55,6 +55,9 @@ _STORE_TIMEOUT = 300.0
 """Seconds until a rank that cannot reach the store of its round gives up."""
 _PROBES = (0.1, 1.0)
 """Seconds that probes of neighbours take: with an answer of all, and without."""
+_PHASE_DEADLINE = 150.0
+"""Seconds that a rank may take for what its steps say nothing of, such as the first of them. By itself it is half an
+hour, whose end no run would live to see."""
 _GPU_PERIOD = 1.0
 _LINGER, _LOOKS_AROUND = 5.0, 0.1
 
@@ -94,7 +97,7 @@ class Launcher(Process):
 
     def _begin(self) -> None:
         incarnation = f"{int(1000 * self._world.wall(self._worker.node)):x}"
-        self.settings = replace(self.settings, incarnation=incarnation)
+        self.settings = replace(self.settings, incarnation=incarnation, phase_deadline=_PHASE_DEADLINE)
         meeting_port = self._random.randint(32768, 60999)
         self._folder.heartbeat = replace(self._folder.heartbeat, meeting_port=meeting_port)
         self._follows = True

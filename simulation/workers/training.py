@@ -33,6 +33,8 @@ class Training:
         """Of the script: fixed when its first round begins."""
         self.sample_seconds = random.uniform(0.05, 0.12)
         self.fixed_seconds = random.uniform(0.01, 0.05)
+        if "STEP_SECONDS" in environment:
+            self.sample_seconds, self.fixed_seconds = 0.0, float(environment["STEP_SECONDS"])
         self.communication_seconds = random.uniform(0.02, 0.06)
         self.runs: list[Run] = []
         """All rounds whose ranks have met, in that order."""
@@ -43,6 +45,8 @@ class Trainings:
     """Of all jobs."""
 
     def __init__(self, world: World) -> None:
+        self.on_rank_exit: list[Callable[[Rank], None]] = []
+        """Called when a rank has ended."""
         self.on_exit: list[Callable[[Worker], None]] = []
         """Called when a worker's trainer has ended."""
         self.on_step: list[Callable[[Run], None]] = []

@@ -124,7 +124,9 @@ class Worker:
             rank.end(SIGKILL)
         self._end_if_empty()
 
-    def rank_ended(self, _rank: Rank) -> None:
+    def rank_ended(self, rank: Rank) -> None:
+        for tell in self._world.trainings.on_rank_exit:
+            tell(rank)
         self.launcher.wake()
         self._end_if_empty()
 

@@ -85,6 +85,13 @@ def wait_for(
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    with running_cluster() as found:
+        yield found
+
+
+@contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """It is nobody else's for as long as it is held open."""
     is_testcluster = not os.environ.get("PACEKEEPER_USE_KUBECONFIG")
     if is_testcluster:
         testcluster.cluster.up()

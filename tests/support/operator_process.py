@@ -12,6 +12,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +92,13 @@ def operator_process(cluster: Cluster, resources: None) -> Iterator[OperatorProc
     """It serves a module's jobs while their tests make faults on the test cluster's machine."""
     if not cluster.is_testcluster:
         pytest.skip("faults are made on the test cluster's machine")
+    with operating(cluster) as operator:
+        yield operator
+
+
+@contextmanager
+def operating(cluster: Cluster) -> Iterator[OperatorProcess]:
+    """It ends when the jobs that are being deleted are gone."""
     log = Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
     operator = OperatorProcess(cluster, log)
     if cluster.get("namespace", SYSTEM) is None:

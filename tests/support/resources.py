@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ from tests.support.cluster import Cluster, wait_for
 
 @pytest.fixture(scope="session")
 def resources(cluster: Cluster) -> Iterator[None]:
+    with without_operator(cluster):
+        yield
+
+
+@contextmanager
+def without_operator(cluster: Cluster) -> Iterator[None]:
     """The chart's CRDs are there, and no operator answers to what these tests write.
 
     Tests that want an operator come later (see conftest.py) and install it anew; where there are none, it comes back.

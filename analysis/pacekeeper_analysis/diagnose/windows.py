@@ -1,4 +1,5 @@
-"""The windows that ranks give as evidence, put side by side on the steps that all of them have."""
+"""The windows that ranks give as evidence, put side by side on the steps that all of them have with their present
+shares."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ MINIMAL_STEPS = 8
 
 @dataclass(frozen=True)
 class Window:
-    """The ranks' windows on the steps that all of them have, as arrays of shape (steps, ranks)."""
+    """The ranks' windows on the steps that all of them have with the present shares, as arrays of shape (steps, ranks).
+
+    Earlier steps tell a step's fixed cost from that of its samples (`costs`), and nothing else: what was slow in them
+    may have recovered since."""
 
     steps: npt.NDArray[np.int64]  # (steps,)
     compute_seconds: npt.NDArray[np.float64]
@@ -34,7 +38,7 @@ class Window:
     sequence_cost: SequenceCost | None = None  # by which they are weighed
     baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
     baseline_exposed: float | None = None  # of it, communication that no computation hid; None: not known
-    costs: Costs | None = None  # of each rank, from all of its steps; None: some rank's samples are not known
+    costs: Costs | None = None  # of each rank, from all steps that it gave; None: some rank's samples are not known
     share_grain: int = 1  # samples that new shares are multiples of, as the present ones are
 
     @property
@@ -44,17 +48,24 @@ class Window:
 
 
 def align(windows: Sequence[RankWindow]) -> Window | None:
-    """The windows on their common steps; None where there are too few, or ranks are missing."""
+    """The windows on their common steps since the shares last changed; None where there are too few, or ranks are
+    missing."""
     if not windows or sorted(window.rank for window in windows) != list(range(len(windows))):
         return None
     by_rank = sorted(windows, key=lambda window: window.rank)
     common = sorted(set.intersection(*(set(window.steps) for window in by_rank)))
-    if len(common) < MINIMAL_STEPS:
-        return None
 
     def column(window: RankWindow, values: Sequence[float]) -> list[float]:
         of_step = dict(zip(window.steps, values, strict=True))
         return [of_step[step] for step in common]
+
+    if not common:
+        return None
+    samples = np.array([column(window, window.samples) for window in by_rank], dtype=np.int64).T
+    first = _since_shares_changed(samples)
+    common, samples = common[first:], samples[first:]
+    if len(common) < MINIMAL_STEPS:
+        return None
 
     garbage = [column(w, w.garbage_seconds or (0.0,) * len(w.steps)) for w in by_rank]
     tokens = [column(w, w.lengths) for w in by_rank if w.lengths]
@@ -62,7 +73,7 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
     window = Window(
         steps=np.array(common),
         compute_seconds=np.array([column(w, w.compute_seconds) for w in by_rank]).T,
-        samples=np.array([column(w, w.samples) for w in by_rank], dtype=np.int64).T,
+        samples=samples,
         step_seconds=np.array([column(w, w.step_seconds) for w in by_rank]).T,
         garbage_seconds=np.array(garbage).T if any(w.garbage_seconds for w in by_rank) else None,
         lengths=np.array(tokens).T if len(tokens) == len(by_rank) else None,
@@ -72,6 +83,12 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         costs=_costs(by_rank),
     )
     return weighed(replace(window, share_grain=share_grain(by_rank, *window.shares)))
+
+
+def _since_shares_changed(samples: npt.NDArray[np.int64]) -> int:
+    """Position of the first step from which on all have the newest shares. samples: (steps, ranks)."""
+    other = np.flatnonzero((samples != samples[-1]).any(axis=1))
+    return 1 + int(other.max(initial=-1))
 
 
 def weighed(window: Window) -> Window:

@@ -39,7 +39,7 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Work:
-    """Arrays are seconds, of shape (steps, ranks), since the shares last changed."""
+    """Arrays are seconds, of shape (steps, ranks)."""
 
     window: Window
     own: Seconds  # own work as it is
@@ -56,20 +56,17 @@ class Work:
 
     @classmethod
     def of(cls, window: Window, threshold: float) -> Work | None:
-        """None where fewer than 8 steps have the present shares, or seconds are not finite and positive.
+        """None where seconds are not finite and positive.
 
         threshold: so many times its peers' time makes a rank slow.
         """
         if not _are_sound(window.compute_seconds, window.step_seconds) or window.samples.min() < 0:
             return None
-        now = _since_shares_changed(window.samples)
-        if now.sum() < MINIMAL_STEPS:
-            return None
         samples = window.samples if window.samples.min() > 0 else np.ones_like(window.samples)
         working = without_garbage(window)
         level = levelled(window, samples)
         costs = window.costs or shares.fit(level, samples)
-        even = (level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True)))[now]
+        even = level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True))
         relative = even / peers_median(even)
         culprits = _persistently(relative >= threshold)
         common = 1.0 / np.mean(1.0 / even, axis=1, keepdims=True)  # what the best shares come near to
@@ -79,15 +76,15 @@ class Work:
             paced[:, culprits] = np.median(paced[:, ~culprits], axis=1, keepdims=True)
         elif differ:
             paced *= np.median(common / even, axis=0)
-        waits = np.min(window.step_seconds[now] - window.compute_seconds[now], axis=1)  # of the rank that comes last
+        waits = np.min(window.step_seconds - window.compute_seconds, axis=1)  # of the rank that comes last
         return cls(
             window=window,
-            own=window.compute_seconds[now],
-            working=working[now],
-            level=level[now],
+            own=window.compute_seconds,
+            working=working,
+            level=level,
             even=even,
             paced=paced,
-            usual=_usual(working[now].max(axis=1)),
+            usual=_usual(working.max(axis=1)),
             shares=window.shares,
             culprits=tuple(int(rank) for rank in np.flatnonzero(culprits)),
             differ=differ,
@@ -219,12 +216,6 @@ def fair_parts(weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
 def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """(ranks,): slow in most steps. slow: (steps, ranks)."""
     return np.asarray(slow.mean(axis=0) >= PERSISTENT)
-
-
-def _since_shares_changed(samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(steps,): those at the end that all have the present shares."""
-    other = (samples != samples[-1]).any(axis=1)
-    return np.asarray(np.arange(len(samples)) > np.flatnonzero(other).max(initial=-1))
 
 
 def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ..api import Job, JobStatus, Object
@@ -21,3 +22,4 @@ class Desk:
     told: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
     status_at: float = 0.0
+    read_at: float = -math.inf  # when the bookkeeping was last seen to be as it is known, by the monotonic clock

@@ -30,6 +30,8 @@ from .operator import ACTIVE, Operator
 
 STATUS_SECONDS = 15.0
 IDLE_SECONDS = 30.0
+READ_SECONDS = 60.0
+"""A bookkeeping that was not written for so long is read again."""
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +40,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
-    if desk.memory.draft is None or not desk.memory.resource_version:
+    if _is_to_be_read(operator, desk):
         try:
             await _read(operator, desk)
         except Exception as error:
@@ -101,11 +103,19 @@ async def close_incidents(operator: Operator, desk: Desk) -> None:
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
 
 
+def _is_to_be_read(operator: Operator, desk: Desk) -> bool:
+    """Nothing is known, or somebody else may have written or deleted it long ago: who has nothing to write would never
+    notice, and the operator after this one would find nothing."""
+    unknown = desk.memory.draft is None or not desk.memory.resource_version
+    return unknown or operator.runtime.monotonic() - desk.read_at >= READ_SECONDS
+
+
 async def _read(operator: Operator, desk: Desk) -> None:
     """What is written of the job into memory; where nothing is, a beginning."""
     if await bookkeeping.load(operator.cluster, desk.job, desk.memory) is None:
         pods = gather.of(operator.pods, desk.job)
         await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, operator.runtime.now())
+    desk.read_at = operator.runtime.monotonic()
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:
@@ -132,6 +142,7 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
         return
     try:
         await bookkeeping.write(operator.cluster, desk.job, memory, draft)
+        desk.read_at = operator.runtime.monotonic()
     except (Conflict, NotFound):  # somebody else has written, or deleted it
         memory.resource_version = ""  # to be read anew
         raise

@@ -2,7 +2,8 @@
 
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
 (seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
-after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job.
+after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job. A file
+`fault-<rank>` there strikes this rank once: `raise` an error, `fill` its memory, or `hang`.
 """
 
 from __future__ import annotations
@@ -96,6 +97,15 @@ def fail(rank: int, step: int) -> None:
     for fault in json.loads(os.environ.get("FAULTS", "[]")):
         if (fault["rank"], fault["round"]) == (rank, ROUND) and step >= fault["step"]:  # AsyncEDiT leaves numbers out
             os.kill(os.getpid(), signal.SIGKILL)
+    asked = FOLDER / f"fault-{rank}"
+    if asked.exists():
+        kind = asked.read_text()
+        asked.unlink()
+        if kind == "raise":
+            raise RuntimeError(f"rank {rank} has been asked to fail")
+        if kind == "fill":
+            torch.ones(1 << 29)  # 2 GiB
+        time.sleep(1e6)
 
 
 def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -182,6 +182,28 @@ def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
     assert way.shares == (8, 8, 8, 8)
 
 
+def test_slow_steps_from_before_its_share_changed_do_not_keep_it_from_that() -> None:
+    """A rank's window keeps them for ever, and all ranks have them; lengths do not change that."""
+    before, shares = (BATCH,) * 4, (9, 9, 9, 5)
+    lengths = np.random.default_rng(31).lognormal(6.0, 0.4, size=(STEPS + 8, 4)) * np.array(
+        [before] * 8 + [shares] * STEPS
+    )
+    usual = work(30) * np.array(shares) / BATCH
+    slow = work(31)[:8] * np.array([1.0, 1.0, 1.0, 2.5])
+    for dealt in (None, lengths):
+        own = np.concatenate([slow, usual])
+        if dealt is not None:
+            own *= dealt / dealt.mean(axis=0)
+        given = [
+            replace(window, samples=(before[window.rank],) * 8 + (shares[window.rank],) * STEPS)
+            for window in windows(own, lengths=dealt)
+        ]
+        assert found(given).culprits == ()
+        way = taken(given)
+        assert way is not None
+        assert way.shares == (8, 8, 8, 8)
+
+
 def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -> None:
     """Its cost does not depend on its share, as the steps before the last change of shares tell."""
     samples = np.repeat([[8, 8, 8, 8], [9, 9, 9, 5]], STEPS, axis=0)

@@ -11,12 +11,32 @@ from pacekeeper_analysis.diagnose import windows
 from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.reports import RankWindow
 
+BY_STEP = ("steps", "step_seconds", "compute_seconds", "samples")
+
 
 def test_windows_without_common_steps_are_refused() -> None:
     one = RankWindow(0, (1, 2, 3), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     other = RankWindow(1, (7, 8, 9), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     assert windows.align([one, other]) is None
     assert windows.align([one]) is None
+
+
+def test_steps_with_other_shares_tell_the_costs_only() -> None:
+    """Rank 0 takes 3 s and 1 s a sample: nothing but its earlier steps can tell. Rank 1 was slow in its own."""
+    samples = np.repeat([[8, 8], [5, 11]], [8, 12], axis=0)
+    own = np.stack([3.0 + samples[:, 0], np.where(samples[:, 1] == 8, 4.0, 1.0) * samples[:, 1]], axis=1)
+    steps = (*range(8), *range(20, 32))
+    given = [RankWindow(i, steps, tuple(own.max(axis=1)), tuple(own[:, i]), tuple(samples[:, i])) for i in range(2)]
+    aligned = windows.align(given)
+    assert aligned is not None
+    assert aligned.steps.tolist() == list(range(20, 32))
+    assert aligned.samples.tolist() == [[5, 11]] * 12
+    assert aligned.compute_seconds.tolist() == [[8.0, 11.0]] * 12
+    assert aligned.costs is not None
+    assert aligned.costs.identified.tolist() == [True, False]
+    assert aligned.costs.fixed == pytest.approx([3.0, 0.0])
+    few = [replace(window, **{name: getattr(window, name)[:15] for name in BY_STEP}) for window in given]
+    assert windows.align(few) is None, "seven steps with the present shares"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])

@@ -19,7 +19,7 @@ from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import clean_up, close_incidents, desk_for, reconcile
+from pacekeeper_operator.services.reconcile import READ_SECONDS, clean_up, close_incidents, desk_for, reconcile
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
@@ -149,6 +149,21 @@ async def test_bookkeeping_that_was_deleted_is_written_anew_and_nobody_is_replac
     await operator.pods.read(cluster, ())
     with pytest.raises(NotFound):
         await reconcile(operator, desk)
+    await reconcile(operator, desk)
+    written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
+    assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
+
+
+async def test_bookkeeping_that_is_deleted_while_nothing_is_to_be_written_is_written_anew(
+    cluster: FakeCluster,
+) -> None:
+    """Or the operator after this one would find nothing, and replace all workers."""
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    del cluster.objects["trainingjobstates", "ns", "j"]
+    await reconcile(operator, desk)
+    assert ("trainingjobstates", "ns", "j") not in cluster.objects, "it was looked for in each pass"
+    desk.read_at -= READ_SECONDS
     await reconcile(operator, desk)
     written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]

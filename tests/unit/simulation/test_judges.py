@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import kopf
 import pytest
 
 from pacekeeper_operator.api import (
@@ -18,7 +19,7 @@ from pacekeeper_operator.api import (
     Outcome,
     format_time,
 )
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.services.leadership import LEASE, LeaseLost
 from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.state import Draft, Incident
 from simulation.judges import behaviour
@@ -375,11 +376,22 @@ def test_a_quarantine_goes_last(court: Court) -> None:
 def hold_lease(court: Court, holder: str = OPERATOR) -> None:
     spec = {"holderIdentity": holder, "leaseDurationSeconds": 10}
     body = {"metadata": {"name": LEASE, "namespace": "pacekeeper-system"}, "spec": spec}
-    court.api.create("leases", body, manager=holder)
+    if court.api.get("leases", LEASE, "pacekeeper-system") is None:
+        court.api.create("leases", body, manager=holder)
+    else:
+        court.api.patch("leases", LEASE, "pacekeeper-system", {"spec": spec}, manager=holder)
 
 
-def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: float = 0.0, **query: str) -> None:
+def send(
+    court: Court,
+    method: str = "PUT",
+    place: str = OPERATOR,
+    seconds: float = 0.0,
+    after: Callable[[], object] = lambda: None,
+    **query: str,
+) -> None:
     court.wait(seconds)
+    after()
     path = "/apis/pacekeeper.dev/v1alpha1/namespaces/ns/trainingjobstates/j"
     court.api.seen(Request(place, method, path, query, {}, ""))
 
@@ -391,10 +403,12 @@ def send(court: Court, method: str = "PUT", place: str = OPERATOR, seconds: floa
         (lambda court: send(court, seconds=9.0), True),
         (lambda court: send(court, seconds=11.0), False),
         (lambda court: send(court, place="operator-1"), False),
+        (lambda court: send(court, after=lambda: court.api.delete("leases", LEASE, "pacekeeper-system")), True),
+        (lambda court: send(court, after=lambda: hold_lease(court, "operator-1")), False),
         (lambda court: send(court, "GET", place="operator-1"), True),
         (lambda court: send(court, place="operator-1", fieldManager="kopf"), True),
     ],
-    ids=["holder", "late", "too late", "another", "another reads", "kopf"],
+    ids=["holder", "late", "too late", "another", "deleted by hand", "replaced", "another reads", "kopf"],
 )
 def test_who_writes_holds_the_lease(court: Court, say: Callable[[Court], None], fine: bool) -> None:
     hold_lease(court)
@@ -419,6 +433,20 @@ def test_an_error_that_nobody_expected_is_found(court: Court) -> None:
         log.exception("an errand has failed")
     court.look()
     assert court.complaints == ["nothing of the operator's own fails unexpectedly"]
+
+
+@pytest.mark.parametrize(
+    ("level", "error", "fine"),
+    [
+        (logging.ERROR, kopf.TemporaryError("the API server is away"), True),
+        (logging.CRITICAL, kopf.TemporaryError("the API server is away"), False),
+        (logging.CRITICAL, LeaseLost("it is another's now"), True),
+    ],
+)
+def test_an_operator_ends_of_a_lost_lease_only(court: Court, level: int, error: Exception, fine: bool) -> None:
+    logging.getLogger("pacekeeper_operator.runtime").log(level, "it has died", exc_info=error)
+    court.look()
+    assert court.complaints == ([] if fine else ["nothing of the operator's own fails unexpectedly"])
 
 
 def test_an_error_of_a_task_is_found(court: Court) -> None:

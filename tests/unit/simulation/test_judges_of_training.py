@@ -8,7 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from pacekeeper_operator.api import format_time
+from pacekeeper.modes.course import Course
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_operator.api import Cause, Class, format_time
+from pacekeeper_operator.state import Incident
 from simulation.faults.fault import Cost
 from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
@@ -30,7 +33,8 @@ class Run:
     stepped_at: float = 0.0
     over: bool = False
     stands: bool = False
-    progress: Any = field(default_factory=lambda: SimpleNamespace(step=0))
+    progress: Any = field(default_factory=lambda: SimpleNamespace(step=0, course=Course()))
+    mode: SyncMode = SyncMode.SYNC
     seated: tuple[Any, ...] = ()
 
 
@@ -47,7 +51,7 @@ class TrainingCourt(Court):
         )
         world = cast(Any, self.world)
         world.trainings = SimpleNamespace(on_step=[], of_job=lambda uid: self.training if uid == self.job.uid else None)
-        world.workers, world.nodes = {}, {"node-0": None, "node-1": None}
+        world.workers, world.nodes = {}, {f"node-{i}": SimpleNamespace(slow=1.0) for i in range(2)}
         world.deployment = SimpleNamespace(pods=[self.leader], leader=self.leader)
         self.judge = Judge(world, cast(Any, SimpleNamespace(costs=frozenset())), 60.0, (*training.RULES, *truth.RULES))
         self.judge._record.hear(self._made())
@@ -170,10 +174,11 @@ def worker(court: TrainingCourt, run: Run, **changes: Any) -> None:
     court.write(court.draft.with_worker(replace(record, uid=pod["metadata"]["uid"])))
 
 
-def give_up(court: TrainingCourt, *, dead: bool = True) -> None:
-    record = court.draft.state.placement.worker("j-w0-0")
+def give_up(court: TrainingCourt, *, dead: bool = True, cause: Cause = Cause.WORKER_LOST) -> None:
+    record, now = court.draft.state.placement.worker("j-w0-0"), court.world.wall()
     assert record is not None
-    court.write(court.draft.with_worker(replace(record, leaving="nobody hears of it", dead=dead)))
+    draft = court.draft.with_worker(replace(record, leaving="nobody hears of it", dead=dead))
+    court.write(draft.with_incident(Incident("i", cause, Class.UNKNOWN, 1, "m", now, now, now, worker="j-w0-0")))
 
 
 def test_who_trains_well_stays(court: TrainingCourt) -> None:
@@ -182,6 +187,14 @@ def test_who_trains_well_stays(court: TrainingCourt) -> None:
     worker(court, run)
     give_up(court)
     assert court.complaints == ["a worker whose ranks train well is not given up for lost"]
+
+
+def test_who_runs_out_of_memory_may_be_moved_while_it_trains_again(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    court.step(run)
+    worker(court, run)
+    give_up(court, cause=Cause.OUT_OF_MEMORY)
+    assert court.complaints == []
 
 
 @pytest.mark.parametrize("trouble", ["stands", "over", "cut off", "gone", "slow"])
@@ -211,7 +224,7 @@ def test_running_without_steps_is_found(court: TrainingCourt) -> None:
     court.judge._record.patience = 1e9
     court.step(court.begin(1))
     court.status(phase="Running", step=1)
-    for _ in range(30):
+    for _ in range(40):
         court.wait(5.0)
         court.look()
     assert court.complaints == ["status never says for long what is not so"]
@@ -222,7 +235,7 @@ def test_an_operator_that_sees_nothing_need_not_know(court: TrainingCourt) -> No
     court.step(court.begin(1))
     court.status(phase="Running", step=1)
     court.leader.process.paused = True
-    for _ in range(30):
+    for _ in range(40):
         court.wait(5.0)
         court.look()
     assert court.complaints == []
@@ -274,7 +287,7 @@ def test_a_deadline_that_there_is_not_is_no_reason(court: TrainingCourt) -> None
 def settled(court: TrainingCourt) -> Run:
     """Everything is as it shall be."""
     run = court.begin(1)
-    run.seated = tuple(SimpleNamespace(worker=SimpleNamespace(name=f"j-w{i}-0")) for i in range(2))
+    run.seated = tuple(SimpleNamespace(worker=SimpleNamespace(name=f"j-w{i}-0", node=f"node-{i}")) for i in range(2))
     court.step(run)
     court.status(phase="Running", workers={"ready": 2, "spare": 1, "desired": 2, "summary": "2/2+1"}, restarts=0)
     return run
@@ -314,6 +327,24 @@ def test_a_pod_of_a_job_that_is_gone_is_an_orphan(court: TrainingCourt) -> None:
     assert any("pod j-w0-0 belongs to no job" in words for words in court.reasons)
 
 
+def test_what_was_done_about_a_slow_node_is_undone_once_it_is_well(court: TrainingCourt) -> None:
+    run = settled(court)
+    run.progress.course = Course(shares=(9, 8))
+    assert court.reasons == [], "as even as integers allow"
+    run.progress.course = Course(shares=(10, 4))
+    court.write(court.draft.with_plan(evidence_request="straggler-2"))
+    assert court.reasons == [
+        "j trains with shares [10, 4], and no node is slow",
+        "j is asked for evidence, and no node is slow",
+    ]
+    run.mode = SyncMode.ASYNC_EDIT
+    court.write(court.draft.with_plan(evidence_request=""))
+    assert court.reasons == [], "shares count for nothing in this mode"
+    run.mode = SyncMode.SYNC
+    cast(Any, court.world).nodes["node-1"].slow = 2.0
+    assert court.reasons == []
+
+
 def test_a_pod_that_nobody_knows_is_left_over(court: TrainingCourt) -> None:
     settled(court)
     court.create_pod("j-w7-0")
@@ -339,7 +370,7 @@ def test_end_names_what_is_open(court: TrainingCourt) -> None:
 def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:
     settled(court)
     court.create_node()
-    cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="")
+    cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="", slow=1.0)
     court.suspect(who="kubectl", approved=True, expiresAfter="60s")
     status = {"status": {"cordonedAt": format_time(court.world.wall())}}
     court.api.patch("nodequarantines", "node-1", "", status, subresource="status", manager=OPERATOR)

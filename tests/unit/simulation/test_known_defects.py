@@ -9,13 +9,24 @@ from typing import Any, cast
 
 import pytest
 
+from pacekeeper_analysis.diagnose import windows
 from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime
-from pacekeeper_operator.decide import crash, frozen, membership, node_lost, remedies, stages, treat, workforce
+from pacekeeper_operator.decide import (
+    crash,
+    frozen,
+    membership,
+    node_lost,
+    remedies,
+    stages,
+    start_failed,
+    treat,
+    workforce,
+)
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, sidecars
+from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
@@ -57,6 +68,20 @@ def _(patch: Patch) -> None:
         return fault.error or crash._ending(fault)
 
     patch.setattr(crash, "error_of", error_of)
+
+
+@undoes("hang-before-warm")
+def _(patch: Patch) -> None:
+    patch.setattr(start_failed, "WARM_SECONDS", math.inf)
+
+
+@undoes("older-job-cannot-begin")
+def _(patch: Patch) -> None:
+    def goes_first(other: Any, job: Any, draft: Any) -> bool:
+        return other.job.created_at < job.created_at and not draft.plan.members and not other.draft.plan.members
+
+    patch.setattr(gather, "_goes_first", goes_first)
+    patch.setattr(workforce, "TURN_SECONDS", math.inf)
 
 
 @undoes("finished-and-lost")
@@ -114,6 +139,12 @@ def _(patch: Patch) -> None:
     patch.setattr(frozen, "_how", lambda _: "")
 
 
+@undoes("shares-outlive-a-straggler")
+def _(patch: Patch) -> None:
+    """Steps with other shares stay in the window, and say how the ranks were."""
+    patch.setattr(windows, "_since_shares_changed", lambda _: 0)
+
+
 @undoes("stray-pod")
 def _(patch: Patch) -> None:
     observe = gather.observe
@@ -146,6 +177,11 @@ def _(patch: Patch) -> None:
     patch.setattr(treat, "_known", known)
 
 
+@undoes("bookkeeping-deleted")
+def _(patch: Patch) -> None:
+    patch.setattr(reconcile, "READ_SECONDS", math.inf)
+
+
 @undoes("clocks-differ")
 def _(patch: Patch) -> None:
     """A worker's word on when something was stands as it is."""
@@ -156,6 +192,20 @@ def _(patch: Patch) -> None:
 
     patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
     patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
+
+
+@undoes("woken-without-the-lease")
+def _(patch: Patch) -> None:
+    must_lead = operator.Operator.must_lead
+
+    def look(seen: operator.Operator) -> None:
+        try:
+            must_lead(seen)
+        except Exception:
+            seen.memory.wake_all()  # as if nobody had taken notice of it yet
+            raise
+
+    patch.setattr(operator.Operator, "must_lead", look)
 
 
 @undoes("lease-not-found")
@@ -171,7 +221,7 @@ def _(patch: Patch) -> None:
 
 
 def play(scenario: Scenario) -> tuple[Violation, ...]:
-    return run(scenario.schedule, patience=scenario.patience).violations
+    return run(scenario.schedule, patience=scenario.patience, to_the_end=False).violations
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -74,6 +74,13 @@ def test_a_hang_is_told_by_both_workers_and_names_the_culprit(where: str, kind: 
     assert (found.kind, found.ranks) == (kind, () if where == "collective" else (1,))
 
 
+def test_a_hang_in_the_first_steps_takes_longer_to_be_told() -> None:
+    team = Team()
+    team.train("a", "b", steps=1)
+    team["b"].hang()
+    assert team.until(lambda: verdict(team.faults(FaultKind.STALLED), 2), within=200.0) > 100.0
+
+
 def test_a_dead_link_blames_nobody_and_says_who_cannot_be_reached() -> None:
     team = Team()
     team.train("a", "b")

@@ -1,0 +1,102 @@
+"""Disasters for both worlds, as far as they need no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from simulation.faults import machines, people
+from simulation.faults.fault import Role
+from simulation.schedule import JobSettings
+from simulation.two_worlds.disaster import MENU, Disaster, Episode, disaster
+from simulation.two_worlds.performance import is_calm
+from simulation.two_worlds.sequences import Comparison
+from simulation.two_worlds.simulated import simulate
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def test_twenty_seeds_in_a_row_leave_nothing_of_the_vocabulary_out() -> None:
+    found = {type(episode.what) for seed in range(1, 21) for episode in disaster(seed).episodes}
+    assert found >= set(MENU)
+
+
+def test_a_seed_is_always_the_same_disaster() -> None:
+    assert disaster(7) == disaster(7)
+    assert len({str(disaster(seed)) for seed in range(1, 21)}) == 20
+
+
+def test_an_operator_or_a_node_that_fails_is_no_business_of_other_jobs() -> None:
+    """Whoever is struck by it is alone in the cluster."""
+    cut_off = Episode(machines.NodeIsCutOff())
+    assert Disaster(0, JobSettings(), (Episode(machines.PodDeleted()), cut_off)).exclusive
+    assert not Disaster(0, JobSettings(), (Episode(machines.PodDeleted()),)).exclusive
+
+
+def test_a_simulated_disaster_is_told_up_to_its_end() -> None:
+    job = JobSettings("a", replicas=2, spares=1)
+    sequence = simulate(Disaster(3, job, (Episode(machines.PodDeleted()), Episode(people.JobFinishes()))))
+    assert sequence == (
+        "Running, membership 1, round 1, restarts 0, workers 2/2+1, 3 made",
+        "→ pod-deleted",
+        "worker-lost of rank 0 (Disruption): ReplaceWorker, Recovered",
+        "Running, membership 2, round 2, restarts 0, workers 2/2+1, 4 made",
+        "→ job-finishes",
+        "Complete, membership 2, round 2, restarts 0, workers 2/2, 4 made",
+    )
+
+
+def test_a_fault_that_nobody_notices_is_part_of_the_sequence() -> None:
+    """There is no spare to be deleted."""
+    nobody = machines.PodDeleted(role=Role.SPARE)
+    sequence = simulate(Disaster(3, JobSettings("a", replicas=2, spares=0), (Episode(nobody),)))
+    assert "misses: job a has no spare" in sequence
+
+
+def test_a_comparison_shows_both_where_they_differ() -> None:
+    same = Comparison(disaster(1), ("a", "b"), ("a", "b"))
+    assert same.agrees
+    different = Comparison(disaster(1), ("a", "b", "d"), ("a", "c"))
+    assert not different.agrees
+    assert [line.strip() for line in different.lines()][1:] == ["a", "- b", "+ c", "- d", "+ (nothing)"]
+
+
+def of_spec(**changes: object) -> Change:
+    return lambda job: job["spec"].update(changes)
+
+
+def of_status(**changes: object) -> Change:
+    return lambda job: job["status"].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "calm"),
+    [
+        (of_spec(), True),
+        (of_status(observedGeneration=1), False),
+        (of_status(phase="Recovering"), False),
+        (of_status(workers={"ready": 2}), False),
+        (of_spec(suspend=True), False),
+        (of_status(phase="Complete", workers={}), True),
+    ],
+)
+def test_calm_is_a_job_as_its_spec_wants_it(change: Change, calm: bool) -> None:
+    job: dict[str, Any] = {
+        "metadata": {"generation": 2},
+        "spec": {"replicas": 2, "spares": 1},
+        "status": {"observedGeneration": 2, "phase": "Running", "workers": {"ready": 2, "spare": 1}},
+    }
+    change(job)
+    assert is_calm(job, []) == calm
+
+
+def test_an_open_incident_is_no_calm() -> None:
+    job: dict[str, Any] = {
+        "metadata": {"generation": 2},
+        "spec": {"replicas": 2},
+        "status": {"observedGeneration": 2, "phase": "Running", "workers": {"ready": 2}},
+    }
+    assert is_calm(job, [{"status": {"outcome": "Recovered"}}])
+    assert not is_calm(job, [{"status": {"outcome": "Recovered"}}, {"status": {}}])
