@@ -73,7 +73,10 @@ class Run:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         options = self.options
         met = [*checks.of_pytest(session), *checks.of_simulation(options.seeds)]
-        reached = survey(met, files())
+        try:
+            reached = survey(met, files())
+        except RuntimeError as error:
+            pytest.exit(str(error), returncode=1)
         lines = frozenset[checks.Line]().union(*(reach.lines for reach in reached.values()))
         drawn = sample(options.only, options.sample, options.seed)
         self.unreached = {m for m in drawn if lines.isdisjoint((str(m.path), line) for line in m.lines)}
