@@ -86,6 +86,11 @@ class WorkerView:
         return self.alive and not self.record.leaving
 
     @property
+    def trains(self) -> bool:
+        """It can still take part in a checkpoint, even if it is to be replaced."""
+        return self.pod is not None and not self.pod.ended and not self.record.dead
+
+    @property
     def warm(self) -> bool:
         """It can take ranks at once."""
         return (

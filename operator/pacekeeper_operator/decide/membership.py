@@ -39,7 +39,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
 def _cannot_end(observation: Observation, policy: Policy) -> bool:
     """Some ranks have come to their end, and others never will as things are: all go on from the last checkpoint."""
     unfinished = [view for view in observation.members if view.name not in observation.state.life.finished]
-    lost = any(view.record.leaving and not _trains(view) for view in unfinished)
+    lost = any(view.record.leaving and not view.trains for view in unfinished)
     may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
     return lost or (may and any(_wants_a_round(observation, view) for view in unfinished))
 
@@ -57,7 +57,7 @@ def _call_back(observation: Observation) -> Draft:
     """Nobody has finished. Launchers that are still there join the next round; the others are replaced."""
     draft = observation.draft.with_life(finished=())
     for view in observation.members:
-        if view.name in observation.state.life.finished and not _trains(view):
+        if view.name in observation.state.life.finished and not view.trains:
             words = "its trainer had ended when the others had to begin anew"
             draft = draft.with_worker(replace(view.record, leaving=words, dead=True))
     return draft
@@ -87,7 +87,7 @@ def _change(observation: Observation) -> Draft:
             seats.append(member)
         elif spares:
             seats.append(spares.pop(0))
-        elif view is not None and _trains(view):
+        elif view is not None and view.trains:
             seats.append(member)
     if len(seats) < min(wanted, len(plan.members)):
         return _wait_or_shrink(observation, seats)
@@ -95,16 +95,11 @@ def _change(observation: Observation) -> Draft:
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
         calm = draft.state.placement.vacant_since or draft.state.placement.checkpoint_asked_at
         return draft.with_placement(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft
-    if all(_trains(view) for view in observation.members) and len(observation.members) == len(plan.members):
+    if all(view.trains for view in observation.members) and len(observation.members) == len(plan.members):
         waiting = _await_checkpoint(observation)
         if waiting is not None:
             return waiting
     return rounds.begin(observation, _numbered(observation.job, seats))
-
-
-def _trains(view: WorkerView) -> bool:
-    """It can still take part in a checkpoint, even if it is to be replaced."""
-    return view.pod is not None and not view.pod.ended and not view.record.dead
 
 
 def _wait_or_shrink(observation: Observation, seats: Sequence[Member]) -> Draft:

@@ -1,7 +1,9 @@
-"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over."""
+"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over, ranks that have
+died of the loss of a worker."""
 
 from __future__ import annotations
 
+from pacekeeper_analysis.diagnose.crash import lost_a_peer
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import Fault, FaultKind
 
@@ -21,7 +23,15 @@ def _says_nothing(observation: Observation, fault: Fault, seated: bool) -> bool:
         return True
     if not seated:
         return fault.kind is not FaultKind.GPU_ERROR
+    if fault.kind is FaultKind.RANK_FAILED:
+        return lost_a_peer(fault.exit_code, fault.error) and _somebody_is_given_up(observation)
     return fault.kind is FaultKind.STALLED and _is_over(observation, fault)
+
+
+def _somebody_is_given_up(observation: Observation) -> bool:
+    """A member is lost, and its loss is dealt with: the next membership ends the round, and peers whose connections
+    break meanwhile are no crashes."""
+    return any(view.record.leaving and not view.trains for view in observation.members)
 
 
 def _is_over(observation: Observation, stall: Fault) -> bool:
