@@ -114,6 +114,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
+        if slow and _shares_fit(observation, found):
+            return _tolerate(_drop(draft), observation)
     return _ask(draft, suspicion, now)
 
 
@@ -180,14 +182,33 @@ def _shares_outlived(observation: Observation) -> bool:
 def _tolerated(observation: Observation) -> bool:
     """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon.
 
-    It may hide another rank that has become slow since, which shows in the own work of a step.
+    It may hide another rank that has become slow since, which shows in the own work of a step. Shares that were made
+    for a slower rank may not fit one that has recovered in part.
     """
-    state, pace, behind = observation.state, observation.metrics.pace, observation.metrics.behind
-    if not state.adaptation.tolerated_pace or pace is None or pace >= state.adaptation.tolerated_pace * 1.1:
+    adaptation, pace, behind = observation.state.adaptation, observation.metrics.pace, observation.metrics.behind
+    if not adaptation.tolerated_pace or pace is None or pace >= adaptation.tolerated_pace * 1.1:
         return False
-    settled = not any(incident.live for incident in state.incidents.open)
-    worst = max(state.adaptation.tolerated_behind, observation.job.spec.detection.straggler_slowdown) * 1.1
-    return not (settled and behind is not None and behind >= worst)
+    if _being_measured(observation):
+        return True
+    if observation.plan.shares is not None and pace <= adaptation.tolerated_pace / 1.1:
+        return False
+    worst = max(adaptation.tolerated_behind, observation.job.spec.detection.straggler_slowdown) * 1.1
+    return behind is None or behind < worst
+
+
+def _being_measured(observation: Observation) -> bool:
+    """A live remedy has been applied, and the metrics are in part of the time before it."""
+    return any(incident.live for incident in observation.state.incidents.open)
+
+
+def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
+    """The present shares have mended most of what a slow rank costs, and no others would win anything."""
+    exact = [way for way in _ways(observation, found) if way.mode is SYNC]
+    if observation.plan.shares is None or _being_measured(observation) or not all(way.refused for way in exact):
+        return False
+    if found.trouble is Trouble.NONE:
+        return True
+    return bool(adapt.exact_helps(found, exact)) and max(found.rank_slowdown) < BROKEN
 
 
 def _held(observation: Observation) -> bool:
@@ -210,9 +231,13 @@ def left_alone(observation: Observation, *, forbidden: bool) -> Draft:
 
     forbidden: a remedy was only recommended, because none may be applied now.
     """
-    given_up = _give_up(observation, observation.step_seconds, forbidden)
+    return _tolerate(_give_up(observation, observation.step_seconds, forbidden), observation)
+
+
+def _tolerate(draft: Draft, observation: Observation) -> Draft:
+    """The ranks' pace as it is now is looked into only once it changes."""
     metrics = observation.metrics
-    return given_up.with_adaptation(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
+    return draft.with_adaptation(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
 
 
 def _give_up(observation: Observation, step_seconds: float, forbidden: bool = False) -> Draft:
