@@ -1,5 +1,5 @@
-"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over, deaths of ranks
-whose peers are known to be lost."""
+"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over, deaths of
+ranks that have lost a peer which is given up."""
 
 from __future__ import annotations
 
