@@ -51,6 +51,7 @@ class Outcome:
     real_seconds: float = 0.0
     requests: int = 0  # of operators
     writes: int = 0  # of them, those from which something follows
+    restarts: int = 0  # that jobs have counted
     coverage: frozenset[str] = frozenset()
     story: tuple[str, ...] = field(default=(), repr=False)
 
@@ -84,6 +85,7 @@ def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf, 
         real_seconds=time.perf_counter() - began,
         requests=performance.requests,
         writes=performance.writes,
+        restarts=performance.judge.restarts,
         coverage=frozenset(reached | performance.chronicle.reached),
         story=tuple(map(str, world.story.lines)) if story else (),
     )

@@ -58,6 +58,11 @@ class Judge:
         world.api.subscribe(self._hear)
         world.after(LOOK_SECONDS, self._look)
 
+    @property
+    def restarts(self) -> int:
+        """That all jobs have counted so far."""
+        return sum(job.restarts for job in self._record.jobs.values())
+
     def at_end(self) -> list[str]:
         """What is not yet as it shall be when all faults are over and time has passed; []: all is well."""
         return list(end.unsettled(self._world, self._record, self._schedule))

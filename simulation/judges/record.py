@@ -114,6 +114,8 @@ class JobRecord:
     """Worker → until when its pod was to be there; infinity: still."""
     last_asked: dict[tuple[str, str], float] = field(default_factory=dict)
     """The same of (node, incident) of a quarantine."""
+    restarts: int = 0
+    """That its books have ever counted."""
     incidents: dict[str, str] = field(default_factory=dict)
     """All that were ever written in its books, with their outcome."""
     most_allowed: dict[int, int] = field(default_factory=dict)
@@ -197,6 +199,7 @@ class Record:
         job.before, job.books = (old if by_operator(change) else None), new
         if new is None:
             return
+        job.restarts = max(new.total, job.restarts)
         job.most_allowed[new.membership] = max(new.allowed_restarts, job.most_allowed.get(new.membership, 0))
         for name, hand in new.hands.items():
             if not hand.leaving:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,15 @@ class Scenario:
     schedule: Schedule
     patience: float = 120.0
     """Seconds for which a job that could train may stand still."""
+    restarts: float = math.inf
+    """So many may count, at most."""
 
 
 def _scenario(
     words: str,
     *strokes: Stroke,
     patience: float = Scenario.patience,
+    restarts: float = Scenario.restarts,
     aim: Aim = Aim.SAFETY,
     jobs: tuple[JobSettings, ...] = (),
     seed: int = 1,
@@ -46,7 +50,7 @@ def _scenario(
     spec = {"remediation": {"maxRestarts": 100}, "schedulingTimeout": "60s", **spec}
     world = WorldSettings(nodes=nodes, slots=slots, operator=OPERATOR)
     job = JobSettings(replicas=replicas, spares=spares, spec=spec)
-    return Scenario(words, Schedule(seed, aim, world, jobs or (job,), strokes), patience)
+    return Scenario(words, Schedule(seed, aim, world, jobs or (job,), strokes), patience, restarts)
 
 
 def _at(when: float | Moment, what: Fault, seconds: float | None = 0.0) -> Stroke:
@@ -72,6 +76,20 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM, ranks.RankCrashes(index=0, code=-9)),
         _at(AfterFault(0, 2.0), ranks.RankCrashes(index=1, code=-9)),
         _at(AfterFault(1, 3.0), ranks.RankCrashes(index=0, code=-9)),
+    ),
+    "peers-of-a-deleted-worker": _scenario(
+        "a worker is deleted by force, and its peers, who die of it before it is replaced, cost a restart",
+        _at(CALM, control_plane.WebhookIsSlow(by=25.0), 60.0),
+        _at(CALM + 1.0, machines.PodDeleted(force=True, index=1)),
+        spares=0,
+        restarts=0,
+    ),
+    "peers-of-a-killed-launcher": _scenario(
+        "a launcher is killed, which costs a restart, and its peers, who die of it, cost another",
+        _at(CALM, ranks.ProcessKilled(index=1)),
+        replicas=3,
+        spares=0,
+        restarts=1,
     ),
     # Beginnings.
     "hang-before-warm": _scenario(

@@ -1,5 +1,5 @@
-"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over, ranks that have
-died of the loss of a worker."""
+"""What says nothing new any more: faults of rounds that are over by our own doing, stalls that are over, deaths of
+ranks that have lost a peer which is given up."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ def _says_nothing(observation: Observation, fault: Fault, seated: bool) -> bool:
     if not seated:
         return fault.kind is not FaultKind.GPU_ERROR
     if fault.kind is FaultKind.RANK_FAILED:
-        return lost_a_peer(fault.exit_code, fault.error) and _somebody_is_given_up(observation)
+        return _lost_a_peer(fault) and _somebody_is_given_up(observation)
     return fault.kind is FaultKind.STALLED and _is_over(observation, fault)
+
+
+def _lost_a_peer(fault: Fault) -> bool:
+    return not fault.out_of_memory and lost_a_peer(fault.exit_code, fault.error)
 
 
 def _somebody_is_given_up(observation: Observation) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,32 @@ def test_who_holds_no_ranks_can_only_tell_of_its_gpus() -> None:
     assert settled(training(), gpu, terminating) == [terminating.name]
     seated = replace(gpu, worker="j-w1-0"), replace(terminating, worker="j-w1-0")
     assert settled(training(), *seated) == []
+
+
+class TestDeathsOfPeers:
+    """A worker is given up, and its ranks wait for another."""
+
+    LOST = replace(crash("j-w0-0", 0), exit_code=1, error="RuntimeError: Connection closed by peer")
+
+    @staticmethod
+    def given_up(dead: bool = True, **changes: Any) -> Observation:
+        world = change_worker(training(spares=0), "j-w1-0", **changes)
+        view = world.worker("j-w1-0")
+        assert view is not None
+        return world.with_draft(world.draft.with_worker(replace(view.record, leaving="it is lost", dead=dead)))
+
+    @pytest.mark.parametrize("how", [{}, {"dead": False, "gone": True}, {"dead": False, "pod": {"exit_code": 137}}])
+    def test_they_are_no_news_once_it_trains_no_more(self, how: dict[str, Any]) -> None:
+        assert settled(self.given_up(**how), self.LOST) == [self.LOST.name]
+
+    def test_while_nobody_is_given_up_or_it_still_trains_they_are(self) -> None:
+        assert settled(training(), self.LOST) == []
+        assert settled(change_worker(training(), "j-w1-0", gone=True), self.LOST) == [], "the loss is to be dealt with"
+        assert settled(self.given_up(dead=False), self.LOST) == []
+
+    @pytest.mark.parametrize("own", [{"error": "ValueError: no such file"}, {"exit_code": -9}, {"out_of_memory": True}])
+    def test_what_a_rank_dies_of_by_itself_is(self, own: dict[str, Any]) -> None:
+        assert settled(self.given_up(), replace(self.LOST, **own)) == []
 
 
 class TestStall:
