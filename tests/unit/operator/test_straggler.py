@@ -213,7 +213,8 @@ def looked_into(
     answered what was asked since, under `shares`, or those that were made."""
     world = suspicious(pace=2.2)
     made = answered(world, 2.5)
-    assert made.draft.plan.shares is not None and made.draft.state.adaptation.tolerated_pace == 2.2
+    assert made.draft.plan.shares is not None
+    assert made.draft.state.adaptation.tolerated_pace == 2.2
     after = next_pass(made, world, 60.0, metrics=replace(world.metrics, pace=pace, behind=1.2))
     after = change_members(after, step=560 if measured else 501)
     asked = think(after, policy())
