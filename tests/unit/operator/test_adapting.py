@@ -184,7 +184,9 @@ class TestIntoLocalSgd:
         world = change_members(replace(training(), metrics=replace(WELL, pace=2.2)), sync_mode="Sync")
         world = world.with_draft(world.draft.with_plan(shares=shares))
         own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
-        thought, _ = looked_into(world, own=own, shares=shares)
+        world = answered(think(world, policy()), world, own=own, shares=shares)
+        thought = think(replace(world, now=world.now + 6.0), policy())
+        assert thought.draft.state.adaptation.suspicion is None, "and that settles it"
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
         assert not any(worker.leaving for worker in thought.draft.state.placement.workers), "nor a spare"
 

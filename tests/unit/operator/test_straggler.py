@@ -202,6 +202,77 @@ def test_a_tolerated_straggler_hides_no_other() -> None:
     assert think(another, policy()).draft.plan.evidence_request
 
 
+def looked_into(
+    slow: float,
+    pace: float = 2.5,
+    shares: tuple[int, ...] | None = None,
+    measured: bool = True,
+    forbidden: Remedy = Remedy.QUARANTINE_NODE,
+) -> tuple[Thought, Observation]:
+    """Shares were made for a rank that is 2.5 × as slow, while part of the metrics' time was before. All ranks have
+    answered what was asked since, under `shares`, or those that were made."""
+    world = suspicious(pace=2.2)
+    made = answered(world, 2.5)
+    assert made.draft.plan.shares is not None
+    assert made.draft.state.adaptation.tolerated_pace == 2.2
+    after = next_pass(made, world, 60.0, metrics=replace(world.metrics, pace=pace, behind=1.2))
+    after = change_members(after, step=560 if measured else 501)
+    asked = think(after, policy())
+    request = asked.draft.plan.evidence_request
+    evidence = windows(request, slow, shares or made.draft.plan.shares)
+    after = next_pass(asked, after, 6.0, evidence=evidence)
+    allow = frozenset(Remedy) - {forbidden}
+    return think(after, policy(allow=allow)), replace(after, evidence=())
+
+
+def test_a_straggler_whose_shares_fit_is_looked_into_once_and_then_only_if_it_changes() -> None:
+    thought, world = looked_into(2.5)
+    assert not decisions(thought)
+    assert thought.draft.state.adaptation.suspicion is None
+    assert (thought.draft.plan.evidence_request, thought.draft.state.adaptation.tolerated_pace) == ("", 2.5)
+
+    def asks(pace: float, behind: float = 1.2) -> bool:
+        later = next_pass(thought, world, 100.0, metrics=replace(world.metrics, pace=pace, behind=behind))
+        return bool(think(later, policy()).draft.plan.evidence_request)
+
+    assert not asks(2.5)
+    assert not asks(2.7)
+    assert asks(2.76), "it has become worse"
+    assert not asks(2.3)
+    assert asks(2.2), "it has recovered in part"
+    assert not asks(2.5, 1.3)
+    assert asks(2.5, 1.33), "another one hides behind it"
+
+
+def test_nor_is_one_that_shares_have_mended_so_well_that_its_windows_show_no_trouble() -> None:
+    thought, _ = looked_into(1.3, shares=(17, 17, 13, 17))
+    assert thought.draft.state.adaptation.suspicion is None
+
+
+def test_a_broken_one_is_looked_into_until_it_may_be_replaced() -> None:
+    thought, _ = looked_into(3.5, pace=3.5, shares=(10, 10, 3, 10), forbidden=Remedy.REPLACE_WORKER)
+    assert not decisions(thought)
+    assert thought.draft.state.adaptation.suspicion is not None
+
+
+def test_one_whose_shares_do_not_fit_is_looked_into_until_they_may_be_changed() -> None:
+    thought, _ = looked_into(2.5, shares=(9, 9, 5, 9), forbidden=Remedy.REBALANCE)
+    assert not decisions(thought)
+    assert thought.draft.state.adaptation.suspicion is not None
+
+
+def test_while_a_remedy_is_measured_its_straggler_is_looked_into() -> None:
+    thought, _ = looked_into(2.5, measured=False)
+    assert thought.draft.state.incidents.open
+    assert thought.draft.state.adaptation.suspicion is not None
+    assert thought.draft.state.adaptation.tolerated_pace == 2.2
+
+
+def test_shares_that_fit_no_more_are_made_anew() -> None:
+    thought, _ = looked_into(4.0, pace=4.0, shares=(9, 9, 5, 9))
+    assert decisions(thought), "it has become worse"
+
+
 def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
     world = suspicious()
     well = next_pass(judged(2.0), world, 60.0, metrics=replace(world.metrics, behind=1.0, pace=1.0))

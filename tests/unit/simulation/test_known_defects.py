@@ -22,6 +22,7 @@ from pacekeeper_operator.decide import (
     stages,
     stale,
     start_failed,
+    straggler,
     treat,
     workforce,
 )
@@ -31,6 +32,7 @@ from pacekeeper_operator.services import bookkeeping, errands, leadership, opera
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
+from simulation.world import EPOCH
 
 Patch = pytest.MonkeyPatch
 UNDONE: dict[str, Callable[[Patch], None]] = {}
@@ -249,3 +251,20 @@ def test_a_defect_does_not_come_back(name: str) -> None:
 def test_without_its_mend_it_does(name: str, monkeypatch: Patch) -> None:
     UNDONE[name](monkeypatch)
     assert play(SCENARIOS[name]) != ()
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_slow_node_whose_shares_fit_is_not_asked_about_all_the_time(mended: bool, monkeypatch: Patch) -> None:
+    """No state of the cluster shows it: questions are counted, of 80 s in which its shares fit and nothing changes."""
+    ask, asked = straggler._ask, list[float]()
+
+    def count(draft: Any, suspicion: Any, now: float) -> Any:
+        asked.append(now - EPOCH)
+        return ask(draft, suspicion, now)
+
+    monkeypatch.setattr(straggler, "_ask", count)
+    if not mended:
+        monkeypatch.setattr(straggler, "_shares_fit", lambda *_: False)
+    assert play(SCENARIOS["shares-outlive-a-straggler"]) == ()
+    assert any(now < 200.0 for now in asked), "it was found"
+    assert (sum(210.0 < now < 290.0 for now in asked) == 0) is mended
