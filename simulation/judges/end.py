@@ -6,6 +6,7 @@ What never heals may keep some of it from becoming so: a schedule's `costs` say 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper_analysis.plan import SyncMode
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..world import World
 
 Object = Mapping[str, Any]
-STEP_SECONDS = 10.0
+STEP_SECONDS = 40.0
 """A step takes no longer."""
 LACKS = (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE)
 EXPIRY_SECONDS = 300.0
@@ -120,8 +121,15 @@ def _training(world: World, job: JobRecord, seats: list[str], schedule: Schedule
         yield f"{job.name} takes no step in round {run.round}, of {', '.join(names)}"
     elif names != seats:
         yield f"{job.name}: {', '.join(names)} train, and by the plan it should be {', '.join(seats)}"
-    elif Cost.METRICS not in schedule.costs and all(world.nodes[rank.worker.node].slow == 1.0 for rank in run.seated):
+    elif Cost.METRICS not in schedule.costs and not _is_slow(world, run):
         yield from _no_straggler(job, run)
+
+
+def _is_slow(world: World, run: Run) -> bool:
+    """Some node of its, or some link."""
+    nodes = [rank.worker.node for rank in run.seated]
+    slow_link = any(world.network.slowness(one, other) != 1.0 for one, other in combinations(nodes, 2))
+    return slow_link or any(world.nodes[node].slow != 1.0 for node in nodes)
 
 
 def _no_straggler(job: JobRecord, run: Run) -> Iterator[str]:

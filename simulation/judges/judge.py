@@ -50,6 +50,8 @@ class Judge:
         self._world = world
         self._schedule = schedule
         self._record = Record(world.now, patience)
+        for node in world.api.all("nodes"):
+            self._record.take_node(node, world.now())
         self._rules = [rule(world, self._record) for rule in rules]
         self._listeners: dict[str, list[Rule]] = {}
         for rule in self._rules:

@@ -235,15 +235,20 @@ class Record:
         if change.type == "DELETED":
             self.nodes.pop(name, None)
             self.opted_out.pop(name, None)
-            return
+        else:
+            if not is_ready(body) or (change.before is not None and not is_ready(change.before)):
+                self.last_unready[name] = change.at
+            self.take_node(body, change.at)
+
+    def take_node(self, body: Object, at: float) -> None:
+        """As it is at that moment."""
+        name = body["metadata"]["name"]
         self.nodes[name] = body
         self.most_nodes = max(self.most_nodes, len(self.nodes))
         if LABEL_NO_QUARANTINE in body["metadata"].get("labels", {}):
-            self.opted_out.setdefault(name, change.at)
+            self.opted_out.setdefault(name, at)
         else:
             self.opted_out.pop(name, None)
-        if not is_ready(body) or (change.before is not None and not is_ready(change.before)):
-            self.last_unready[name] = change.at
 
     def _quarantine(self, change: Change) -> None:
         body, name = change.object, change.object["metadata"]["name"]

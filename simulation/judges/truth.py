@@ -105,10 +105,9 @@ class JobsEndTruly(Rule):
         if reason == Reason.DEADLINE_EXCEEDED:
             return "activeDeadlineSeconds" in spec.get("runPolicy", {})
         if reason == Reason.SCRIPT_FAILED:  # on one worker alone it may as well be the worker
-            failing = [
-                worker for worker in self.world.workers.values() if worker.job_uid == job.uid and worker.script_fails
-            ]
-            return len(failing) > 1 or (bool(failing) and not spec.get("spares"))
+            of_job = [worker for worker in self.world.workers.values() if worker.job_uid == job.uid]
+            failing = sum(worker.script_fails or worker.script_has_failed for worker in of_job)
+            return failing > 1 or (failing > 0 and not spec.get("spares"))
         return False
 
 

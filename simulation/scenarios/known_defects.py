@@ -11,7 +11,7 @@ from typing import Any
 
 from ..faults import control_plane, machines, operators, people, ranks
 from ..faults.fault import Fault, Role
-from ..faults.moments import AfterFault, At, Moment, RankExits, WorkerExits
+from ..faults.moments import AfterFault, At, IncidentOpens, Moment, RankExits, WorkerExits
 from ..generator import OPERATOR
 from ..kubernetes.faults import Fate
 from ..schedule import Aim, JobSettings, Schedule, Stroke
@@ -223,6 +223,11 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM, people.JobEdited(edit=people.Edit.RECOMMEND), 40.0),
         _at(CALM + 5.0, machines.PodDeleted(force=True)),
         patience=60.0,
+    ),
+    "incident-without-bookkeeping": _scenario(
+        "an incident that was open when its job's bookkeeping was lost stays open for ever",
+        _at(CALM, machines.PodDeleted()),
+        _at(IncidentOpens(later=0.5), people.StateOfOldOperator()),
     ),
     "bookkeeping-deleted": _scenario(
         "a bookkeeping that is deleted while nothing is to be written is missed by the next operator: all are replaced",

@@ -17,6 +17,7 @@ from ..manifests import state_object
 from ..observation import PodView
 from ..observe.memory import JobMemory
 from ..state import Draft, Placement, State, Worker
+from . import incidents
 
 
 async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
@@ -58,6 +59,7 @@ async def begin(cluster: Cluster, job: Job, memory: JobMemory, pods: Sequence[Po
         draft = legacy.adopted(old.get("data", {}), job.name, now)
     else:
         draft = first(job, pods, now)
+    await incidents.supersede(cluster, job, draft.state.incidents.names())
     await write(cluster, job, memory, draft)
     if old is not None:
         await cluster.delete(CONFIG_MAPS, name, job.namespace, uid=old["metadata"]["uid"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import kopf
 
@@ -15,6 +15,7 @@ from ..api import (
     IncidentStatus,
     Job,
     ObjectRef,
+    Outcome,
     format_time,
 )
 from ..cluster import INCIDENTS, Cluster, Conflict, Object
@@ -34,6 +35,16 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
         INCIDENTS, incident.name, {"status": status(incident).to_patch()}, job.namespace, subresource="status"
     )
     return fresh
+
+
+async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
+    """Those of the job that are open, and that no bookkeeping knows (any more): nobody would ever close them."""
+    for body in await cluster.list(INCIDENTS, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
+        name, outcome = body["metadata"]["name"], (body.get("status") or {}).get("outcome")
+        if outcome or name in known or body["spec"]["jobRef"].get("uid") != job.uid:
+            continue
+        patch = {"status": {"outcome": Outcome.SUPERSEDED, "message": "its bookkeeping was lost"}}
+        await cluster.patch(INCIDENTS, name, patch, job.namespace, subresource="status")
 
 
 async def expire(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:

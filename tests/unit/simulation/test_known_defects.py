@@ -28,7 +28,7 @@ from pacekeeper_operator.decide import (
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.services import bookkeeping, errands, leadership, operator, reconcile, sidecars
+from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
@@ -189,6 +189,11 @@ def _(patch: Patch) -> None:
 @undoes("refused-by-kubelets")
 def _(patch: Patch) -> None:
     patch.setattr(start_failed, "_refused", start_failed._decide)
+
+
+@undoes("incident-without-bookkeeping")
+def _(patch: Patch) -> None:
+    patch.setattr(incidents, "supersede", nothing)
 
 
 @undoes("bookkeeping-deleted")
