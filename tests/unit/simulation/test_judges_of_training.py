@@ -300,7 +300,7 @@ def test_all_is_well(court: TrainingCourt) -> None:
 
 def test_a_job_that_takes_no_step_is_not_settled(court: TrainingCourt) -> None:
     settled(court)
-    court.wait(20.0)
+    court.wait(50.0)
     assert court.reasons == ["j takes no step in round 1, of j-w0-0, j-w1-0"]
     cast(Any, court.judge._schedule).costs = frozenset({Cost.STEPS})
     assert court.reasons == []
