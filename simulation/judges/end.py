@@ -34,6 +34,10 @@ def unsettled(world: World, record: Record, schedule: Schedule) -> Iterator[str]
         if job.body is not None:
             yield from _job(world, record, job, schedule)
     yield from _leftovers(world, record)
+    for incident in world.api.all("incidents"):
+        owner = record.jobs.get(incident["spec"]["jobRef"].get("uid", ""))
+        if (owner is None or owner.body is None) and not incident.get("status", {}).get("outcome"):
+            yield f"Incident {incident['metadata']['name']} is open, and its job is gone"
     for name, node in record.nodes.items():
         yield from _node(record, name, node)
     for name, quarantine in record.quarantines.items():

@@ -213,6 +213,9 @@ class Kopf:
                 await self._patch_finalizers(resource, found, [*metadata.get("finalizers", ()), finalizer])
         elif daemon is not None:
             daemon.stopped.set()
+        elif finalizer in metadata.get("finalizers", ()):  # none has run in this process: nothing is waited for
+            others = [name for name in metadata["finalizers"] if name != finalizer]
+            await self._patch_finalizers(resource, found, others)
 
     def _spawn(self, handler: Any, resource: Resource, found: Object) -> None:
         daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), Stopped())

@@ -118,8 +118,8 @@ SCENARIOS: dict[str, Scenario] = {
     "finished-unseen": _scenario(
         "the job finishes while the operator is away, and a pod that has ended is removed before it is back",
         _at(CALM, people.JobFinishes(steps=2)),
-        _at(WorkerExits(1), operators.OperatorFrozen(), 100.0),
-        _at(AfterFault(1, 5.0), machines.NodeVanishes(free=True, index=4), 200.0),
+        _at(CALM + 1.0, operators.OperatorScaled(replicas=0), 100.0),
+        _at(CALM + 8.0, machines.NodeVanishes(free=True, index=4), 200.0),
         spares=0,
     ),
     "finished-and-removed": _scenario(
@@ -223,6 +223,12 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM, people.JobEdited(edit=people.Edit.RECOMMEND), 40.0),
         _at(CALM + 5.0, machines.PodDeleted(force=True)),
         patience=60.0,
+    ),
+    "deleted-unattended": _scenario(
+        "an incident of a job that is deleted while no operator runs stays open for ever",
+        _at(CALM, machines.PodDeleted()),
+        _at(IncidentOpens(later=0.5), operators.OperatorKilled()),
+        _at(AfterFault(1, 0.1), people.JobDeleted()),
     ),
     "incident-without-bookkeeping": _scenario(
         "an incident that was open when its job's bookkeeping was lost stays open for ever",

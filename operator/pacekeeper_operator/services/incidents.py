@@ -18,7 +18,7 @@ from ..api import (
     Outcome,
     format_time,
 )
-from ..cluster import INCIDENTS, Cluster, Conflict, Object
+from ..cluster import INCIDENTS, JOBS, Cluster, Conflict, Object
 from ..state import Incident
 
 log = logging.getLogger(__name__)
@@ -40,20 +40,22 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
 async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
     """Those of the job that are open, and that no bookkeeping knows (any more): nobody would ever close them."""
     for body in await cluster.list(INCIDENTS, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
-        name, outcome = body["metadata"]["name"], (body.get("status") or {}).get("outcome")
-        if outcome or name in known or body["spec"]["jobRef"].get("uid") != job.uid:
-            continue
-        patch = {"status": {"outcome": Outcome.SUPERSEDED, "message": "its bookkeeping was lost"}}
-        await cluster.patch(INCIDENTS, name, patch, job.namespace, subresource="status")
+        if body["metadata"]["name"] not in known and _job_uid(body) == job.uid:
+            await _close(cluster, body, "its bookkeeping was lost")
 
 
-async def expire(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
-    """Delete incidents of these namespaces (none: of all) whose time is over."""
-    for body in [body for place in namespaces or [""] for body in await cluster.list(INCIDENTS, place)]:
-        metadata = body["metadata"]
-        until = metadata.get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
+async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
+    """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
+    deleted while no operator runs takes nobody's word along."""
+    places = namespaces or [""]
+    found = [body for place in places for body in await cluster.list(INCIDENTS, place)]
+    jobs = {job["metadata"]["uid"] for place in places for job in await cluster.list(JOBS, place)}
+    for body in found:
+        until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
         if until is not None and until < format_time(now):
-            await _delete(cluster, metadata)
+            await _delete(cluster, body["metadata"])
+        elif _job_uid(body) not in jobs:
+            await _close(cluster, body, "its job is gone")
 
 
 async def _delete(cluster: Cluster, metadata: Object) -> None:
@@ -62,6 +64,22 @@ async def _delete(cluster: Cluster, metadata: Object) -> None:
         await cluster.delete(INCIDENTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
     except (kopf.TemporaryError, kopf.PermanentError) as error:
         log.warning("incident %s/%s cannot be deleted: %s", metadata["namespace"], metadata["name"], error)
+
+
+async def _close(cluster: Cluster, body: Object, why: str) -> None:
+    """Where it is open. One that has gone meanwhile, or cannot be written, does not keep the others."""
+    if (body.get("status") or {}).get("outcome"):
+        return
+    metadata, patch = body["metadata"], {"status": {"outcome": Outcome.SUPERSEDED, "message": why}}
+    try:
+        await cluster.patch(INCIDENTS, metadata["name"], patch, metadata["namespace"], subresource="status")
+    except (kopf.TemporaryError, kopf.PermanentError) as error:
+        log.warning("incident %s/%s cannot be closed: %s", metadata["namespace"], metadata["name"], error)
+
+
+def _job_uid(body: Object) -> str:
+    uid: str = body["spec"]["jobRef"].get("uid", "")
+    return uid
 
 
 def status(incident: Incident) -> IncidentStatus:

@@ -30,6 +30,8 @@ FIRST_WORD_SECONDS = 60.0
 MISSED_EVENTS = 3
 """So many times in a row lists have shown changes of pods that no watch told: the watch is dead."""
 RETENTION_SECONDS = 600.0
+FIRST_RETENTION_SECONDS = 60.0
+"""Between an operator's first two looks after incidents: what ended while none ran has gone by then."""
 ACTIVE = frozenset({JobPhase.PENDING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING})
 STALE_SECONDS = 30.0
 """Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
@@ -105,8 +107,9 @@ class Operator:
             await self.runtime.sleep(pause)
 
     async def watch_over(self) -> None:
-        """Ask Prometheus while some job trains, look whether remedies are paused, expire incidents: until cancelled."""
-        expired_at = paused_at = -RETENTION_SECONDS
+        """Ask Prometheus while some job trains, look whether remedies are paused, look after incidents: until
+        cancelled."""
+        paused_at, incidents_at, pause = -RETENTION_SECONDS, -RETENTION_SECONDS, FIRST_RETENTION_SECONDS
         while True:
             now = self.runtime.monotonic()
             try:
@@ -114,9 +117,10 @@ class Operator:
                     await self._look_whether_paused()
                     paused_at = now
                 await self._ask_prometheus()
-                if now - expired_at > RETENTION_SECONDS:
-                    await incidents.expire(self.cluster, self.settings.watch_namespaces, self.runtime.now())
-                    expired_at = now
+                if now - incidents_at > pause:
+                    await incidents.look_after(self.cluster, self.settings.watch_namespaces, self.runtime.now())
+                    pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
+                    incidents_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)
             self._count_jobs()

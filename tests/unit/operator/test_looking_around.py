@@ -10,8 +10,8 @@ import pytest
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, JobPhase, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, Kind, Object
+from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, JobPhase, format_time
+from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
 from pacekeeper_operator.observation import NOT_ASKED
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample, Slowest
@@ -28,7 +28,7 @@ from pacekeeper_operator.services.operator import (
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
-from tests.support.worlds import NOW, training
+from tests.support.worlds import NOW, job, training
 from tests.support.written import INSTALLATION
 
 SAMPLE_SECONDS = 2.0
@@ -244,26 +244,70 @@ class TestRetention:
             for name, until in (("old", NOW - 1), ("new", NOW + 1), ("for-ever", None)):
                 annotations = {} if until is None else {ANNOTATION_RETAIN_UNTIL: format_time(until)}
                 metadata = {"name": name, "namespace": namespace, "annotations": annotations}
-                await place.cluster.create(INCIDENTS, {"metadata": metadata})
+                body = {"metadata": metadata, "spec": {"jobRef": {"uid": "u"}}}
+                await place.cluster.create(INCIDENTS, body)
         return place
 
     def left(self, place: Place) -> set[tuple[str, str]]:
         return {key[1:] for key in place.cluster.objects if key[0] == INCIDENTS.plural}
 
     async def test_those_whose_time_is_over_go(self, kept: Place) -> None:
-        await incidents.expire(kept.cluster, (), NOW)
+        await incidents.look_after(kept.cluster, (), NOW)
         assert self.left(kept) == {(place, name) for place in ("ns", "other") for name in ("new", "for-ever")}
 
     async def test_in_namespaces_that_the_operator_serves(self, kept: Place) -> None:
-        await incidents.expire(kept.cluster, ("ns",), NOW)
+        await incidents.look_after(kept.cluster, ("ns",), NOW)
         assert ("other", "old") in self.left(kept)
         assert ("ns", "old") not in self.left(kept)
 
-    async def test_they_are_looked_for_at_the_start_and_every_ten_minutes(self, place: Place) -> None:
+    async def test_they_are_looked_for_at_the_start_a_minute_later_and_every_ten_minutes(self, place: Place) -> None:
         async with Watching(place):
             await place.timeline.run(SAMPLE_SECONDS)
             assert place.cluster.looks.count("all incidents") == 1
-            await place.timeline.run(RETENTION_SECONDS - 2 * SAMPLE_SECONDS)
-            assert place.cluster.looks.count("all incidents") == 1
-            await place.timeline.run(4 * SAMPLE_SECONDS)
+            await place.timeline.run(60 + SAMPLE_SECONDS)
             assert place.cluster.looks.count("all incidents") == 2
+            await place.timeline.run(RETENTION_SECONDS - 2 * SAMPLE_SECONDS)
+            assert place.cluster.looks.count("all incidents") == 2
+            await place.timeline.run(4 * SAMPLE_SECONDS)
+            assert place.cluster.looks.count("all incidents") == 3
+
+
+class TestOrphans:
+    """Incidents that nobody would ever close."""
+
+    @pytest.fixture
+    async def found(self, place: Place) -> Place:
+        await place.cluster.create(JOBS, {"metadata": {"name": "j", "namespace": "ns", "uid": "there"}})
+        for name, uid, status in (
+            ("open", "there", {}),
+            ("orphan", "gone", {}),
+            ("ended", "gone", {"outcome": "Recovered"}),
+        ):
+            metadata = {"name": name, "namespace": "ns", "labels": {LABEL_JOB: "j"}}
+            body = {"metadata": metadata, "spec": {"jobRef": {"uid": uid}}, "status": status}
+            await place.cluster.create(INCIDENTS, body)
+        return place
+
+    def outcomes(self, place: Place) -> dict[str, str]:
+        stored = {key[2]: body for key, body in place.cluster.objects.items() if key[0] == INCIDENTS.plural}
+        return {name: (body.get("status") or {}).get("outcome", "") for name, body in stored.items()}
+
+    async def test_those_of_jobs_that_are_gone_are_closed(self, found: Place) -> None:
+        await incidents.look_after(found.cluster, (), NOW)
+        assert self.outcomes(found) == {"open": "", "orphan": "Superseded", "ended": "Recovered"}
+
+    async def test_one_that_cannot_be_closed_is_left(self, found: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def refuse(*_: object, **__: object) -> None:
+            raise Denied("no")
+
+        monkeypatch.setattr(found.cluster, "patch", refuse)
+        await incidents.look_after(found.cluster, (), NOW)
+        assert self.outcomes(found)["orphan"] == ""
+
+    async def test_those_of_a_bookkeeping_that_was_lost_are_closed(self, found: Place) -> None:
+        await incidents.supersede(found.cluster, replace(job(), uid="there"), ("other",))
+        assert self.outcomes(found)["open"] == "Superseded"
+
+    async def test_those_that_it_knows_stay(self, found: Place) -> None:
+        await incidents.supersede(found.cluster, replace(job(), uid="there"), ("open",))
+        assert self.outcomes(found)["open"] == ""

@@ -191,6 +191,11 @@ def _(patch: Patch) -> None:
     patch.setattr(start_failed, "_refused", start_failed._decide)
 
 
+@undoes("deleted-unattended")
+def _(patch: Patch) -> None:
+    patch.setattr(incidents, "_close", nothing)
+
+
 @undoes("incident-without-bookkeeping")
 def _(patch: Patch) -> None:
     patch.setattr(incidents, "supersede", nothing)

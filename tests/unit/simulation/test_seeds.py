@@ -27,7 +27,7 @@ def test_a_run_is_a_function_of_its_seed_whatever_hashes_are() -> None:
 def test_where_nothing_goes_wrong_nothing_is_done() -> None:
     outcome = run(CALM, story=True)
     assert outcome.violations == ()
-    assert outcome.virtual_seconds == SECONDS
+    assert SECONDS <= outcome.virtual_seconds < SECONDS + 20
     assert "phase Running" in outcome.coverage
     assert not [what for what in outcome.coverage if what.startswith(("cause", "remedy", "quarantine"))]
     assert sum("is made" in line and " pod " in line for line in outcome.story) == 3
