@@ -160,9 +160,9 @@ class JobFinishes(JobFault):
 
     def strike(self, scene: Scene) -> None:
         training = scene.training(self.job)
-        step = max((run.progress.step for run in training.runs), default=0)
-        scene.tell(f"job {scene.settings(self.job).name} will be done after step {step + self.steps}")
-        training.until = step + self.steps
+        until = max((run.progress.step for run in training.runs), default=0) + self.steps
+        training.until = until if training.until is None else min(until, training.until)
+        scene.tell(f"job {scene.settings(self.job).name} will be done after step {training.until}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
     from ..world import World
 
-MOST_REQUESTS = 600
+MOST_REQUESTS = 900
 """Of one operator, in a minute."""
 MOST_WRITES = 200
 EXPECTED = (kopf.TemporaryError, kopf.PermanentError, LeaseLost)

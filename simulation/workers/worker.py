@@ -192,17 +192,17 @@ class Worker:
 
     def hang(self, where: str = Stand.TRAIN, local: int = 0) -> None:
         """For good: in training, in a collective or in the loader."""
-        for rank in self._victims(local, f"hangs ({where})"):
+        for rank in self._victims(local, f"hangs ({where})", seen=True):
             rank.stand_still(Stand(where), self._world.now())
 
     def stop_rank(self, local: int = 0) -> None:
         """SIGSTOP, for good."""
-        for rank in self._victims(local, "is stopped"):
+        for rank in self._victims(local, "is stopped", seen=True):
             rank.stand_still(Stand.STOPPED, self._world.now())
 
     def hang_in_kernel(self, local: int = 0) -> None:
         """It cannot be killed for minutes."""
-        for rank in self._victims(local, "hangs in the kernel"):
+        for rank in self._victims(local, "hangs in the kernel", seen=True):
             rank.stand_still(Stand.KERNEL, self._world.now())
             self._world.after(self._random.uniform(*_IN_THE_KERNEL), self._return_from_kernel, rank)
 
@@ -223,9 +223,10 @@ class Worker:
             error = f"RuntimeError: CUDA error: uncorrectable error (XID {xid})"
             self._world.after(self._random.uniform(*_CRASHES), rank.end, 1, error)
 
-    def _victims(self, local: int, words: str) -> list[Rank]:
-        """The rank at this place, if one runs there."""
-        found = [rank for rank in self.ranks if rank.local == local]
+    def _victims(self, local: int, words: str, *, seen: bool = False) -> list[Rank]:
+        """The rank at this place, if one runs there; `seen`: only where its launcher sees what it does. One that stands
+        still before is missed by its peers alone, whose time-outs are not simulated."""
+        found = [rank for rank in self.ranks if rank.local == local and (rank.run is not None or not seen)]
         for rank in found:
             self._world.story.tell(self.name, f"rank {rank.number} {words}")
         return found
