@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pacekeeper_operator.api import JobPhase, Outcome, parse_duration
 
-from .record import Books, JobRecord, by_operator
+from .record import Books, JobRecord, Record, by_operator
 from .rules import Rule
 
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
+    from ..world import World
 
 STATES = "trainingjobstates"
 LARGEST = 128 * 1024
@@ -74,9 +75,14 @@ class RanksAreHeldOnce(_OfWrites):
 class WhoIsSeatedIsThere(_OfWrites):
     words = "ranks are given to workers that are known, and not given up"
 
-    def written(self, job: JobRecord, before: Books | None, now: Books) -> Iterator[str]:
-        if before is not None and now.membership == before.membership:
+    def __init__(self, world: World, record: Record) -> None:
+        super().__init__(world, record)
+        self._judged: dict[str, int] = {}  # the last membership, by the job's uid
+
+    def written(self, job: JobRecord, _before: Books | None, now: Books) -> Iterator[str]:
+        if now.membership == self._judged.get(job.uid):
             return
+        self._judged[job.uid] = now.membership
         for worker, _ in now.seats:
             hand = now.hands.get(worker)
             if hand is None:

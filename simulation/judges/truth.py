@@ -105,8 +105,8 @@ class JobsEndTruly(Rule):
         if reason == Reason.DEADLINE_EXCEEDED:
             return "activeDeadlineSeconds" in spec.get("runPolicy", {})
         if reason == Reason.SCRIPT_FAILED:  # on one worker alone it may as well be the worker
-            of_job = [worker for worker in self.world.workers.values() if worker.job_uid == job.uid]
-            failing = sum(worker.script_fails or worker.script_has_failed for worker in of_job)
+            training = self.world.trainings.of_job(job.uid)
+            failing = 0 if training is None else len(training.failed_on)
             return failing > 1 or (failing > 0 and not spec.get("spares"))
         return False
 

@@ -268,7 +268,7 @@ class Launcher(Process):
         if rank.still:
             world.after(_COMES_AGAIN, self._come, rank, command, until)
         elif self._worker.script_fails:
-            self._worker.script_has_failed = True
+            self._worker.training.failed_on[self._worker.name] = None
             rank.end(1, "ValueError: the script has a mistake")
         elif host is not None and not host.process.paused and world.network.reaches(self._worker.node, host.node):
             world.trainings.run_at(plan.store.rpartition(":")[0], command.port, rank).join(rank)

@@ -36,6 +36,8 @@ class Training:
         if "STEP_SECONDS" in environment:
             self.sample_seconds, self.fixed_seconds = 0.0, float(environment["STEP_SECONDS"])
         self.communication_seconds = random.uniform(0.02, 0.06)
+        self.failed_on: dict[str, None] = {}
+        """Workers on which its script has failed before a first step."""
         self.runs: list[Run] = []
         """All rounds whose ranks have met, in that order."""
         self.volume = Volume(int(environment.get("PACEKEEPER_CHECKPOINT_KEEP") or 3))

@@ -57,8 +57,6 @@ class Worker:
         """Its trainer's container has."""
         self.script_fails = False
         """Each rank that starts here fails before its first step."""
-        self.script_has_failed = False
-        """Some rank has failed here before its first step."""
         self.refuses = False
         """The ranks here cannot follow another course than the simplest."""
         self.loss_is_bad = False

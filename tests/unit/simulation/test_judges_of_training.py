@@ -43,7 +43,8 @@ class TrainingCourt(Court):
 
     def __init__(self) -> None:
         super().__init__()
-        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=SimpleNamespace(newest=None))
+        volume = SimpleNamespace(newest=None)
+        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=volume, failed_on={})
         self.leader = SimpleNamespace(
             name=OPERATOR,
             operator=SimpleNamespace(leads=lambda: True),
@@ -119,6 +120,9 @@ def test_an_old_round_may_take_steps_for_a_moment(court: TrainingCourt) -> None:
     court.step(old)
     assert court.complaints == []
     court.wait(10.0)
+    court.step(old)
+    assert court.complaints == [], "a lone rank hears of nobody"
+    old.seated = (1, 2)
     court.step(old)
     assert court.complaints == ["one round at a time, and each has a number above all before"]
 
@@ -271,7 +275,7 @@ def test_a_budget_that_is_spent_was_spent(court: TrainingCourt, restarts: int) -
 
 
 def test_a_script_that_was_well_is_no_reason(court: TrainingCourt) -> None:
-    worker(court, court.begin(1), script_fails=True)
+    court.training.failed_on["j-w0-0"] = None
     fail(court, "ScriptFailed")  # on one worker, beside a spare
     assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
 
