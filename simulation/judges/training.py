@@ -52,6 +52,11 @@ class _OfSteps(Rule):
         return "a job" if job is None else job.name
 
 
+def _is_alone(run: Run) -> bool:
+    """Whether all of its ranks are one worker's."""
+    return len({rank.worker.name for rank in run.seated}) < 2
+
+
 class OneRoundAtATime(_OfSteps):
     words = "one round at a time, and each has a number above all before"
 
@@ -70,8 +75,8 @@ class OneRoundAtATime(_OfSteps):
                     f"{self.name(run)}: round {run.round} of membership {run.membership} begins after round "
                     f"{newest.round} of membership {newest.membership}"
                 )
-        elif self.record.now() - newest.began_at > OVERLAP_SECONDS and len(run.seated) > 1:
-            # A lone rank that nobody reaches hears of no other round; what it writes is fenced off.
+        elif self.record.now() - newest.began_at > OVERLAP_SECONDS and not _is_alone(run):
+            # A lone worker that nobody reaches hears of no other round; what it writes is fenced off.
             yield f"{self.name(run)}: round {run.round} takes a step long after round {newest.round} has begun"
 
 

@@ -248,6 +248,10 @@ SCENARIOS: dict[str, Scenario] = {
         *[_at(CALM + 15.0 * i, ranks.RankCrashes(index=1)) for i in range(6)],
         remediation={"maxRestarts": 3},
     ),
+    "clock-set-back": _scenario(
+        "the operator's clock is set back by three hours, and for so long no figure of a status is written",
+        _at(CALM, machines.ClockIsOff(hours=3.0, operators=True), 20.0),
+    ),
     "woken-without-the-lease": _scenario(
         "a job's loop that is woken while the Lease is not held turns without a pause",
         _at(CALM, operators.OperatorFrozen(), 60.0),

@@ -21,5 +21,5 @@ class Desk:
     errands: Errands
     told: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
-    status_at: float = 0.0
+    status_at: float = -math.inf  # when it was written, by the monotonic clock: the other one may jump
     read_at: float = -math.inf  # when the bookkeeping was last seen to be as it is known, by the monotonic clock

@@ -172,13 +172,13 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     """Patch the status: at once where phase or conditions change, every 15 s for figures."""
     status = statuses.report(observation, policy(operator, desk.job), _status(desk))
     desk.memory.phase = status.phase
-    await _patch_status(operator, desk, status, observation.now)
+    await _patch_status(operator, desk, status)
 
 
 async def _report_blind(operator: Operator, desk: Desk, words: str) -> None:
     """The job's bookkeeping cannot be read, or begun: all that can be said of it is why."""
     now = operator.runtime.now()
-    await _patch_status(operator, desk, statuses.blind(_status(desk), desk.job.generation, words, now), now)
+    await _patch_status(operator, desk, statuses.blind(_status(desk), desk.job.generation, words, now))
 
 
 def _status(desk: Desk) -> JobStatus:
@@ -190,8 +190,8 @@ def _status(desk: Desk) -> JobStatus:
     return desk.status
 
 
-async def _patch_status(operator: Operator, desk: Desk, status: JobStatus, now: float) -> None:
-    before = _status(desk)
+async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> None:
+    before, now = _status(desk), operator.runtime.monotonic()
     if status == before or (_urgent(status) == _urgent(before) and now - desk.status_at < STATUS_SECONDS):
         return
     patch = {"status": status.to_patch()}

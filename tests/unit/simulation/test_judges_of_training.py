@@ -122,7 +122,7 @@ def test_an_old_round_may_take_steps_for_a_moment(court: TrainingCourt) -> None:
     court.wait(10.0)
     court.step(old)
     assert court.complaints == [], "a lone rank hears of nobody"
-    old.seated = (1, 2)
+    old.seated = tuple(SimpleNamespace(worker=SimpleNamespace(name=name)) for name in ("j-w0-0", "j-w1-0"))
     court.step(old)
     assert court.complaints == ["one round at a time, and each has a number above all before"]
 

@@ -218,6 +218,22 @@ def _(patch: Patch) -> None:
     patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
 
 
+@undoes("clock-set-back")
+def _(patch: Patch) -> None:
+    """What is written is dated by the clock that may jump."""
+    write = reconcile._patch_status
+
+    async def by_the_wall(seen: Any, desk: Any, status: Any) -> None:
+        runtime, steady = seen.runtime, seen.runtime.monotonic
+        runtime.monotonic = runtime.now
+        try:
+            await write(seen, desk, status)
+        finally:
+            runtime.monotonic = steady
+
+    patch.setattr(reconcile, "_patch_status", by_the_wall)
+
+
 @undoes("woken-without-the-lease")
 def _(patch: Patch) -> None:
     must_lead = operator.Operator.must_lead
