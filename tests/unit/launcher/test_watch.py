@@ -78,6 +78,12 @@ class Bench:
             self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
             self.writer.end_step(1, end)
 
+    def records(self, local_rank: int) -> NDArray[np.void]:  # noqa: ARG002  # there is one rank
+        return self.reader.records()
+
+    def transfers(self) -> str:
+        return "rank 5: sends to rank 1"
+
     def look(self, after: float) -> int:
         """How many stalls have been reported after a further look."""
         self.now += after
@@ -136,7 +142,7 @@ def test_a_stopped_process_is_a_stall_whatever_it_was_busy_with(bench: Bench) ->
 
 async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleeper: subprocess.Popen[bytes]) -> None:
     _stop(sleeper)
-    inspector = Inspector(SETTINGS, lambda _: bench.reader.records(), bench.faults.append)
+    inspector = Inspector(SETTINGS, bench, bench.faults.append)
     for now in (0.0, 2.1):
         assert not bench.faults
         stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
