@@ -141,7 +141,9 @@ class Fault:
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
-    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators, of a stall; "": it was not asked, or silent
+    ras: Words = (
+        ""  # what NCCL's own watch (RAS) says of the communicators, of a stall; "": it was not asked, or silent
+    )
     transfers: Words = ""  # what running transfers over NCCL wait for, of a stall; "": none runs, or they are unknown
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said

@@ -125,7 +125,9 @@ def _nccl(stalls: Sequence[Fault]) -> tuple[str, ...]:
     """What NCCL itself says, by the newest reports that have it."""
     oldest_first = sorted(stalls, key=lambda fault: fault.noticed_at)
     ras = [f"NCCL's RAS, asked by {fault.worker}:\n{fault.ras}" for fault in oldest_first if fault.ras]
-    transfers = {fault.worker: f"{fault.worker} over NCCL: {fault.transfers}" for fault in oldest_first if fault.transfers}
+    transfers = {
+        fault.worker: f"{fault.worker} over NCCL: {fault.transfers}" for fault in oldest_first if fault.transfers
+    }
     return (*ras[-1:], *list(transfers.values())[:NAMED])
 
 

@@ -13,8 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from pacekeeper.launcher import ras
 from pacekeeper.launcher.inspection import Inspector, is_reachable
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
@@ -150,6 +153,47 @@ async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleepe
     assert inspector._inspection is not None
     await inspector._inspection
     assert bench.faults[0].ranks[0].process_state == "T"
+
+
+async def test_what_nccl_says_goes_with_the_next_report_and_holds_up_none(
+    bench: Bench, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, questions = asyncio.Event(), []
+
+    async def ask(environment: object) -> str:
+        questions.append(environment)
+        await answered.wait()
+        return "communicator 0xa1 of 8: dead: rank 3"
+
+    monkeypatch.setattr(ras, "ask", ask)
+    _stop(sleeper)
+    bench.writer.state.device = Device.STARTED
+    inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
+    for now in (0.0, 2.1, 5.2):
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        if inspector._inspection is not None:
+            await inspector._inspection
+            answered.set()
+    assert [(fault.ras, fault.transfers) for fault in bench.faults] == [
+        ("", "rank 5: sends to rank 1"),
+        ("communicator 0xa1 of 8: dead: rank 3", "rank 5: sends to rank 1"),
+    ]
+    assert len(questions) == 1, "the first question was under way still"
+
+
+@pytest.mark.parametrize(("device", "rank"), [(Device.NONE, 0), (Device.STARTED, 16)])
+async def test_nccl_is_not_asked_about_ranks_without_a_gpu_nor_by_every_worker(
+    bench: Bench, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, device: Device, rank: int
+) -> None:
+    monkeypatch.setattr(ras, "ask", None)
+    _stop(sleeper)
+    bench.writer.state.device, bench.writer.state.rank = device, rank
+    inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
+    for now in (0.0, 2.1):
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+    assert inspector._inspection is not None
+    await inspector._inspection
+    assert bench.faults[0].ras == ""
 
 
 def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:

@@ -57,7 +57,7 @@ def usable_plugin(path: Path = PLUGIN) -> Path | None:
 
 
 def why_unusable(path: Path) -> str:
-    """"" where NCCL can load it."""
+    """ "" where NCCL can load it."""
     if not path.exists():
         return "this installation has no profiler plugin; a wheel that is built where there is a C compiler has one"
     if len(str(path)) > LONGEST_PATH:

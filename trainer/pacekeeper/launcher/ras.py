@@ -42,7 +42,10 @@ async def ask(environment: Mapping[str, str], patience: float = PATIENCE) -> str
             answer = await _question(host, port, as_json=True)
             if answer is not None:
                 return await asyncio.to_thread(lambda: shortened(summary(json.loads(answer))))
-            return shortened(findings(await _question(host, port, as_json=False) or ""))
+            text = await _question(host, port, as_json=False)
+        if text is None:
+            raise InputError(f"status: more than {MOST_BYTES} bytes")
+        return shortened(findings(text))
     except TimeoutError:
         return f"NCCL's RAS has not answered within {patience:g} s"
     except OSError:
@@ -128,16 +131,14 @@ def summary(status: object) -> str:
 
 def _oddities(communicator: Mapping[str, Any], path: str) -> Iterator[str]:
     """What is not as it should be, the gravest first."""
-    dead, silent, missing = [], [], []
+    missing: dict[str, list[str]] = {"dead": [], "no answer from": [], "not a member": []}
     for position, rank in enumerate(_list(communicator, "missing_ranks", path)):
         where = f"{path}.missing_ranks[{position}]"
-        status = _object(rank, "status", where)
-        kind = dead if status.get("considered_dead") is True else silent if status.get("unresponsive") is True else missing
-        host, pid = _text(rank, "host", where), _number(rank, "pid", where)
-        kind.append(f"{_number(rank, 'rank', where)} ({host}, process {pid})")
-    for ranks, words in ((dead, "dead"), (silent, "no answer from"), (missing, "not a member")):
+        number, host, pid = _number(rank, "rank", where), _text(rank, "host", where), _number(rank, "pid", where)
+        missing[_absence(_object(rank, "status", where))].append(f"{number} ({host}, process {pid})")
+    for absence, ranks in missing.items():
         if ranks:
-            yield f"{words}: rank {', '.join(ranks[:NAMED])}{_more(ranks)}"
+            yield f"{absence}: rank {', '.join(ranks[:NAMED])}{_more(ranks)}"
     counts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     states: dict[str, list[int]] = defaultdict(list)
     for position, rank in enumerate(_list(communicator, "ranks", path)):
@@ -156,6 +157,12 @@ def _oddities(communicator: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{collective[:40]} launched {', '.join(told)}"
 
 
+def _absence(status: Mapping[str, Any]) -> str:
+    if status.get("considered_dead") is True:
+        return "dead"
+    return "no answer from" if status.get("unresponsive") is True else "not a member"
+
+
 def _states(status: Mapping[str, Any], path: str) -> Iterator[str]:
     """A rank's own state, where it is not the usual one. 7 is ncclInProgress."""
     initialised, error = _number(status, "init_state", path), _number(status, "async_error", path)
@@ -172,7 +179,7 @@ def _states(status: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def ranges(ranks: list[int]) -> str:
-    """"0–2, 5"."""
+    """ "0–2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][-1] + 1:

@@ -318,7 +318,7 @@ static void *start_step(struct ring *file, const struct event *event) {
     struct record *record = kind_of(event->parent) == OPERATION ? running_record(file, index) : NULL;
     unsigned step = (unsigned)event->step.number & (STEPS - 1); /* NCCL has no more of them in flight */
     if (!record) return NULL;
-    if (!(__atomic_fetch_or(&record->flags, MEASURED, __ATOMIC_RELAXED) & MEASURED)) SET(record->bytes, 0);
+    if (!(__atomic_fetch_or(&record->flags, MEASURED | BEGUN, __ATOMIC_RELAXED) & MEASURED)) SET(record->bytes, 0);
     if (GET(record->steps) < UINT8_MAX) NEXT(record->steps);
     change_wait(record, work_of(index), step, NOTHING, now_ns());
     return handle_of(STEP, index, step);
@@ -353,7 +353,8 @@ static void record_step(struct ring *file, const void *handle, int state, const 
 
 static void stop_operation(struct record *record, struct work *work) {
     int64_t now = now_ns(), running = 0;
-    for (unsigned step = 0; step < STEPS; step++) change_wait(record, work, step, NOTHING, now);
+    for (unsigned step = 0; step < STEPS; step++)
+        if (GET(work->step[step]) != NOTHING) change_wait(record, work, step, NOTHING, now);
     __atomic_compare_exchange_n(&record->end_ns, &running, now, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 
