@@ -27,7 +27,7 @@ STOPPED = "T"
 _PROBE_TIMEOUT = 1.0
 
 
-class Seen(Protocol):
+class LocalRanks(Protocol):
     """What the ranks here have written (`ranks.RankProcesses`)."""
 
     def records(self, local_rank: int) -> NDArray[np.void]: ...
@@ -41,7 +41,7 @@ class Inspector:
     def __init__(
         self,
         settings: LauncherSettings,
-        seen: Seen,
+        ranks: LocalRanks,
         notify: Callable[[Fault], None],
         earlier_step_seconds: float = 0.0,
     ) -> None:
@@ -50,9 +50,9 @@ class Inspector:
         self._notify = notify
         self._pids: Mapping[int, int] = {}
         self._watch = Watch(
-            settings, lambda local: step_seconds_of(seen.records(local)), self._is_stopped, earlier_step_seconds
+            settings, lambda local: step_seconds_of(ranks.records(local)), self._is_stopped, earlier_step_seconds
         )
-        self._seen = seen
+        self._ranks = ranks
         self._inspection: asyncio.Task[None] | None = None
         self._question: asyncio.Task[str] | None = None
         self._answer = ""
@@ -116,7 +116,7 @@ class Inspector:
         reachable = await probes
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
         fault = self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time())
-        self._notify(replace(fault, ras=self._ras_words(), transfers=self._seen.transfers()))
+        self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
 
 
 async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:

@@ -24,7 +24,7 @@ from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
-from .nccl import crashed_in_native_code, has_gpus, plugin_environment, usable_plugin
+from .nccl import has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
@@ -271,9 +271,7 @@ class Launcher:
         self._inspector.stop()
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
-        if self._profiler is not None and crashed_in_native_code(self._ranks.exit_codes()):
-            log.warning("a rank ended by a fault of native code: from now on NCCL's profiler plugin is left out")
-            self._profiler = None
+        self._profiler = plugin_after(self._profiler, self._ranks.exit_codes())
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
         self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 
