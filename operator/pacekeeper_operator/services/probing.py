@@ -1,4 +1,4 @@
-"""Probe pods in the operator's namespace: making, finding and ending them, and choosing nodes to hold others against."""
+"""Probe pods in the operator's namespace: making, finding and ending them, and whom a node is held against."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ async def gpus(cluster: Cluster, node: Object, *, share: bool) -> int:
     is free the kubelet refuses the pod, which says nothing about the node."""
     wanted = int(node.get("status", {}).get("allocatable", {}).get(GPU, 0))
     return max(1, wanted - await _gpus_taken(cluster, node["metadata"]["name"])) if wanted and share else wanted
+
+
+async def free_gpus(cluster: Cluster, node: Object) -> int:
+    """Those that no pod holds."""
+    wanted = int(node.get("status", {}).get("allocatable", {}).get(GPU, 0))
+    return max(0, wanted - await _gpus_taken(cluster, node["metadata"]["name"])) if wanted else 0
 
 
 def company(node: Object, nodes: Iterable[Object], salt: str) -> list[str]:
