@@ -264,8 +264,8 @@ class Verdict(StrEnum):
 class Inconclusive(StrEnum):
     """Why a probe has said nothing about its node."""
 
-    IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     SLOW = "Slow"  # beside other nodes, which is to be confirmed: it may have been its neighbours for a moment
+    IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
 
