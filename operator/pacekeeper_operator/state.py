@@ -170,6 +170,25 @@ class GpuHealth:
 
 
 @dataclass(frozen=True)
+class Avoided:
+    """A node that failed the job's preflight."""
+
+    node: str
+    at: float
+    why: str
+    attempts: int = 0  # at placing the job, of those that had failed by then
+    tolerated: bool = False  # there was no room without it
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """How looking at the nodes goes."""
+
+    began: float = 0.0  # since when nodes are looked at that no verdict is known of; 0: there are none
+    avoided: tuple[Avoided, ...] = ()
+
+
+@dataclass(frozen=True)
 class Incident:
     """An open incident. Times are seconds since the epoch; what `api.IncidentStatus` says is made from it."""
 
@@ -269,6 +288,7 @@ class State:
     adaptation: Adaptation = field(default_factory=Adaptation)
     gpus: GpuHealth = field(default_factory=GpuHealth)
     incidents: Incidents = field(default_factory=Incidents)
+    preflight: Preflight = field(default_factory=Preflight)
 
 
 @dataclass(frozen=True)
@@ -299,6 +319,9 @@ class Draft:
 
     def with_incidents(self, **changes: Any) -> Draft:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
+
+    def with_preflight(self, **changes: Any) -> Draft:
+        return self._with_state(preflight=replace(self.state.preflight, **changes))
 
     def with_worker(self, changed: Worker) -> Draft:
         """`changed` in the place of the worker of its name."""
