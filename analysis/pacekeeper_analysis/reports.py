@@ -20,6 +20,8 @@ LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
 """Of one worker."""
+MOST_GPUS = 64
+"""Of one worker."""
 
 Name = Annotated[str, Longest(253)]
 Words = Annotated[str, Cut(2_000)]
@@ -43,6 +45,25 @@ class LauncherState(StrEnum):
     FINISHED = "Finished"  # its ranks ended well
     FAILED = "Failed"  # given up; the faults say why
     LOST = "Lost"  # reached neither operator nor peers for too long, and ended its ranks
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """What NVML says of one GPU, over the last ten minutes; 0: not known, or nothing to tell."""
+
+    gpu: Name  # UUID
+    signs: Annotated[tuple[Annotated[str, Longest(40)], ...], Longest(16)] = ()  # of diagnose.gpu_health.Sign
+    memory_errors: Count = 0  # uncorrected
+    lifetime_errors: Count = 0  # the same in its whole life
+    remapped_rows: Count = 0  # in its whole life
+    pcie_replays: Count = 0
+    pcie_width: Count = 0  # lanes, now
+    pcie_generation: Count = 0  # now
+    nvlink_errors: Count = 0  # replays and recoveries
+    throttled_minutes: Count = 0  # in which the hardware slowed its clocks down
+    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
+    temperature: Count = 0  # °C now: of chip or memory, whichever is hotter
+    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,7 @@ class Heartbeat:
     checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
+    gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +107,11 @@ class Heartbeat:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
         return read(cls, data)
+
+    @property
+    def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """By GPU: what of its health cannot wait to be told."""
+        return tuple((health.gpu, health.signs) for health in self.gpus)
 
 
 class FaultKind(StrEnum):
