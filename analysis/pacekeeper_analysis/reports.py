@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
+from .communicators import Communicator
 from .errors import InputError
+from .operations import MOST_CHARACTERS
 from .plan import SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
 from .records import Collective, Device, Phase
@@ -33,6 +35,21 @@ Samples = Annotated[int, Within(0, 2**31)]
 """Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
 ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """How a rank trains now: means over its window of steps. 0 where nothing is known (yet)."""
+
+    rank: Count
+    steps: Count = 0  # in the window
+    step_seconds: Seconds = 0.0
+    compute_seconds: Seconds = 0.0  # own work in a step, waits for peers excluded
+    compute_seconds_per_sample: Seconds = 0.0  # a script that is only watched counts as one sample a step
+    wait_seconds: Seconds = 0.0  # for peers in a step
+    share: Samples = 0  # samples in a step; 0: unknown
+    first_steps_seconds: Seconds = 0.0  # median time of the job's first steady steps, as seen here
+    synchronisation_seconds: Seconds = 0.0  # that one held it up; 0: there was none
 
 
 class LauncherState(StrEnum):
@@ -97,6 +114,8 @@ class Heartbeat:
     checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
+    probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
+    figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
     gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
@@ -147,6 +166,7 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
+    peer: Position = -1  # global rank that it sends to or receives from; -1: neither
 
 
 @dataclass(frozen=True)
@@ -168,6 +188,7 @@ class Fault:
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
+    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the groups in `ranks`, of a stall
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
@@ -213,13 +234,54 @@ class RankWindow:
 
 
 @dataclass(frozen=True)
+class RankOperations:
+    """The collectives of a rank's last whole steps."""
+
+    rank: Count
+    operations: Annotated[str, Longest(MOST_CHARACTERS)]  # as `operations.encode` writes them
+
+
+@dataclass(frozen=True)
+class LinkWindow:
+    """One end of a connection during one window of some seconds, by the kernel's own counters (TCP_INFO)."""
+
+    local: Annotated[str, Longest(64)]  # address:port
+    remote: Annotated[str, Longest(64)]
+    rank: Position = -1  # that owns it; -1: not a rank's, or not known
+    age: Count = 0  # windows ago: 0 is the newest
+    seconds: Seconds = 0.0  # that the window took
+    acked_bytes: Count = 0  # sent and acknowledged in it
+    busy_seconds: Seconds = 0.0  # with something to send or unacknowledged
+    receiver_limited_seconds: Seconds = 0.0  # of these, held up by the receiver's window
+    sender_limited_seconds: Seconds = 0.0  # … by the sender's buffer
+    retransmitted_bytes: Count = 0
+    unsent_bytes: Count = 0  # waiting at its end
+    least_round_trip_seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """What a launcher measured towards another one, on the operator's request."""
+
+    target: Name  # worker
+    bytes_per_second: Seconds = 0.0  # median of the transfers; 0: none came through
+    ping_seconds: Seconds = 0.0  # median; 0: none was answered
+    pings_lost: Count = 0
+    failed: Words = ""  # why it could not be measured; "": it was
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """What a sidecar answers to an evidence request: windows of its ranks, summarised (kilobytes, not traces)."""
+    """What a sidecar answers to a request: summarised (kilobytes, not traces), and as much of it as was asked for."""
 
     request: Name
     worker: Name
     round: Count
     windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
+    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the ranks here
+    operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
+    links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
+    probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

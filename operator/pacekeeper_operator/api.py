@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
+from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SyncMode
 
@@ -481,6 +482,7 @@ class IncidentStatus:
     slowdown_after: float | None = None
     predicted_gain: float | None = None  # seconds of training
     measured_gain: float | None = None
+    diagnosis: Finding | None = None
     outcome: Outcome | None = None
     message: str | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pacekeeper_analysis.adapt import Trouble, Way
+from pacekeeper_analysis.diagnose.finding import Finding
 
 from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .observation import GpuValue
@@ -90,6 +91,7 @@ class Decision:
     slowdown_after: float | None = None  # predicted
     reference_seconds: float | None = None  # a step without this trouble
     predicted_gain: float | None = None  # seconds of training
+    finding: Finding | None = None  # the diagnosis; None: what happened says all
     error: str = ""  # the script's own words, which tell a repetition
     barren: bool = False  # the round had no completed step
 

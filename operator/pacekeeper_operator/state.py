@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.plan import Plan
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
@@ -192,6 +193,7 @@ class Incident:
     measured_gain: float | None = None
     outcome: Outcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
+    finding: Finding | None = None  # the diagnosis, which may become better while the incident is open
     quarantine: str = ""  # what has become of the node, for people
     verdict: Verdict | None = None  # the same, for decisions
 

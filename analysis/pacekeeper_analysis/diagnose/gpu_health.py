@@ -13,6 +13,7 @@ from enum import StrEnum
 from statistics import median
 
 from ..reports import GpuHealth
+from .finding import FaultClass
 
 WINDOW_SECONDS = 600.0
 """Over which rates are judged."""
@@ -100,20 +101,14 @@ class Sign(StrEnum):
     PCIE_LOW = "PcieLow"
 
 
-class Origin(StrEnum):
-    """What a slowness that goes with the sign is to be called."""
-
-    HARDWARE = "hardware"
-    CONFIGURATION = "configuration"
-
-
 @dataclass(frozen=True)
 class Meaning:
-    """What a sign means. `warns`: a fault is to be expected; otherwise it is a witness for slowness, and no more."""
+    """What a sign means. `warns`: a fault is to be expected; otherwise it is a witness for slowness, and no more.
+    `fault`: the kind of slowness that goes with it."""
 
     words: str
     warns: bool
-    origin: Origin = Origin.HARDWARE
+    fault: FaultClass = FaultClass.HARDWARE
 
 
 SIGNS: Mapping[Sign, Meaning] = {
@@ -131,7 +126,7 @@ SIGNS: Mapping[Sign, Meaning] = {
     Sign.SLOW_CLOCK: Meaning("its clock is below that of its peers under load", warns=False),
     Sign.PCIE_FELL: Meaning("its PCIe link has become narrower or slower", warns=False),
     Sign.PCIE_LOW: Meaning(
-        "its PCIe link has been below its maximum from the start", warns=False, origin=Origin.CONFIGURATION
+        "its PCIe link has been below its maximum from the start", warns=False, fault=FaultClass.CONFIGURATION
     ),
 }
 
@@ -224,35 +219,30 @@ def rise(values: Sequence[int | None]) -> int:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A sign of one GPU, for people and for decisions."""
+class ShownSign:
+    """A sign that one GPU shows, in words for people, too."""
 
     sign: Sign
-    gpu: str
     words: str
 
     @property
-    def warns(self) -> bool:
-        return SIGNS[self.sign].warns
-
-    @property
-    def origin(self) -> Origin:
-        return SIGNS[self.sign].origin
+    def meaning(self) -> Meaning:
+        return SIGNS[self.sign]
 
 
-def finding(sign: Sign, gpu: str, figure: str = "") -> Finding:
+def shown(sign: Sign, gpu: str, figure: str = "") -> ShownSign:
     """`figure`: what was measured, in words; "": nothing to add."""
-    return Finding(sign, gpu, f"{gpu}: {SIGNS[sign].words}" + (f" ({figure})" if figure else ""))
+    return ShownSign(sign, f"{gpu}: {SIGNS[sign].words}" + (f" ({figure})" if figure else ""))
 
 
-def findings(gpus: Collection[GpuHealth]) -> Iterator[Finding]:
+def signs_of(gpus: Collection[GpuHealth]) -> Iterator[ShownSign]:
     """What a worker's report says of its GPUs. Signs that a newer launcher knows, and this table does not, are
     passed over."""
     for health in gpus:
         for word in health.signs:
             if word in _KNOWN:
                 sign = Sign(word)
-                yield finding(sign, health.gpu, _FIGURES[sign](health) if sign in _FIGURES else "")
+                yield shown(sign, health.gpu, _FIGURES[sign](health) if sign in _FIGURES else "")
 
 
 _KNOWN = frozenset(Sign)
