@@ -26,13 +26,15 @@ THROTTLED_A_MINUTE = 0.6
 """Share of the minutes in which the hardware slowed its clocks down, from which on it is a defect (gpud)."""
 SLOW_CLOCK = 0.8
 """Of the clock that busy GPUs of the same model have: one below is slow."""
+MOST_COUNTED = 2**53
+"""More is nothing that a counter has counted."""
 STEADY_SECONDS = 60.0
 """For so long a PCIe link has to be below its maximum under load."""
 HARDWARE_SLOWDOWN = 0x8 | 0x40 | 0x80
 """Of NVML's reasons for reduced clocks those that no software asked for: slowdown, heat, power brake. A power cap in
 software is the usual state of a GPU that trains."""
 BUSY_STATE = 0
-"""The performance state of a GPU that computes. In others the PCIe link saves power, and its generation says nothing."""
+"""The performance state of a GPU that computes. In others its PCIe link saves power, and says nothing."""
 
 
 class Blame(StrEnum):
@@ -182,7 +184,7 @@ def examine(gpu: str, samples: Sequence[GpuSample], busy_first: GpuSample | None
     replays = rise([sample.pcie_replays for sample in samples])
     links = rise([sample.nvlink_errors for sample in samples])
     errors = rise([sample.uncorrected_errors for sample in samples])
-    throttled = len({int((last.at - sample.at) // 60.0) for sample in samples if sample.slowed_down})
+    throttled = len({min(int((last.at - each.at) // 60.0), MINUTES - 1) for each in samples if each.slowed_down})
     held = {
         Sign.ROWS_PENDING: bool(last.rows_pending),
         Sign.ROWS_FAILED: bool(last.rows_failed),
@@ -198,7 +200,7 @@ def examine(gpu: str, samples: Sequence[GpuSample], busy_first: GpuSample | None
         gpu=gpu,
         signs=tuple(str(sign) for sign, is_so in held.items() if is_so),
         memory_errors=errors,
-        lifetime_errors=last.lifetime_errors or 0,
+        lifetime_errors=min(last.lifetime_errors or 0, MOST_COUNTED),
         remapped_rows=last.remapped_rows or 0,
         pcie_replays=replays,
         pcie_width=last.pcie_width or 0,
@@ -215,7 +217,7 @@ def rise(values: Sequence[int | None]) -> int:
     """By how much a counter has risen beyond what it began with. A fall is a reset, or a slip of the driver's, so
     neither it nor the way back up says anything. Values that are missing are passed over."""
     known = [value for value in values if value is not None]
-    return max(known) - known[0] if known else 0
+    return min(max(known) - known[0], MOST_COUNTED) if known else 0
 
 
 @dataclass(frozen=True)
