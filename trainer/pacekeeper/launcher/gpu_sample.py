@@ -56,7 +56,7 @@ class _Asked:
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
-    def of(self, name: str, *arguments: int) -> Any:
+    def of(self, name: str, *arguments: int | list[int]) -> Any:
         """Raises NVMLError where the GPU is lost."""
         call = getattr(self._nvml, name, None)
         if call is None:
