@@ -15,9 +15,7 @@ def apply(action: ReplaceWorker, _decision: Decision, observation: Observation) 
     worker = draft.state.placement.worker(action.worker)
     if worker is None:
         return Applied(draft)
-    given_up = replace(
-        worker, leaving=action.reason, dead=action.dead, force=action.force, patient=action.patient
-    )
+    given_up = replace(worker, leaving=action.reason, dead=action.dead, force=action.force, patient=action.patient)
     draft = draft.with_worker(given_up)
     if action.refused:
         return Applied(workforce.hold_back(draft, observation))
