@@ -187,6 +187,7 @@ class Cause(StrEnum):
     WORKER_FROZEN = "worker-frozen"  # it is there, but its launcher stands still, or its ranks cannot be killed
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
+    GPU_WARNING = "gpu-warning"  # it works, but a fault is to be expected
     STRAGGLER = "straggler"
     SLOW_COMMUNICATION = "slow-communication"
     VOLATILE = "volatile"  # slow ranks come and go

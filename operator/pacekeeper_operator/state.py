@@ -39,6 +39,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    patient: bool = False  # nothing forces it out: it stays until the checkpoint that was asked for is there
     starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
@@ -162,7 +163,7 @@ class Adaptation:
 
 
 @dataclass(frozen=True)
-class GpuHealth:
+class GpusSeen:
     """What the GPUs of the job's nodes showed when they were looked at."""
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
@@ -286,7 +287,7 @@ class State:
     placement: Placement = field(default_factory=Placement)
     budget: Budget = field(default_factory=Budget)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    gpus: GpuHealth = field(default_factory=GpuHealth)
+    gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
     preflight: Preflight = field(default_factory=Preflight)
 
