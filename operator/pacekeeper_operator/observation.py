@@ -119,13 +119,14 @@ class NodeView:
 
 @dataclass(frozen=True)
 class GpuValue:
-    """One of DCGM's counters that is not zero."""
+    """One of DCGM's counters that is not zero, or what a GPU's series show by the policy of GPU health."""
 
     node: str
     gpu: str
-    metric: str
+    metric: str  # of DCGM; or a gpu_health.Sign, and `value` is its figure
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
+    uuid: str = ""  # of the GPU; "": the exporter does not say
 
     @property
     def key(self) -> str:
@@ -148,6 +149,7 @@ class Metrics:
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
     ranks: float | None = None  # of the job that tell of their steps
@@ -175,6 +177,15 @@ class Ruling:
 
     verdict: Verdict
     words: str
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What a look at a node before a job's start has found."""
+
+    at: float  # seconds since the epoch
+    passed: bool | None  # None: it could not be found out
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,7 @@ class Observation:
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess

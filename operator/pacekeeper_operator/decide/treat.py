@@ -122,6 +122,7 @@ def _open(
         reference_seconds=decision.reference_seconds,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
+        finding=decision.finding or (None if before is None else before.finding),
     )
 
 

@@ -151,7 +151,7 @@ class Launcher:
         checkpoints = read_news(self._runtime.checkpoints)
         last, ranks = self._heartbeat.last, states.values()
         beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
-        self._heartbeat.write(replace(beat, meeting_port=self._meeting_port), now)
+        self._heartbeat.write(replace(beat, meeting_port=self._meeting_port, gpus=self._gpus.health), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()

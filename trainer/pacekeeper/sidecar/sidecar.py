@@ -27,9 +27,9 @@ LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
 QUIET_FIELDS = (
     *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus"),
 )
-"""Fields of the heartbeat whose change can wait for the next poll."""
+"""Fields of the heartbeat whose change can wait for the next poll; of the GPUs' health, that of their signs cannot."""
 SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
 """Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
 PARTING_SECONDS = 3.0
@@ -172,7 +172,7 @@ class Sidecar:
         """The heartbeat without what can wait."""
         beat = self._launcher.heartbeat
         loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
-        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds)}
+        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds), "gpu_signs": beat.gpu_signs}
 
 
 class Backoff:

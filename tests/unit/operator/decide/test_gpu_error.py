@@ -13,7 +13,7 @@ from pacekeeper_operator.decide import gpu_error
 from pacekeeper_operator.decide.gpu_error import XID
 from pacekeeper_operator.decision import Decision, QuarantineNode, ReplaceWorker
 from pacekeeper_operator.observation import GpuValue, Metrics, Observation
-from pacekeeper_operator.state import GpuHealth
+from pacekeeper_operator.state import GpusSeen
 from tests.support.worlds import NOW, change_worker, policy, training
 
 DBE = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
@@ -23,7 +23,7 @@ def measured(metric: str, value: float, node: str = "node-1", *, seen: float = 0
     """The series of GPU 3 of a node, which showed `seen` when the job looked at it first."""
     world = training()
     found = GpuValue(node, "3", metric, value, **changes)
-    known = GpuHealth(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
+    known = GpusSeen(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
     world = world.with_draft(world.draft.with_gpus(nodes=known.nodes, values=known.values))
     return replace(world, metrics=Metrics(step_seconds=0.1, gpu=(found,)))
 

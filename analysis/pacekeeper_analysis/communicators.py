@@ -1,0 +1,66 @@
+"""Communicators: which ranks talk to each other in a group (C4, arXiv 2406.04594, its first layer of records)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from .errors import InputError
+from .reading import Longest, Within
+
+MOST_RANKS = 1 << 20
+"""Of one communicator."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A group of ranks. `identity` is what records and rank states call it by, the same on all of its members."""
+
+    identity: Annotated[int, Within(0, 2**32 - 1)]
+    members: Annotated[str, Longest(4_000)]  # global ranks in the order of the group: "0-3", "0-12:4" (by fours), "5,2"
+    name: Annotated[str, Longest(80)] = ""  # the mesh dimension or description that the script gave it; "": none
+
+    def __post_init__(self) -> None:
+        """Raises InputError where `members` are no ranks, or not each of them once."""
+        ranks = parse_ranks(self.members)
+        if len(set(ranks)) != len(ranks):
+            raise InputError(f"Communicator.members: {self.members[:80]!r} names a rank twice")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, in the order of the group."""
+        return parse_ranks(self.members)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Runs with a common stride, in order: (0, 1, 2, 3, 8) is "0-3,8", (0, 4, 8) is "0-8:4"."""
+    pieces, position = [], 0
+    while position < len(ranks):
+        end = position + 1
+        stride = ranks[end] - ranks[position] if end < len(ranks) else 0
+        if stride > 0:
+            while end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == stride:
+                end += 1
+        if stride <= 0 or (end - position < 2 and stride != 1):
+            pieces.append(str(ranks[position]))
+            position += 1
+            continue
+        pieces.append(f"{ranks[position]}-{ranks[end]}" + (f":{stride}" if stride > 1 else ""))
+        position = end + 1
+    return ",".join(pieces)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The reverse of `format_ranks`. Raises InputError."""
+    ranks: list[int] = []
+    for piece in text.split(",") if text else ():
+        span, _, by = piece.partition(":")
+        low, dash, high = span.partition("-")
+        if not all(part.isdecimal() and len(part) < 8 for part in (low, high if dash else low, by or "1")):
+            raise InputError(f"{piece[:40]!r} is no run of ranks: give them as 0-7, 0-12:4 or 5")
+        first, last, stride = int(low), int(high if dash else low), int(by or 1)
+        if last < first or stride < 1 or len(ranks) + (last - first) // stride >= MOST_RANKS:
+            raise InputError(f"{piece[:40]!r} is no run of at most {MOST_RANKS} ranks that rise")
+        ranks += range(first, last + 1, stride)
+    return tuple(ranks)
