@@ -80,7 +80,7 @@ class TestReported:
     def test_what_may_come_of_the_application_touches_nothing(self) -> None:
         decision = decided(reported(13))
         assert (decision.actions, decision.class_, decision.remedy) == ((), Class.APPLICATION, None)
-        assert decision.message == "a GPU of j-w1-0: XID 13; may come of the application alone"
+        assert decision.message == "a GPU of j-w1-0: XID 13 (graphics engine exception); may come of the application alone"
         assert decision.remedies == ()
 
     def test_a_fatal_one_moves_the_rank_and_is_no_witness(self) -> None:
