@@ -189,6 +189,9 @@ class Fault:
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
     communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the groups in `ranks`, of a stall
+    # Of a stall, for people; "": nothing is known.
+    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
+    transfers: Words = ""  # what running transfers over NCCL wait for
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 

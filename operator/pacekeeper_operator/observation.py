@@ -185,6 +185,15 @@ class Ruling:
 
 
 @dataclass(frozen=True)
+class NodeCheck:
+    """What a look at a node before a job's start has found."""
+
+    at: float  # seconds since the epoch
+    passed: bool | None  # None: it could not be found out
+    words: str = ""
+
+
+@dataclass(frozen=True)
 class TemplateVerdict:
     """The API server's word on the pods of a generation of the job."""
 
@@ -237,6 +246,7 @@ class Observation:
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess

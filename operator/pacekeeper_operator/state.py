@@ -13,6 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
@@ -146,6 +147,7 @@ class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
+    loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
@@ -155,6 +157,10 @@ class Adaptation:
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
+    def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
+        """To slow ranks, which cost `slowdown` from now on. Where nothing else is known, they have done so `since`."""
+        return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
+
 
 @dataclass(frozen=True)
 class GpusSeen:
@@ -162,6 +168,25 @@ class GpusSeen:
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
     values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """A node that failed the job's preflight."""
+
+    node: str
+    at: float
+    why: str
+    attempts: int = 0  # at placing the job, of those that had failed by then
+    tolerated: bool = False  # there was no room without it
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """How looking at the nodes goes."""
+
+    began: float = 0.0  # since when nodes are looked at that no verdict is known of; 0: there are none
+    avoided: tuple[Avoided, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,6 +289,7 @@ class State:
     adaptation: Adaptation = field(default_factory=Adaptation)
     gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
+    preflight: Preflight = field(default_factory=Preflight)
 
 
 @dataclass(frozen=True)
@@ -294,6 +320,9 @@ class Draft:
 
     def with_incidents(self, **changes: Any) -> Draft:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
+
+    def with_preflight(self, **changes: Any) -> Draft:
+        return self._with_state(preflight=replace(self.state.preflight, **changes))
 
     def with_worker(self, changed: Worker) -> Draft:
         """`changed` in the place of the worker of its name."""

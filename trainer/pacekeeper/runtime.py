@@ -77,6 +77,10 @@ class Runtime:
     def ring(self, local_rank: int) -> Path:
         return self.rings / str(local_rank)
 
+    def transport(self, local_rank: int) -> Path:
+        """Written by NCCL's profiler plugin in the rank, where it runs."""
+        return self.rings / f"{local_rank}.transport"
+
     def stack(self, local_rank: int) -> Path:
         return self.stacks / str(local_rank)
 

@@ -21,6 +21,7 @@ from . import (
     membership,
     news,
     node_lost,
+    preflight,
     round_failed,
     stages,
     stale,
@@ -69,6 +70,8 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("way back", way_back.step),
     # What the user wants of the mode goes before what the operator has chosen.
     ("wish", wish.step),
+    # Nodes that failed before any rank is on them.
+    ("preflight", preflight.step),
     # Who holds the ranks, now that it is known who cannot; and what launchers may do by themselves until the next pass.
     ("membership", membership.step),
     ("restarts", membership.allow_restarts),

@@ -59,15 +59,19 @@ def lasts(observation: Observation, incident: Incident) -> bool:
     return view.heartbeat is None or not observation.metrics.at or _warned(observation, view) is not None
 
 
-def signs(observation: Observation, view: WorkerView) -> Iterator[ShownSign]:
-    """All that a worker's GPUs show, warnings and witnesses for slowness alike."""
+def words_of(observation: Observation, view: WorkerView | None) -> tuple[str, ...]:
+    """What a worker's GPUs show, warnings and witnesses for slowness alike."""
+    return () if view is None else tuple(dict.fromkeys(sign.words for sign in _signs(observation, view)))
+
+
+def _signs(observation: Observation, view: WorkerView) -> Iterator[ShownSign]:
     if view.heartbeat is not None:
         yield from signs_of(view.heartbeat.gpus)
     yield from (_shown(value) for value in _series(observation, view))
 
 
 def _warned(observation: Observation, view: WorkerView) -> Warned | None:
-    found = tuple(sign for sign in signs(observation, view) if sign.meaning.warns)
+    found = tuple(sign for sign in _signs(observation, view) if sign.meaning.warns)
     if not found:
         return None
     vouched = tuple(sign for sign in (_shown(v) for v in _series(observation, view) if v.vouched) if sign.meaning.warns)

@@ -12,6 +12,7 @@ from .. import rounds
 from ..api import Job, Remedy
 from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
+from . import preflight
 
 CHECKPOINT_SECONDS = 30.0
 """So long a change that nothing forces waits for the checkpoint it has asked for."""
@@ -71,7 +72,7 @@ def _found(observation: Observation) -> Draft:
     wanted = observation.job.spec.replicas
     views = sorted((view for view in observation.workers if view.usable), key=lambda view: view.record.ordinal)
     seats = views[:wanted]
-    if len(seats) < wanted or not all(view.warm for view in seats):
+    if len(seats) < wanted or not all(view.warm and not preflight.awaited(observation, view) for view in seats):
         return observation.draft
     return rounds.begin(observation, _numbered(observation.job, [_member(view) for view in seats]))
 
@@ -79,7 +80,8 @@ def _found(observation: Observation) -> Draft:
 def _change(observation: Observation) -> Draft:
     draft, plan = observation.draft, observation.plan
     wanted = observation.job.spec.replicas
-    spares = [_member(view) for view in observation.spares if view.warm]
+    warm = (view for view in observation.spares if view.warm)
+    spares = [_member(view) for view in warm if not preflight.awaited(observation, view)]
     seats: list[Member] = []
     for member in plan.members[:wanted]:
         view = observation.worker(member.worker)

@@ -66,6 +66,7 @@ def observe(
         surroundings=surroundings,
         template=memory.template,
         rulings=memory.rulings,
+        checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )
 

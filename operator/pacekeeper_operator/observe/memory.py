@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import Ruling, TemplateVerdict
+from ..observation import NodeCheck, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
 from .store import Key
@@ -47,6 +47,7 @@ class JobMemory:
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     template: TemplateVerdict | None = None  # the API server's last word
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pacekeeper.keep.news import read_news
@@ -23,6 +24,7 @@ from . import cgroup, processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
+from .nccl import crashed_in_native_code, has_gpus, plugin_environment, usable_plugin
 from .network import bind, interface_of
 from .plans import PlanFile
 from .rank import RankStart
@@ -84,7 +86,8 @@ class Launcher:
         self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
         self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
-        self._inspector = Inspector(settings, self._ranks.records, self.notify)
+        self._inspector = Inspector(settings, self._ranks, self.notify)
+        self._profiler = usable_plugin() if has_gpus() else None
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
@@ -268,8 +271,11 @@ class Launcher:
         self._inspector.stop()
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
-        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
-        self._inspector = Inspector(self._settings, self._ranks.records, self.notify, earlier)
+        if self._profiler is not None and crashed_in_native_code(self._ranks.exit_codes()):
+            log.warning("a rank ended by a fault of native code: from now on NCCL's profiler plugin is left out")
+            self._profiler = None
+        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
+        self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""
@@ -299,8 +305,13 @@ def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings, wa
     )
 
 
-def rank_starts(command: Start, script: Script, settings: LauncherSettings, runtime: Runtime) -> list[RankStart]:
-    """The ranks of a round, with the environment that torchrun would give them."""
+def rank_starts(
+    command: Start, script: Script, settings: LauncherSettings, runtime: Runtime, profiler: Path | None = None
+) -> list[RankStart]:
+    """The ranks of a round, with the environment that torchrun would give them.
+
+    profiler: NCCL's plugin, where the ranks are to run with it.
+    """
     plan = command.plan
     host, _ = _split(plan.store)
     environment = {
@@ -333,6 +344,7 @@ def rank_starts(command: Start, script: Script, settings: LauncherSettings, runt
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
+                **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
             },
             ring=str(runtime.ring(local_rank)),
             stack=str(runtime.stack(local_rank)),

@@ -34,8 +34,8 @@ class RankRings:
     def look(self) -> list[Rank]:
         """Take in what is new, and return the ranks that have a ring now."""
         present = []
-        for path in sorted(self._runtime.rings.glob("[0-9]*")):
-            rank = self._open(int(path.name))
+        for path in sorted(self._runtime.rings.iterdir()):
+            rank = self._open(int(path.name)) if path.name.isdecimal() else None
             if rank is not None:
                 rank.state = rank.ring.state()
                 records = rank.ring.records(since=rank.seen)
