@@ -8,11 +8,13 @@ comes after it must not go from pod to pod.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.diagnose import finding
 from pacekeeper_analysis.diagnose.gpu_health import MINUTES, ShownSign, Sign, shown, signs_of
+from pacekeeper_analysis.price import Price
 
 from ..api import Cause, Class, Remedy, Witness
 from ..decision import Action, Decision, ReplaceWorker
@@ -20,7 +22,7 @@ from ..observation import GpuValue, Observation, Policy, WorkerView
 from ..state import Incident, Past
 from ..subject import Subject
 from . import blame
-from .pricing import NO_SPARE, SPARE_SECONDS, choose_at_standstill, replace_option, written
+from .pricing import NO_SPARE, SPARE_SECONDS, replace_option, written
 
 ADVICE = "reset the GPU once its node is free, and have it looked at where the signs come again"
 
@@ -116,12 +118,13 @@ def _decide(observation: Observation, policy: Policy, found: Warned, *, seated: 
     if not seated and option.refused == NO_SPARE:
         option = replace(option, refused="")  # who trains nothing needs none in its place
     cost = observation.restart_seconds + SPARE_SECONDS if seated else 0.0  # it waits for a checkpoint: no step is lost
-    choice = choose_at_standstill((replace(option, cost_seconds=cost),))
+    reason = option.refused or "the fault that is to be expected costs more"
+    price = Price(replace(option, cost_seconds=cost), math.inf, not option.refused, reason)
     actions: tuple[Action, ...] = ()
-    if choice.chosen is not None:
+    if price.due:
         moved = ReplaceWorker(view.name, words, dead=False, disruption=True, patient=seated)
-        reason = "; ".join(sign.words for sign in found.vouched)
-        blamed = blame.propose(observation, policy, view.record.node, reason, Witness.GPU_SERIES)
+        against = "; ".join(sign.words for sign in found.vouched)
+        blamed = blame.propose(observation, policy, view.record.node, against, Witness.GPU_SERIES)
         actions = (moved, blamed) if found.vouched else (moved,)
     rank = next((member.ranks[0] for member in observation.plan.members if member.worker == view.name), None)
     return Decision(
@@ -131,7 +134,7 @@ def _decide(observation: Observation, policy: Policy, found: Warned, *, seated: 
         first_sign=open_[0].first_sign if open_ else observation.now,
         actions=actions,
         remedy=Remedy.REPLACE_WORKER if actions else None,
-        remedies=written(choice.prices, choice.chosen),
+        remedies=written((price,), price if price.due else None),
         evidence=tuple(dict.fromkeys(sign.words for sign in found.signs)),
         rank=rank,
         worker=view.name,
