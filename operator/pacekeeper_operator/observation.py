@@ -132,6 +132,11 @@ class GpuValue:
     def key(self) -> str:
         return f"{self.node}/{self.gpu}/{self.metric}"
 
+    @property
+    def gpu_key(self) -> tuple[str, str]:
+        """Which GPU it is."""
+        return self.node, self.gpu
+
 
 NOT_ASKED = "Prometheus has not been asked lately"
 

@@ -16,6 +16,7 @@ from . import (
     crash,
     frozen,
     gpu_error,
+    gpu_warning,
     hang,
     membership,
     news,
@@ -46,6 +47,7 @@ CHECKS: tuple[Check, ...] = (
     crash.check,
     hang.check,
     round_failed.check,
+    gpu_warning.check,
     straggler.check,
 )
 """In order of certainty: what has gone explains why others crash or stall, so it is asked first."""

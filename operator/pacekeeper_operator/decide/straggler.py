@@ -24,6 +24,7 @@ from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
+from . import gpu_warning
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -235,7 +236,7 @@ def _tolerated(observation: Observation) -> bool:
 
 def _being_measured(observation: Observation) -> bool:
     """A live remedy has been applied, and the metrics are in part of the time before it."""
-    return any(incident.live for incident in observation.state.incidents.open)
+    return any(i.live and i.class_ is Class.PERFORMANCE for i in observation.state.incidents.open)
 
 
 def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
@@ -322,7 +323,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=found.evidence,
+        evidence=(*found.evidence, *gpu_warning.words_of(observation, view)),
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,

@@ -152,20 +152,20 @@ class Prometheus:
             sample = self._read(await self._ask(self._query), now)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
-            return Sample(now, unavailable=reason)
+            return Sample(now, gpu_signs=self._signs, unavailable=reason)
         if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_SECONDS:
             self._signs, self._signs_at = await self._ask_for_signs(self._ask), now
         return replace(sample, gpu_signs=self._signs)
 
     async def _ask_for_signs(self, ask: Ask) -> tuple[GpuValue, ...]:
-        """That they cannot be had, for whatever the exporters show, costs nothing else."""
+        """That they cannot be had, for whatever the exporters show, costs nothing else: what was known stays."""
         answer, trouble = _Answer(self._dcgm_node_label), ""
         try:
             self._take(answer.take_sign, await ask(gpu_signs_query(self._dcgm_namespace)))
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             trouble = f"Prometheus at {self._url} does not tell the signs of GPUs: {error}"
         self._say("signs", trouble)
-        return tuple(answer.gpu)
+        return self._signs if trouble else tuple(answer.gpu)
 
     def _read(self, rows: Rows, now: float) -> Sample:
         answer = _Answer(self._dcgm_node_label)

@@ -63,7 +63,7 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", Hostname="node-1", gpu="2"),
     ]
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert len(FakePrometheus.queries) == 1
+    assert len(FakePrometheus.queries) == 2, "and another one for the signs of GPUs"
     metrics = sample.of("ns", "j")
     assert (metrics.slowdown, metrics.pace, metrics.slowest_rank) == (1.5, 2.0, 3)
     assert metrics.behind is None  # not a number is no figure
