@@ -568,9 +568,9 @@ class ProbeFigures:
     core_seconds: _Seconds  # processor time of a fixed piece of work, the median of the cores
     slowest_core_seconds: _Seconds = 0.0
     cores: Annotated[int, Within(0, 4096)] = 0  # that were timed
-    held_back: _Share = 0.0  # of the time the work could not run although the node had idle cores
+    held_back: _Share = 0.0  # of the time the work could not run, and not for its neighbours' work
     idle_cores: Annotated[float, Within(0.0, 1e5)] = 0.0  # meanwhile
-    throttled_periods: Annotated[int, Within(0)] = 0  # of the pod's own cgroup, meanwhile
+    throttled: _Share = 0.0  # of the time a quota stood against the pod
     pressure: _Share = 0.0  # of the last ten seconds something on the node waited for a core
     frequency: Annotated[float, Within(0.0, 10.0)] = 0.0  # of the first core over its highest; 0: not known
     memory_bytes_per_second: _Rate = 0.0
@@ -705,7 +705,7 @@ _TIMES: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
 _TIMES_OUT: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
 _FIGURES_OUT: Converters = {
     **dict.fromkeys(("core_seconds", "slowest_core_seconds", "ping"), lambda seconds: round(seconds, 7)),
-    **dict.fromkeys(("held_back", "idle_cores", "pressure", "frequency"), round_figure),
+    **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_figure),
     **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
 }
 _INCIDENT_FIGURES = (
