@@ -121,11 +121,12 @@ async def _read(operator: Operator, desk: Desk) -> None:
 async def _observe(operator: Operator, desk: Desk) -> Observation:
     job, memory, now = desk.job, desk.memory, operator.runtime.now()
     assert memory.draft is not None
+    memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
     observation = gather.observe(
         operator.memory.started_at,
         memory,
         gather.of(operator.pods, job),
-        operator.figures(job, now),
+        memory.metrics,
         gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now),
         now,
     )
