@@ -36,6 +36,8 @@ Rows = npt.NDArray[np.void]
 """One a rank, of dtype ROW."""
 Values = npt.NDArray[np.float64]
 NOTHING = np.empty(0, ROW)
+SHORTEST = 1e-9
+"""Seconds (or samples) below this are none: 0 says that nothing is known."""
 
 
 def read(figures: Sequence[RankFigures]) -> Rows:
@@ -75,24 +77,23 @@ def matters(before: Rows, now: Rows, last: Metrics, slow: float) -> bool:
 
 
 def _of_rows(rows: Rows, known: Metrics) -> Metrics:
-    own, per_sample = _known(rows["compute_seconds"]), _known(rows["compute_seconds_per_sample"])
-    stepping = rows[rows["step_seconds"] > 0]
-    steps, waiting, shares = stepping["step_seconds"], _waiting(rows), _known(rows["share"])
-    grown = (steps / stepping["first_steps_seconds"])[stepping["first_steps_seconds"] > 0]
-    usual = float(np.median(per_sample)) if len(per_sample) else None
-    is_told = bool(len(own) and usual and len(shares))
+    own, shares = _known(rows["compute_seconds"]), _known(rows["share"])
+    usual = _median(_known(rows["compute_seconds_per_sample"]))
+    slowest = rows[rows["compute_seconds_per_sample"].argmax()] if usual else None
+    stepping, waiting = _stepping(rows), _waiting(rows)
+    grown = stepping[stepping["first_steps_seconds"] > SHORTEST]
     return replace(
         known,
         slowdown=float(own.max() / own.mean()) if len(own) else None,
-        pace=float(per_sample.max() / usual) if usual else None,
-        behind=float(own.max() / (usual * shares.mean())) if usual and is_told else None,
-        step_seconds=float(np.median(steps)) if len(steps) else None,
+        pace=float(slowest["compute_seconds_per_sample"] / usual) if usual and slowest is not None else None,
+        behind=float(own.max() / (usual * shares.mean())) if usual and len(own) and len(shares) else None,
+        step_seconds=_median(stepping["step_seconds"]),
         per_sample=usual,
-        slowest_rank=int(rows["rank"][rows["compute_seconds_per_sample"].argmax()]) if usual else None,
+        slowest_rank=None if slowest is None else int(slowest["rank"]),
         waiting=float(waiting.min()) if len(waiting) else None,
         waits_least=int(stepping["rank"][waiting.argmin()]) if len(waiting) else None,
-        throughput=float((stepping["share"] / steps).sum()) if len(shares) else None,
-        uniform=float(grown.min()) if len(grown) else None,
+        throughput=float((stepping["share"] / stepping["step_seconds"]).sum()) if len(shares) else None,
+        uniform=float((grown["step_seconds"] / grown["first_steps_seconds"]).min()) if len(grown) else None,
     )
 
 
@@ -100,12 +101,21 @@ _values = attrgetter(*(ROW.names or ()))
 
 
 def _known(values: Values) -> Values:
-    return values[values > 0]
+    return values[values > SHORTEST]
+
+
+def _median(values: Values) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _stepping(rows: Rows) -> Rows:
+    """The ranks that have taken steps."""
+    return rows[rows["step_seconds"] > SHORTEST]
 
 
 def _waiting(rows: Rows) -> Values:
-    """Share of a step, of the ranks that take steps."""
-    stepping = rows[rows["step_seconds"] > 0]
+    """Their waits as shares of a step."""
+    stepping = _stepping(rows)
     return np.asarray(stepping["wait_seconds"] / stepping["step_seconds"])
 
 
