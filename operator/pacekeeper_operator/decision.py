@@ -41,7 +41,7 @@ class Adapt:
 
     way: Way
     trouble: Trouble
-    mended: bool  # well enough: no dearer remedy is waited for
+    mended: bool  # well enough: nothing more is looked for until the loss has reached the price of a spare
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         .with_budget(in_membership=0)
         .with_adaptation(
             suspicion=None,
+            loss=draft.state.adaptation.loss if same else None,
             vain=None,
             shares_refusal=draft.state.adaptation.shares_refusal if same else "",
             tolerated_pace=draft.state.adaptation.tolerated_pace if same else 0.0,

@@ -13,6 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
@@ -145,6 +146,7 @@ class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
+    loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
@@ -153,6 +155,12 @@ class Adaptation:
     shares_refusal: str = ""  # the same of shares, by the present members
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
+
+    def lost_by(self, now: float, slowdown: float) -> Loss:
+        """To slow ranks, which from now on cost `slowdown`, and have done so since the suspicion's first sign where
+        nothing else is known."""
+        since = now if self.suspicion is None else self.suspicion.first_sign
+        return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
 
 
 @dataclass(frozen=True)

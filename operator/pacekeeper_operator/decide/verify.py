@@ -10,7 +10,7 @@ from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past
-from .straggler import steady
+from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
 """A live remedy that has not shown in the step time by then has not helped."""
@@ -71,7 +71,7 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if observation.refused:
         words = (*incident.evidence, f"the ranks do not follow the plan: {observation.refused}")
         return replace(incident, evidence=words, outcome=Outcome.NOT_HELPED)
-    window = SETTLED_WINDOWS * observation.job.spec.detection.window_steps
+    window = SETTLED_WINDOWS * window_steps(observation)
     before, after = incident.slowdown_before or 1.0, _slowdown(observation, incident)
     if after is not None and observation.step >= incident.last_step + window:
         after = max(1.0, after)

@@ -10,6 +10,7 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.diagnose.windows import steps_in_window
 from pacekeeper_analysis.plan import MODES, SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
@@ -39,11 +40,14 @@ class StepTimes:
 
 
 class RankHistory:
-    """The last steps of one rank, over all of its rounds here."""
+    """The last steps of one rank, over all of its rounds here: as many as `steps_in_window` says.
+
+    window_steps: at most.
+    """
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
-        self._steps: deque[StepTimes] = deque(maxlen=window_steps)
+        self._steps: deque[StepTimes] = deque()
         self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
@@ -88,10 +92,11 @@ class RankHistory:
         if mode != self._mode:
             self._mode = mode
             self.start_round()
-        is_full = len(self._steps) == self._window_steps
-        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
-            self._earlier.append(self._steps[0])
         self._steps.append(step)
+        while len(self._steps) > steps_in_window(self._window_steps, self.step_seconds or 0.0):
+            oldest = self._steps.popleft()
+            if MODES[mode] is SyncMode.SYNC and oldest.samples != step.samples:
+                self._earlier.append(oldest)
         self.samples_total += step.samples
         if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
             self._learn_baseline(step)
