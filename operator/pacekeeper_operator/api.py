@@ -115,7 +115,7 @@ class Condition(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
-    METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
@@ -148,6 +148,7 @@ class Reason(StrEnum):
     # MetricsAvailable
     METRICS_ANSWERED = "PrometheusAnswers"
     METRICS_AWAY = "PrometheusAway"
+    FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # Suspended
     SUSPENDED = "SuspendRequested"

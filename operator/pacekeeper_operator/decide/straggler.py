@@ -68,8 +68,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank takes `slow` × its peers' time.
-    """
+    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank takes `slow` × its peers' time."""
     if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
         return None  # or what was answered is from before a change of this pass
     if not steady(observation):
@@ -121,9 +120,9 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not slow and not waits:
         return _drop(draft)
-    found = diagnose(observation)
-    if found is None and now - suspicion.asked_at <= ANSWER_SECONDS:
+    if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
+    found = diagnose(observation)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at

@@ -88,6 +88,11 @@ class Sidecars:
             raise Forbidden(f"the token is of another pod that was called {holder.pod}")
         return Caller(holder.namespace, match["job"], holder.pod)
 
+    def ranks(self, caller: Caller) -> int:
+        """That a worker of the caller's job has when it is a member."""
+        job = self._job(caller).job
+        return 1 if job is None else job.spec.nproc_per_node
+
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
 
