@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
-from pacekeeper.sidecar.figures import Seen, Telling, seen
+from pacekeeper.sidecar.figures import RankNow, FiguresTold, seen
 from pacekeeper.sidecar.launcher import SILENT_FROM, Silence
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, RANKS_LOOK_SECONDS, _silence_to_tell
@@ -56,7 +56,7 @@ class Sidecar(Process):
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
-        self._figures = Telling()
+        self._figures = FiguresTold()
         self._told: tuple[Any, ...] | None = None
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
@@ -292,7 +292,7 @@ class Sidecar(Process):
         return _Backoff(self._random.uniform)
 
 
-def _seen(rank: Rank) -> Seen:
+def _seen(rank: Rank) -> RankNow:
     return seen(rank.number, rank.history, 0 if rank.leg is None else rank.leg.share)
 
 

@@ -35,7 +35,7 @@ WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
 ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
 """Between two requests for evidence at least, and at most."""
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
 MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""

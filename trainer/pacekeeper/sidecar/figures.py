@@ -41,7 +41,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankNow:
     """A rank at one look."""
 
     figures: RankFigures
@@ -49,17 +49,17 @@ class Seen:
     lately: Level | None  # medians over its last steps; None: too few
 
 
-class Telling:
+class FiguresTold:
     """What was seen last, and what of it was told."""
 
     def __init__(self) -> None:
         self.news = 0
         """Another number whenever the figures are to be told at once."""
-        self._seen: Sequence[Seen] = ()
-        self._told: dict[int, Seen] = {}
+        self._seen: Sequence[RankNow] = ()
+        self._told: dict[int, RankNow] = {}
         self._unsettled_until = -math.inf
 
-    def look(self, ranks: Sequence[Seen], band: float, now: float) -> None:
+    def look(self, ranks: Sequence[RankNow], band: float, now: float) -> None:
         """`ranks`: those here, as they are now. `band`: by which they may differ from what was told. `now`: seconds."""
         self._seen = ranks
         known = [(rank, self._told[rank.figures.rank]) for rank in ranks if rank.figures.rank in self._told]
@@ -75,7 +75,7 @@ class Telling:
         return tuple(rank.figures for rank in self._seen)
 
 
-def seen(rank: int, history: RankHistory, share: int) -> Seen:
+def seen(rank: int, history: RankHistory, share: int) -> RankNow:
     """One rank now, which takes `share` samples in a step (0: unknown)."""
     figures = RankFigures(
         rank=rank,
@@ -92,7 +92,7 @@ def seen(rank: int, history: RankHistory, share: int) -> Seen:
     if figures.step_seconds > 0:
         waiting = figures.wait_seconds / figures.step_seconds
         mean = Level(figures.step_seconds, figures.compute_seconds_per_sample, waiting)
-    return Seen(figures, mean, _lately(history.steps))
+    return RankNow(figures, mean, _lately(history.steps))
 
 
 def _lately(steps: Sequence[StepTimes]) -> Level | None:

@@ -12,7 +12,7 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence
 
-from .figures import Seen, seen
+from .figures import RankNow, seen
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RankRings:
                 present.append(rank)
         return present
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[RankNow]:
         """The ranks' figures now."""
         return [seen(int(rank.state["rank"]), rank.history, int(rank.state["share"])) for rank in self.look()]
 

@@ -20,7 +20,7 @@ from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault
 
 from .client import OperatorClient, Rejected, Unavailable
-from .figures import Telling
+from .figures import FiguresTold
 from .launcher import LauncherSeen
 from .ranks import RankRings
 from .settings import SidecarSettings
@@ -52,7 +52,7 @@ class Sidecar:
         self._ranks = ranks
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
-        self._figures = Telling()
+        self._figures = FiguresTold()
         self._told: dict[str, object] = {}
 
     async def run(self) -> None:
