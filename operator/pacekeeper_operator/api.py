@@ -119,7 +119,7 @@ class Condition(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     PREFLIGHT = "Preflight"  # the nodes were looked at before the job began; only where spec.preflight wants it
-    METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
@@ -152,6 +152,7 @@ class Reason(StrEnum):
     # MetricsAvailable
     METRICS_ANSWERED = "PrometheusAnswers"
     METRICS_AWAY = "PrometheusAway"
+    FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # Preflight
     NODES_PASSED = "NodesPassed"

@@ -143,16 +143,22 @@ NOT_ASKED = "Prometheus has not been asked lately"
 
 @dataclass(frozen=True)
 class Metrics:
-    """What Prometheus says of a job; None: nothing (yet)."""
+    """How a job does: by what its ranks say, and by Prometheus; None: nothing is known (yet)."""
+
+    # By the figures in its workers' heartbeats.
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
     behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
     pace: float | None = None  # slowest rank's own work a sample over the ranks' median
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # median of the ranks' means
+    per_sample: float | None = None  # median of the ranks' own work a sample
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
+    waits_least: int | None = None  # that rank
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
+    untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
+    # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
     gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are

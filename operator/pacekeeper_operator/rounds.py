@@ -25,6 +25,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             members=members,
             shares=plan.shares if same else None,
             evidence_request="",
+            figures_band=(observation.job.spec.detection.straggler_slowdown - 1) / 2,
             step_seconds=observation.step_seconds or plan.step_seconds,
             store_port=store_port,
             secret=secret,

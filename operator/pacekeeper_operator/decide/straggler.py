@@ -34,8 +34,10 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
 """Between two requests for evidence at least, and at most."""
+ANSWER_SECONDS = 5.0
+"""So long ranks may take to answer before they are asked anew."""
 MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
@@ -119,6 +121,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not slow and not waits:
         return _drop(draft)
+    if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
+        return draft
     found = diagnose(observation)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
@@ -179,8 +183,8 @@ def pause_between_questions(elapsed: float) -> float:
 
 
 def steady(observation: Observation) -> bool:
-    """All members train in the mode that is wanted, in a round that is old enough for its windows to be its own."""
-    if observation.training_since is None or observation.metrics.unavailable:
+    """All members train in the mode that is wanted, and tell how, in a round that is old enough for its windows."""
+    if observation.training_since is None or observation.metrics.untold:
         return False
     beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
     if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):

@@ -100,7 +100,7 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
             outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
         )
     patience = max(MEASURE_SECONDS, 2 * window * observation.step_seconds)
-    if observation.now - incident.decided > patience and not observation.metrics.unavailable:
+    if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
 

@@ -15,9 +15,10 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import NodeCheck, Ruling, TemplateVerdict
+from ..observation import Metrics, NodeCheck, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
+from .figures import NOTHING, Rows
 from .store import Key
 
 
@@ -31,6 +32,7 @@ class Contact:
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
     stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
     said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock
+    figures: Rows = field(default_factory=lambda: NOTHING)  # of its ranks; the heartbeats are kept without
 
 
 @dataclass
@@ -46,6 +48,7 @@ class JobMemory:
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     template: TemplateVerdict | None = None  # the API server's last word
+    metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..cluster import Cluster
 from ..limits import Rate
+from ..observe.figures import matters, read
 from ..observe.memory import Contact, JobMemory, Memory
 from ..runtime import Runtime
 from .tokens import Forbidden, Holder, Tokens, TooMany
@@ -36,7 +38,7 @@ _WAKING = (
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
 )
-"""Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
+"""Fields of a heartbeat whose change the reconcile loop wants to know of at once; figures have their own rule."""
 
 
 class NotYet(Exception):
@@ -85,6 +87,11 @@ class Sidecars:
         if worker.uid != holder.uid:
             raise Forbidden(f"the token is of another pod that was called {holder.pod}")
         return Caller(holder.namespace, match["job"], holder.pod)
+
+    def ranks(self, caller: Caller) -> int:
+        """That a worker of the caller's job has when it is a member."""
+        job = self._job(caller).job
+        return 1 if job is None else job.spec.nproc_per_node
 
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
@@ -163,13 +170,18 @@ class Sidecars:
         return job
 
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
-        now = self._runtime.now()
+        now, figures = self._runtime.now(), read(said.figures)
+        said = replace(said, figures=())
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)
-            contact = job.contacts[caller.worker] = Contact(heard, now, state_since=now, said=said)
+            contact = Contact(heard, now, state_since=now, said=said, figures=figures)
+            job.contacts[caller.worker] = contact
             job.wake.set()
             return contact
+        slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
+        if matters(contact.figures, figures, job.metrics, slow):
+            job.wake.set()
         if any(getattr(contact.said, name) != getattr(said, name) for name in _WAKING):
             job.wake.set()
         if contact.said.state is not said.state:
@@ -177,7 +189,7 @@ class Sidecars:
         if contact.said.step < said.step:
             contact.stepped_at = now
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
-        contact.said, contact.at = said, now
+        contact.said, contact.at, contact.figures = said, now, figures
         return contact
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -141,6 +141,17 @@ class RankHistory:
     @property
     def compute_seconds(self) -> float | None:
         return _mean(step.compute_seconds for step in self._steps)
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Mean wait for peers in a step."""
+        step, own = self.step_seconds, self.compute_seconds
+        return None if step is None or own is None else max(0.0, step - own)
+
+    @property
+    def steps(self) -> Sequence[StepTimes]:
+        """Of the window, oldest first."""
+        return tuple(self._steps)
 
     @property
     def compute_seconds_per_sample(self) -> float | None:

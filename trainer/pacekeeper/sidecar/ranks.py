@@ -12,6 +12,8 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence
 
+from .figures import RankNow, seen
+
 
 @dataclass
 class Rank:
@@ -44,6 +46,10 @@ class RankRings:
                     rank.history.add(records)
                 present.append(rank)
         return present
+
+    def seen(self) -> list[RankNow]:
+        """The ranks' figures now."""
+        return [seen(int(rank.state["rank"]), rank.history, int(rank.state["share"])) for rank in self.look()]
 
     def evidence(self, request: str, worker: str, round_: int) -> Evidence:
         """The windows of the ranks here."""

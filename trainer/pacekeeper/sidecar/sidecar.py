@@ -1,4 +1,4 @@
-"""What the sidecar does all the time: five loops between the runtime folder and the operator.
+"""What the sidecar does all the time: six loops between the runtime folder and the operator.
 
 None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
 """
@@ -11,6 +11,7 @@ import json
 import logging
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pacekeeper.runtime import read_json, write_plan
@@ -19,6 +20,7 @@ from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault
 
 from .client import OperatorClient, Rejected, Unavailable
+from .figures import FiguresTold
 from .launcher import LauncherSeen
 from .ranks import RankRings
 from .settings import SidecarSettings
@@ -27,9 +29,12 @@ LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
 QUIET_FIELDS = (
     *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "figures"),
 )
-"""Fields of the heartbeat whose change can wait for the next poll; of the GPUs' health, that of their signs cannot."""
+"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule; of the GPUs' health, that of
+their signs cannot wait."""
+RANKS_LOOK_SECONDS = 1.0
+"""How often the ranks' rings are looked at: the least time between two heartbeats that only tell of figures."""
 SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
 """Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
 PARTING_SECONDS = 3.0
@@ -48,12 +53,16 @@ class Sidecar:
         self._ranks = ranks
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
+        self._figures = FiguresTold()
         self._told: dict[str, object] = {}
 
     async def run(self) -> None:
         """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
         before this returns, if it answers."""
-        loops = (self._look, self._follow_plan, self._tell_changes, self._deliver_faults, self._answer_requests)
+        loops = (
+            *(self._look, self._look_at_ranks, self._follow_plan),
+            *(self._tell_changes, self._deliver_faults, self._answer_requests),
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 for loop in loops:
@@ -79,6 +88,12 @@ class Sidecar:
             self._launcher.look(time.monotonic())
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _look_at_ranks(self) -> None:
+        while True:
+            band = WorkerPlan.figures_band if self._plan is None else self._plan.figures_band
+            self._figures.look(self._ranks.seen(), band, time.monotonic())
+            await asyncio.sleep(RANKS_LOOK_SECONDS)
+
     async def _follow_plan(self) -> None:
         """Poll the plan; each poll carries the heartbeat."""
         backoff = Backoff()
@@ -90,7 +105,8 @@ class Sidecar:
                 await backoff.sleep("no plan", error)
 
     async def _tell_changes(self) -> None:
-        """Send the heartbeat at once when more than the step has changed, beside the poll that is being held."""
+        """Send the heartbeat at once when more than the step has changed, or figures are news, beside the poll that is
+        being held."""
         backoff = Backoff()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -156,7 +172,8 @@ class Sidecar:
 
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version
-        plan = await self._client.plan(self._launcher.heartbeat, after, wait)
+        beat = replace(self._launcher.heartbeat, figures=self._figures.tell())
+        plan = await self._client.plan(beat, after, wait)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
             write_plan(self._runtime.plan, plan)
@@ -172,7 +189,8 @@ class Sidecar:
         """The heartbeat without what can wait."""
         beat = self._launcher.heartbeat
         loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
-        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds), "gpu_signs": beat.gpu_signs}
+        silence = _silence_to_tell(beat.launcher_silent_seconds)
+        return {**loud, "silence": silence, "gpu_signs": beat.gpu_signs, "figures": self._figures.news}
 
 
 class Backoff:

@@ -97,7 +97,8 @@ class TestSteady:
         assert steady(change_members(world(long), steps_in_round=8)), "as many steps as their windows have"
         assert not steady(change_members(world(long), steps_in_round=7))
         assert not steady(change_members(world(), first_step_at=0.0))
-        assert not steady(world(replace(CALM, unavailable="away")))
+        assert not steady(world(replace(CALM, untold=("j-w1-0",))))
+        assert steady(world(replace(CALM, unavailable="away"))), "sidecars tell how ranks train"
         assert not steady(change_worker(world(), "j-w1-0", heartbeat={"sync_mode": "EDiT"}))
         assert steady(change_members(world(), sync_mode="")), "an older library does not tell"
 
