@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.reports import Fault
 
 from .rounds import RoundState
@@ -23,17 +24,20 @@ _PROBE_TIMEOUT = 1.0
 
 
 class Inspector:
-    """Of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
+    """Of one round. `records`: the ring of a local rank; `communicators`: those that it knows of; `notify`: takes a
+    stall."""
 
     def __init__(
         self,
         settings: LauncherSettings,
         records: Callable[[int], NDArray[np.void]],
+        communicators: Callable[[int], Iterable[Communicator]],
         notify: Callable[[Fault], None],
         earlier_step_seconds: float = 0.0,
     ) -> None:
         """`earlier_step_seconds`: the watch's."""
         self._settings = settings
+        self._communicators = communicators
         self._notify = notify
         self._pids: Mapping[int, int] = {}
         self._watch = Watch(
@@ -85,7 +89,9 @@ class Inspector:
         second = await _look_at_all(pids, stacks)
         reachable = await probes
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
-        self._notify(self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time()))
+        communicators = [each for local in ranks for each in self._communicators(local)]
+        now, wall = time.monotonic(), time.time()
+        self._notify(self._watch.report(state, ranks, (first, second), unreachable, communicators, now, wall))
 
 
 async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:

@@ -84,7 +84,7 @@ class Launcher:
         self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
         self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
-        self._inspector = Inspector(settings, self._ranks.records, self.notify)
+        self._inspector = Inspector(settings, self._ranks.records, self._ranks.communicators, self.notify)
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
@@ -269,7 +269,8 @@ class Launcher:
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
-        self._inspector = Inspector(self._settings, self._ranks.records, self.notify, earlier)
+        ranks = self._ranks
+        self._inspector = Inspector(self._settings, ranks.records, ranks.communicators, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""

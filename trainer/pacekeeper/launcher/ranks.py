@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
 
 from . import cgroup, processes
@@ -114,6 +116,10 @@ class RankProcesses:
         ring = self._ranks[local_rank].ring
         assert ring is not None
         return ring.records()
+
+    def communicators(self, local_rank: int) -> tuple[Communicator, ...]:
+        """Those that a rank has used in this round."""
+        return read_communicators(self.runtime.communicators_of(local_rank))
 
     def seen(self) -> list[RankSeen]:
         """The ranks as the state machine wants them."""
