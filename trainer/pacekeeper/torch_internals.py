@@ -108,13 +108,14 @@ def on_new_process_group(made: Callable[[Any], None]) -> None:
 
     Which ranks it has is not known yet: ask `ranks_of` later.
     """
-    register = distributed_c10d._register_process_group
+    module: Any = distributed_c10d
+    register = module._register_process_group
 
     def register_and_tell(name: Any, group: Any) -> None:
         register(name, group)
         made(group)
 
-    distributed_c10d._register_process_group = register_and_tell
+    module._register_process_group = register_and_tell
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class Communicators:
         self._known: dict[int, Communicator] = {}
         self._gone: list[int] = []
         if path is not None:
+            path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)
 
     def add(self, identity: int, ranks: Sequence[int], name: str = "") -> None:
