@@ -183,5 +183,4 @@ def test_a_step_that_does_not_fit_is_left_out_whole(tmp_path: Path) -> None:
     assert found["held"].tolist() == [np.float32(0.02)] * 6
     assert last_operations(records, {}, most=7)["group"].tolist() == [NO_GROUP] * 6
     assert set(last_operations(records[4:], {7: 0})["step"]) == {3, 4, 5}, "step 2 has lost a part"
-    )
     assert len(last_operations(records[:0], {})) == 0
