@@ -26,7 +26,7 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        for folder in (self.root, self.faults, self.rings, self.snapshots, self.stacks):
+        for folder in (self.root, self.faults, self.rings, self.communicators, self.snapshots, self.stacks):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -67,6 +67,10 @@ class Runtime:
         return self.root / "rings"
 
     @property
+    def communicators(self) -> Path:
+        return self.root / "communicators"
+
+    @property
     def snapshots(self) -> Path:
         return self.root / "snapshots"
 
@@ -80,6 +84,10 @@ class Runtime:
     def transport(self, local_rank: int) -> Path:
         """Written by NCCL's profiler plugin in the rank, where it runs."""
         return self.rings / f"{local_rank}.transport"
+
+    def communicators_of(self, local_rank: int) -> Path:
+        """Written by the rank: which ranks are in its groups."""
+        return self.communicators / f"{local_rank}.json"
 
     def stack(self, local_rank: int) -> Path:
         return self.stacks / str(local_rank)

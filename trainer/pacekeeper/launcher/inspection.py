@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.records import Device
 from pacekeeper_analysis.reports import Fault
 
@@ -31,6 +32,8 @@ class LocalRanks(Protocol):
     """What the ranks here have written (`ranks.RankProcesses`)."""
 
     def records(self, local_rank: int) -> NDArray[np.void]: ...
+
+    def communicators(self, local_rank: int) -> Iterable[Communicator]: ...
 
     def transfers(self) -> str: ...
 
@@ -115,7 +118,9 @@ class Inspector:
         second = await _look_at_all(pids, stacks)
         reachable = await probes
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
-        fault = self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time())
+        known = [each for local in ranks for each in self._ranks.communicators(local)]
+        now, wall = time.monotonic(), time.time()
+        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall)
         self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
 
 

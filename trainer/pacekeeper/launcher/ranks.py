@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.transport import TransportReader, open_transport
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
@@ -123,6 +125,10 @@ class RankProcesses:
         ring = self._ranks[local_rank].ring
         assert ring is not None
         return ring.records()
+
+    def communicators(self, local_rank: int) -> tuple[Communicator, ...]:
+        """Those that a rank has used in this round."""
+        return read_communicators(self.runtime.communicators_of(local_rank))
 
     def exit_codes(self) -> list[int | None]:
         """In local order; None: it runs."""

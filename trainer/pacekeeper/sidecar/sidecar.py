@@ -158,7 +158,10 @@ class Sidecar:
             if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
                 continue
             evidence = self._ranks.evidence(
-                plan.evidence_request, self._settings.worker, self._launcher.heartbeat.round
+                plan.evidence_request,
+                self._settings.worker,
+                self._launcher.heartbeat.round,
+                plan.evidence_parts,
             )
             try:
                 await self._client.evidence(evidence)
