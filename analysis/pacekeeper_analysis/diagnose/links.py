@@ -6,7 +6,7 @@
 Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least, for each class of
 link by itself (on one node, between nodes). Median polish, D = m + r_s + c_d + e_sd, takes apart what belongs to a
 sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual and more than
-five robust standard deviations in two of the last three windows.
+five robust standard deviations (or 4 × the usual) in two of the last three windows.
 
 A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
 """
@@ -28,6 +28,8 @@ LEAST_BYTES = 8_000_000
 """That a cell has carried in a window: less tells too little."""
 HOT = 1.5
 SIGMAS = 5.0
+MANIFEST = 4.0
+"""× the usual is hot whatever the spread: the spread of a few cells is itself a guess."""
 LEAST_SIGMA = 0.08
 """Of D: links alike differ by so much from second to second; less is luck."""
 WINDOWS_NEEDED = 2
@@ -105,9 +107,7 @@ def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
     for cell in cells:
         if cell.acked_bytes >= LEAST_BYTES and cell.busy_seconds > 0:
             by_window[cell.age].append(cell)
-    polished = {
-        age: [_polish(group) for group in _classes(found)] for age, found in sorted(by_window.items())
-    }
+    polished = {age: [_polish(group) for group in _classes(found)] for age, found in sorted(by_window.items())}
     newest = [matrix for age in list(polished)[:1] for matrix in polished[age]]
     rows: dict[int, float] = {}
     columns: dict[int, float] = {}
@@ -244,21 +244,23 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
 
 
 def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
-    """Of one window and class. Cells that their row's or column's effect explains are not told by themselves."""
-    yield from _hot_lines(matrix, Kind.SENDER, matrix.rows, matrix.sources, matrix.row)
-    yield from _hot_lines(matrix, Kind.RECEIVER, matrix.columns, matrix.destinations, matrix.column)
+    """Of one window and class. Cells that are explained by their row or column are not told by themselves."""
     hot = _is_hot(matrix.residual)
-    if not hot.any():
-        return
-    cells_in_row, cells_in_column = np.bincount(matrix.row), np.bincount(matrix.column)
-    hot_in_row = np.bincount(matrix.row, weights=hot)
-    hot_in_column = np.bincount(matrix.column, weights=hot)
+    row_is_cool = np.bincount(matrix.row, weights=~hot) > 0
+    column_is_cool = np.bincount(matrix.column, weights=~hot) > 0
+    rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot, column_is_cool[matrix.column])
+    columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot, row_is_cool[matrix.row])
+    for line, effect in rows:
+        yield _line(matrix, Kind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
+        hot &= matrix.row != line
+    for line, effect in columns:
+        yield _line(matrix, Kind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
+        hot &= matrix.column != line
     for place in np.flatnonzero(hot):
-        cell, row, column = matrix.cells[place], matrix.row[place], matrix.column[place]
-        row_is_cool = hot_in_row[row] < cells_in_row[row]
-        column_is_cool = hot_in_column[column] < cells_in_column[column]
+        cell = matrix.cells[place]
+        alone = row_is_cool[matrix.row[place]] and column_is_cool[matrix.column[place]]
         yield HotSpot(
-            kind=Kind.LINK if row_is_cool and column_is_cool else Kind.PAIR,
+            kind=Kind.LINK if alone else Kind.PAIR,
             source=cell.source,
             destination=cell.destination,
             ratio=math.exp(matrix.residual[place]),
@@ -269,34 +271,42 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
         )
 
 
-def _hot_lines(matrix: _Matrix, kind: Kind, effects: Floats, ranks: Ints, line: Ints) -> Iterable[HotSpot]:
+def _hot_lines(
+    effects: Floats, residual: Floats, line: Ints, hot: NDArray[np.bool_], crossed_is_cool: NDArray[np.bool_]
+) -> list[tuple[int, float]]:
+    """Rows (or columns) that are slow as a whole, and their effects. One with two cells has no effect of its own: it is
+    slow where both are, and the lines that cross it are not."""
     known = np.isfinite(effects)
-    hot = np.zeros(len(effects), bool)
-    hot[known] = _is_hot(effects[known])
-    for place in np.flatnonzero(hot):
-        its = np.flatnonzero(line == place)
-        its = its[np.argsort(-matrix.delay[its], kind="stable")]
-        pairs = tuple((matrix.cells[i].source, matrix.cells[i].destination) for i in its[:NAMED])
-        acked = sum(matrix.cells[i].acked_bytes for i in its)
-        busy = sum(matrix.cells[i].busy_seconds for i in its)
-        rank = int(ranks[place])
-        yield HotSpot(
-            kind=kind,
-            source=rank if kind is Kind.SENDER else -1,
-            destination=rank if kind is Kind.RECEIVER else -1,
-            ratio=math.exp(float(effects[place])),
-            windows=1,
-            bytes_per_second=acked / busy,
-            usual_bytes_per_second=matrix.usual,
-            pairs=pairs,
-        )
+    slow = np.zeros(len(effects), bool)
+    slow[known] = _is_hot(effects[known])
+    size, hot_cells = np.bincount(line), np.bincount(line, weights=hot & crossed_is_cool)
+    pair = ~known & (size == APART - 1) & (hot_cells == size)
+    effects = np.where(known, effects, _medians(residual, line, len(effects)))
+    return [(int(place), float(effects[place])) for place in np.flatnonzero(slow | pair)]
+
+
+def _line(matrix: _Matrix, kind: Kind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
+    places = np.flatnonzero(mine)
+    its = [matrix.cells[i] for i in places[np.argsort(-matrix.delay[places], kind="stable")]]
+    return HotSpot(
+        kind=kind,
+        source=rank if kind is Kind.SENDER else -1,
+        destination=rank if kind is Kind.RECEIVER else -1,
+        ratio=math.exp(effect),
+        windows=1,
+        bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),
+        usual_bytes_per_second=matrix.usual,
+        pairs=tuple((cell.source, cell.destination) for cell in its[:NAMED]),
+    )
 
 
 def _is_hot(values: Floats) -> NDArray[np.bool_]:
     """Much above the others, by a spread that what is hot itself does not widen."""
+    if not len(values):
+        return np.zeros(0, bool)
     above = values - np.median(values)
     sigma = max(LEAST_SIGMA, 1.4826 * float(np.median(np.abs(above))))
-    return (above > math.log(HOT)) & (above > SIGMAS * sigma)
+    return (above > math.log(HOT)) & (above > min(SIGMAS * sigma, math.log(MANIFEST)))
 
 
 def _medians(values: Floats, group: Ints, groups: int) -> Floats:
