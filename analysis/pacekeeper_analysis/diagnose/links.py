@@ -256,7 +256,7 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
     for line, effect in columns:
         yield _line(matrix, Kind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
         hot &= matrix.column != line
-    for place in np.flatnonzero(hot):
+    for place in np.flatnonzero(hot).tolist():
         cell = matrix.cells[place]
         alone = row_is_cool[matrix.row[place]] and column_is_cool[matrix.column[place]]
         yield HotSpot(

@@ -120,9 +120,7 @@ class Connections:
             return {}
 
 
-def _of_one_end(
-    name: bytes, rank: int, spans: list[tuple[int, _Look, _Look]]
-) -> tuple[int, list[LinkWindow]]:
+def _of_one_end(name: bytes, rank: int, spans: list[tuple[int, _Look, _Look]]) -> tuple[int, list[LinkWindow]]:
     """Bytes that it moved both ways, and its windows, newest first."""
     local, remote = _addresses(name)
     moved, windows = 0, []
@@ -142,7 +140,7 @@ def _of_one_end(
                 age=age,
                 seconds=round(last.at - first.at, 3),
                 acked_bytes=now.acked_bytes - was.acked_bytes,
-                busy_seconds=round(now.busy - was.busy, 3),
+                busy_seconds=round(max(0.0, now.busy - was.busy), 3),
                 receiver_limited_seconds=round(now.receiver_limited - was.receiver_limited, 3),
                 sender_limited_seconds=round(now.sender_limited - was.sender_limited, 3),
                 retransmitted_bytes=now.retransmitted_bytes - was.retransmitted_bytes,
@@ -175,8 +173,8 @@ _BUFFER = 1 << 18
 _PATIENCE = 1.0
 
 _KEPT = slice(120, 216)
-"""Of tcp_info: from bytes_acked to bytes_retrans. Linux 4.19 has all of it; what is shorter does not count busy time, or
-not the retransmitted bytes."""
+"""Of tcp_info: from bytes_acked to bytes_retrans. Linux 4.19 has all of it; in what is shorter busy time, or what was
+sent again, is missing."""
 _INFO = struct.Struct("=QQ8xII8x8xQQQ8x8xQ")
 _UNKNOWN_ROUND_TRIP = 0xFFFFFFFF
 
