@@ -25,7 +25,7 @@ from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
 from .network import bind, interface_of
 from .plans import PlanFile
-from .probe import Prober, ProbeHost
+from .probe import ProbeHost, Prober
 from .rank import RankStart
 from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
