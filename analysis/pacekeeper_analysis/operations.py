@@ -1,4 +1,4 @@
-"""The collectives of a rank's last steps, as they travel when a job's communication is looked into: 28 bytes each."""
+"""The collectives of a rank's last steps, as they travel when a job's communication is looked into: 32 bytes each."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ OPERATION = np.dtype(
         ("bytes", "<f4"),
         ("start", "<f4"),  # seconds after this rank began the step
         ("end", "<f4"),
+        ("held", "<f4"),  # seconds up to `end` that this rank did nothing but wait for it; 0: it went on meanwhile
     ]
 )
 NO_GROUP = 0xFFFF
@@ -45,7 +46,7 @@ def decode(text: str) -> NDArray[np.void]:
     if len(data) % OPERATION.itemsize or len(data) > MOST_OPERATIONS * OPERATION.itemsize:
         raise InputError(f"operations: {len(data)} bytes are no list of at most {MOST_OPERATIONS} operations")
     found = np.frombuffer(data, OPERATION)
-    for name in ("bytes", "start", "end"):
+    for name in ("bytes", "start", "end", "held"):
         if not np.isfinite(found[name]).all() or (found[name] < 0).any():
             raise InputError(f"operations: {name} must be finite and not below 0")
     if (found["end"] < found["start"]).any():

@@ -18,7 +18,9 @@ class Kind(IntEnum):
 
     STEP = 1  # one optimizer step, from the end of the one before to its own end; value = samples of this rank
     COMPUTE = 2  # one a step: as long as the rank's own work in it, waits for its peers excluded; value = its samples
-    COLLECTIVE = 3  # one collective; start = this rank entered, end = its future was done
+    COLLECTIVE = (
+        3  # one collective; start = this rank entered, end = its future was done; value = seconds held up by it
+    )
     DATA = 4  # waiting for the loader
     PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
     GARBAGE = 6  # a Python garbage collection
