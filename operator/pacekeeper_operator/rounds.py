@@ -25,6 +25,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             members=members,
             shares=plan.shares if same else None,
             evidence_request="",
+            probe=None,
             step_seconds=observation.step_seconds or plan.step_seconds,
             store_port=store_port,
             secret=secret,
@@ -35,6 +36,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         .with_adaptation(
             suspicion=None,
             vain=None,
+            link=None,
             shares_refusal=draft.state.adaptation.shares_refusal if same else "",
             tolerated_pace=draft.state.adaptation.tolerated_pace if same else 0.0,
             tolerated_behind=draft.state.adaptation.tolerated_behind if same else 0.0,
