@@ -227,6 +227,7 @@ class Policy:
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
+    link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
 
     @property
     def acts(self) -> bool:
@@ -248,6 +249,7 @@ class Observation:
     workers: tuple[WorkerView, ...] = ()
     faults: tuple[Fault, ...] = ()  # not settled yet
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
+    probes: tuple[Evidence, ...] = ()  # answers to the probe of links that is out
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
@@ -276,6 +278,7 @@ class Observation:
             workers=self.workers if records is self.state.placement.workers else self._under(records),
             faults=self._without(draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
+            probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
         )
 
     def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:

@@ -59,6 +59,16 @@ class Runtime:
         return self.root / "checkpoints.json"
 
     @property
+    def sockets(self) -> Path:
+        """Written by the launcher: which rank holds which socket, by inode. Its sidecar sees the sockets alone."""
+        return self.root / "sockets.json"
+
+    @property
+    def probes(self) -> Path:
+        """Written by the launcher: what it measured of its links, on the operator's request."""
+        return self.root / "probes.json"
+
+    @property
     def faults(self) -> Path:
         return self.root / "faults"
 

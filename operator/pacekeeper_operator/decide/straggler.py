@@ -16,7 +16,7 @@ import numpy as np
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
@@ -24,7 +24,7 @@ from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
-from . import gpu_warning
+from . import gpu_warning, links
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -51,7 +51,7 @@ CAUSES = {
     Trouble.GARBAGE: Cause.GARBAGE,
     Trouble.LENGTHS: Cause.UNEVEN_LENGTHS,
 }
-PRIOR_SECONDS = {Trouble.COMMUNICATION: 1440.0}
+PRIOR_SECONDS = {Trouble.COMMUNICATION: links.PRIOR_SECONDS}
 OTHER_PRIOR_SECONDS = 600.0
 """Mean durations before this cluster has a history: communication 24 minutes, compute 10 (Greyhound, ATC'25)."""
 
@@ -296,7 +296,9 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    return draft.with_plan(evidence_request=request).with_adaptation(
+    slow_links = suspicion.shown is Trouble.COMMUNICATION
+    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if slow_links else ()))
+    return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
 
@@ -338,6 +340,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
+        finding=links.finding(observation, found),
     )
 
 

@@ -78,6 +78,7 @@ def observe(
         ),
         faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
+        probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
         metrics=metrics,
         surroundings=surroundings,
         template=memory.template,

@@ -47,6 +47,7 @@ class JobMemory:
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
+    probes: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the probe of links that is out
     template: TemplateVerdict | None = None  # the API server's last word
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
@@ -68,6 +69,8 @@ class JobMemory:
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
+            probe = "" if draft.plan.probe is None else draft.plan.probe.name
+            self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
             self.rulings = {incident: ruling for incident, ruling in self.rulings.items() if incident in wanted}
             self.written.notify_all()
 

@@ -77,6 +77,7 @@ def policy(operator: Operator, job: Job) -> Policy:
         paused=operator.paused,
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
+        link_probes_an_hour=settings.link_probes_an_hour,
     )
 
 

@@ -117,6 +117,10 @@ class RankProcesses:
             local: rank.pid for local, rank in enumerate(self._ranks) if rank.pid is not None and rank.exit_code is None
         }
 
+    def pids_by_rank(self) -> dict[int, int]:
+        """The same by global rank."""
+        return {self._ranks[local].start.rank: pid for local, pid in self.pids().items()}
+
     def stack_files(self) -> dict[int, StackFile]:
         return {local: StackFile(self.runtime.stack(local)) for local in range(len(self._ranks))}
 

@@ -1,4 +1,4 @@
-"""What the sidecar does all the time: six loops between the runtime folder and the operator.
+"""What the sidecar does all the time: loops between the runtime folder and the operator.
 
 None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 
 from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
+from pacekeeper_analysis.reports import Evidence, Fault
 
+from . import connections
 from .client import OperatorClient, Rejected, Unavailable
+from .connections import Connections
 from .figures import FiguresTold
 from .launcher import LauncherSeen
 from .ranks import RankRings
@@ -46,11 +48,14 @@ log = logging.getLogger(__name__)
 class Sidecar:
     """Its loops share the plan that was fetched last."""
 
-    def __init__(self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings) -> None:
+    def __init__(
+        self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings, connections: Connections
+    ) -> None:
         self._settings = settings
         self._runtime = settings.runtime
         self._client = client
         self._ranks = ranks
+        self._connections = connections
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
         self._figures = FiguresTold()
@@ -60,8 +65,8 @@ class Sidecar:
         """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
         before this returns, if it answers."""
         loops = (
-            *(self._look, self._look_at_ranks, self._follow_plan),
-            *(self._tell_changes, self._deliver_faults, self._answer_requests),
+            *(self._look, self._look_at_ranks, self._look_at_connections, self._follow_plan),
+            *(self._tell_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -93,6 +98,11 @@ class Sidecar:
             band = WorkerPlan.figures_band if self._plan is None else self._plan.figures_band
             self._figures.look(self._ranks.seen(), band, time.monotonic())
             await asyncio.sleep(RANKS_LOOK_SECONDS)
+
+    async def _look_at_connections(self) -> None:
+        while True:
+            self._connections.look(time.monotonic())
+            await asyncio.sleep(connections.LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:
         """Poll the plan; each poll carries the heartbeat."""
@@ -163,6 +173,8 @@ class Sidecar:
                 self._launcher.heartbeat.round,
                 plan.evidence_parts,
             )
+            if EvidencePart.LINKS in plan.evidence_parts:
+                evidence = replace(evidence, links=self._connections.windows())
             try:
                 await self._client.evidence(evidence)
                 answered = plan.evidence_request
@@ -172,6 +184,28 @@ class Sidecar:
                 answered = plan.evidence_request
             except Unavailable as error:
                 await backoff.sleep("evidence not taken", error)
+
+    async def _deliver_probes(self) -> None:
+        """What the launcher has measured for the plan's probe, once."""
+        delivered = ""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            probe = None if self._plan is None else self._plan.probe
+            if probe is None or probe.name == delivered:
+                continue
+            found = _probed(self._runtime.probes, probe.name, self._settings.worker, self._launcher.heartbeat.round)
+            if found is None:
+                continue
+            try:
+                await self._client.evidence(found)
+                delivered = probe.name
+                backoff.reset()
+            except Rejected as error:
+                log.error("probe %s is dropped: %s", probe.name, error)
+                delivered = probe.name
+            except Unavailable as error:
+                await backoff.sleep("probe not taken", error)
 
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version
@@ -223,6 +257,17 @@ def _read_fault(path: Path) -> Fault | None:
         return Fault.from_json(json.loads(path.read_text()))
     except (InputError, ValueError) as error:
         log.error("fault %s is dropped: %s", path.stem, error)
+        return None
+
+
+def _probed(path: Path, name: str, worker: str, round_: int) -> Evidence | None:
+    """None: the launcher has not measured (all of) it yet."""
+    try:
+        written = read_json(path)
+        if written is None or written.get("name") != name:
+            return None
+        return Evidence.from_json({"request": name, "worker": worker, "round": round_, "probes": written["probes"]})
+    except (InputError, ValueError, KeyError, AttributeError):
         return None
 
 
