@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from .confidence import confidence
+
+
+def join(before: Finding | None, new: Finding) -> Finding:
+    """What both say together: all witnesses, the newest words of each kind; class, culprit and advice of the one that
+    the stronger witness speaks for, the newer one where they are as strong."""
+    if before is None:
+        return known(new)
+    witnesses = {witness.kind: witness for witness in (*before.witnesses, *new.witnesses)}
+    said = [finding for finding in (new, before) if finding.fault is not FaultClass.UNKNOWN] or [new]
+    leading = max(said, key=lambda finding: finding.strength)
+    return known(replace(leading, witnesses=tuple(witnesses.values())))
+
+
+def known(finding: Finding) -> Finding:
+    """With the confidence that its evidence has."""
+    return replace(finding, confidence=confidence(finding.fault.value, [kind.value for kind in finding.kinds]))
 
 
 class FaultClass(StrEnum):
@@ -33,6 +51,22 @@ class WitnessKind(StrEnum):
     HISTORY = "History"  # the job's own earlier steps, or earlier incidents
 
 
+STRENGTH = (
+    WitnessKind.PROBE,
+    WitnessKind.GPU,
+    WitnessKind.NODE,
+    WitnessKind.PROCESS,
+    WitnessKind.BEHAVIOUR,
+    WitnessKind.STACK,
+    WitnessKind.SETTINGS,
+    WitnessKind.TRANSPORT,
+    WitnessKind.WAITS,
+    WitnessKind.TIMES,
+    WitnessKind.HISTORY,
+)
+"""Strongest first: what was tested or seen goes before what was inferred."""
+
+
 @dataclass(frozen=True)
 class Witness:
     """One piece of evidence, in a sentence for people."""
@@ -55,3 +89,8 @@ class Finding:
     @property
     def kinds(self) -> frozenset[WitnessKind]:
         return frozenset(witness.kind for witness in self.witnesses)
+
+    @property
+    def strength(self) -> int:
+        """Of its strongest witness; 0: it has none."""
+        return max((len(STRENGTH) - STRENGTH.index(kind) for kind in self.kinds), default=0)
