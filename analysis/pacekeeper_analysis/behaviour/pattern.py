@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..reading import Longest, OneOf, Within, read, read_tuple
+from ..plan import Sources
+from ..reading import Longest, Within, read, read_tuple
 from ..reports import Mode
 
 MOST_BYTES = 8 * 2**10
@@ -106,7 +107,7 @@ class _Head:
     samples: Annotated[int, Within(0, 2**31)] = 0  # of this rank in a step; 0: unknown
     length: Annotated[float, Within(0, 1e24)] = 0.0  # of these samples in sum (tokens, say), a step; 0: unknown
     follows_lengths: Annotated[float, Within(-1, 1)] = 0.0  # correlation of own work with it, by step; 0: unknown
-    sources: Annotated[str, OneOf(frozenset({"Show", "Hash"}))] = "Hash"  # how paths outside of packages are named
+    sources: Sources = Sources.HASH
     setup: Setup = field(default_factory=Setup)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plan import Sources
 from .pattern import (
     DEEPEST,
     LONGEST_NAME,
@@ -81,7 +82,7 @@ class Window:
     looks: Looks
     spans: Spans
     mode: str = ""
-    sources: str = "Hash"
+    sources: Sources = Sources.HASH
     setup: Setup = field(default_factory=Setup)
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper import cgroup
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
 
-from . import cgroup, processes
+from . import processes
 from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
