@@ -8,8 +8,8 @@ or it is an InputError that names the field.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -190,9 +190,22 @@ class Answer:
     pattern: RankPattern
     baseline: RankPattern | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all functions in it."""
+        return (*self.pattern.names, *(self.baseline.names if self.baseline is not None else ()))
+
+    def renamed(self, rename: Callable[[str], str], sources: Sources) -> Answer:
+        """With other names for the functions."""
+        return Answer(*(_renamed(each, rename, sources) for each in (self.pattern, self.baseline)))
+
     def to_bytes(self) -> bytes:
-        baseline = None if self.baseline is None else self.baseline.to_json()
-        return compact({"pattern": self.pattern.to_json(), "baseline": baseline})
+        """At most MOST_ANSWER_BYTES: stacks make room where names have become longer."""
+        patterns = {"pattern": self.pattern, "baseline": self.baseline}
+        data = compact({name: None if each is None else each.to_json() for name, each in patterns.items()})
+        if len(data) <= MOST_ANSWER_BYTES:
+            return data
+        return Answer(*(_with_fewer_stacks(each) for each in (self.pattern, self.baseline))).to_bytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, *, stacks: bool = True) -> Self:
@@ -216,6 +229,14 @@ class Answer:
 def compact(data: Mapping[str, Any]) -> bytes:
     """As JSON, without blanks."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+
+
+def _renamed(pattern: RankPattern | None, rename: Callable[[str], str], sources: Sources) -> Any:
+    return None if pattern is None else replace(pattern, names=tuple(map(rename, pattern.names)), sources=sources)
+
+
+def _with_fewer_stacks(pattern: RankPattern | None) -> Any:
+    return None if pattern is None else replace(pattern, folded=pattern.folded[: len(pattern.folded) * 3 // 4])
 
 
 _COLUMNS = ("share", "error", "use", "spread")
