@@ -94,7 +94,9 @@ class Deciding:
         records = tuple(Record(w, n, 0, uid=w, node=f"node-{w}") for n, w in enumerate(names))
         members = tuple(Member(w, self.team.workers[w].address, (n,)) for n, w in enumerate(names))
         state = State(
-            placement=Placement(workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1),
+            placement=Placement(
+                workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
+            ),
             life=Life(start_time=self.runtime.now()),
             gpus=GpuHealth(nodes=tuple(record.node for record in records)),
         )
@@ -137,7 +139,9 @@ class Line:
             raise Unavailable(str(error)) from error
 
     async def evidence(self, evidence: Evidence) -> None:
-        self._operator.sidecars.take_evidence(self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json()))))
+        self._operator.sidecars.take_evidence(
+            self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
+        )
 
 
 @asynccontextmanager

@@ -15,12 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
-from . import cgroup, processes
+from . import processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper import cgroup
 from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.transport import TransportReader, open_transport
@@ -22,7 +23,7 @@ from pacekeeper_analysis.diagnose.crash import lost_a_peer
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
-from . import cgroup, processes
+from . import processes
 from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
