@@ -54,7 +54,7 @@ class Sidecar(Process):
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
-        self._told: tuple[Any, int] | None = None
+        self._told: tuple[Any, ...] | None = None
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._delivering: dict[str, None] = {}
@@ -124,9 +124,10 @@ class Sidecar(Process):
             "sent_at": self._world.wall(self._worker.node),
         }
 
-    def _loud(self) -> tuple[Any, int]:
+    def _loud(self) -> tuple[Any, ...]:
         """The heartbeat without what can wait."""
-        return _loud_fields(self._folder.heartbeat), _silence_to_tell(self._silence.seconds)
+        beat = self._folder.heartbeat
+        return _loud_fields(beat), beat.gpu_signs, _silence_to_tell(self._silence.seconds)
 
     # Its loops.
 
