@@ -120,6 +120,7 @@ class Sidecar(Process):
         seconds = self._silence.seconds
         return {
             **vars(self._folder.heartbeat),
+            "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
             "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
             "sent_at": self._world.wall(self._worker.node),
         }
