@@ -91,6 +91,7 @@ class Launcher(Process):
         self._inspection = 0
         self._inspecting = False
         self._gpu_faults: dict[str, None] = {}
+        self._gpus: tuple[GpuHealth, ...] = ()
         self._exit: Exit | None = None
 
     def start(self) -> None:
@@ -141,8 +142,9 @@ class Launcher(Process):
         self.after(self._random.uniform(0.0, _GPU_PERIOD), self._take_gpu_error, event)
 
     def gpu_health(self, gpus: tuple[GpuHealth, ...]) -> None:
-        """As NVML says from now on."""
-        self.after(self._random.uniform(0.0, _GPU_LOOKS), self._take_gpu_health, gpus)
+        """As NVML says from now on, whenever it is asked."""
+        self._gpus = gpus
+        self.after(self._random.uniform(0.0, _GPU_LOOKS), self._look_at_gpus)
 
     def sign(self) -> float | None:
         """When it has given its last sign of life (virtual seconds); None: none is expected."""
@@ -377,9 +379,9 @@ class Launcher(Process):
     def _is_stopped(self, local: int) -> bool:
         return Stand.STOPPED in self.ranks[local].still
 
-    def _take_gpu_health(self, gpus: tuple[GpuHealth, ...]) -> None:
+    def _look_at_gpus(self) -> None:
         if self._follows and not self.over:
-            self._folder.heartbeat = replace(self._folder.heartbeat, gpus=gpus)
+            self._folder.heartbeat = replace(self._folder.heartbeat, gpus=self._gpus)
             self._worker.sidecar.look_at_heartbeat()
 
     def _take_gpu_error(self, event: GpuEvent) -> None:
