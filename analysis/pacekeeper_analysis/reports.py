@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from .communicators import Communicator
+from .communicators import MOST_COMMUNICATORS, Communicator, parse_entered
 from .errors import InputError
 from .operations import MOST_CHARACTERS
 from .plan import SyncMode
@@ -34,6 +34,7 @@ Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
+Groups = Annotated[tuple[Communicator, ...], Longest(MOST_COMMUNICATORS)]
 ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
 
 
@@ -166,7 +167,13 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
-    peer: Position = -1  # global rank that it sends to or receives from; -1: neither
+    peer: Position = -1  # global rank that it sends to or receives from; -1: neither, or whoever comes
+    entered: Annotated[str, Longest(2_000)] = ""
+    """How far it has come in each of its groups (`communicators.format_entered`); "": its library does not say."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError where `entered` does not say it."""
+        parse_entered(self.entered)
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ class Fault:
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
-    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the groups in `ranks`, of a stall
+    communicators: Groups = ()  # that `ranks` speak of, of a stall
     # Of a stall, for people; "": nothing is known.
     ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
     transfers: Words = ""  # what running transfers over NCCL wait for
@@ -281,7 +288,7 @@ class Evidence:
     worker: Name
     round: Count
     windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
-    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the ranks here
+    communicators: Groups = ()  # of the ranks here
     operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
     links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
     probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()

@@ -119,7 +119,7 @@ class Condition(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     PREFLIGHT = "Preflight"  # the nodes were looked at before the job began; only where spec.preflight wants it
-    METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
@@ -152,6 +152,7 @@ class Reason(StrEnum):
     # MetricsAvailable
     METRICS_ANSWERED = "PrometheusAnswers"
     METRICS_AWAY = "PrometheusAway"
+    FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # Preflight
     NODES_PASSED = "NodesPassed"
@@ -568,9 +569,9 @@ class ProbeFigures:
     core_seconds: _Seconds  # processor time of a fixed piece of work, the median of the cores
     slowest_core_seconds: _Seconds = 0.0
     cores: Annotated[int, Within(0, 4096)] = 0  # that were timed
-    held_back: _Share = 0.0  # of the time the work could not run although the node had idle cores
+    held_back: _Share = 0.0  # of the time the work could not run, and not for its neighbours' work
     idle_cores: Annotated[float, Within(0.0, 1e5)] = 0.0  # meanwhile
-    throttled_periods: Annotated[int, Within(0)] = 0  # of the pod's own cgroup, meanwhile
+    throttled: _Share = 0.0  # of the time a quota stood against the pod
     pressure: _Share = 0.0  # of the last ten seconds something on the node waited for a core
     frequency: Annotated[float, Within(0.0, 10.0)] = 0.0  # of the first core over its highest; 0: not known
     memory_bytes_per_second: _Rate = 0.0
@@ -705,7 +706,7 @@ _TIMES: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
 _TIMES_OUT: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
 _FIGURES_OUT: Converters = {
     **dict.fromkeys(("core_seconds", "slowest_core_seconds", "ping"), lambda seconds: round(seconds, 7)),
-    **dict.fromkeys(("held_back", "idle_cores", "pressure", "frequency"), round_figure),
+    **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_figure),
     **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
 }
 _INCIDENT_FIGURES = (

@@ -102,26 +102,26 @@ def check_gpus(expected: int, listed: str) -> None:
 
 def compute() -> dict[str, float]:
     """How fast a fixed piece of work is done on the node's cores, in seconds; and for which share of the time it was
-    kept from running although cores of the node were idle, as a quota, a cap of the cloud's or a throttled VM does.
+    kept from running by nobody's work, as a quota, a cap of the cloud's or a throttled machine does.
 
     What neighbours take of the cores counts for nothing: on a core by the thread's own processor time, best of several;
-    beyond that only time counts in which the node had cores to spare.
+    beyond that only time counts in which the node had cores to spare, or a quota stood against the pod.
     """
     cores = _core_seconds()
-    before, idle_before, throttled_before = time.perf_counter(), _idle_seconds(), _throttled_periods()
+    before, idle_before, throttled_before = time.perf_counter(), _idle_seconds(), _throttled_seconds()
     ran = time.thread_time()
     for _ in range(STRETCH_PIECES):
         _work()
     wall, ran = time.perf_counter() - before, time.thread_time() - ran
-    idle = _idle_seconds() - idle_before
-    held_back = max(0.0, min(wall - ran, idle)) / wall
+    idle, throttled = _idle_seconds() - idle_before, _throttled_seconds() - throttled_before
+    held_back = max(0.0, min(wall - ran, max(idle, throttled))) / wall
     return {
         "core_seconds": statistics.median(cores),
         "slowest_core_seconds": max(cores),
         "cores": len(cores),
         "held_back": held_back,
         "idle_cores": idle / wall,
-        "throttled_periods": _throttled_periods() - throttled_before,
+        "throttled": min(1.0, throttled / wall),
         "pressure": _pressure(),
         "frequency": _frequency(),
     }
@@ -335,13 +335,15 @@ def _idle_seconds() -> float:
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def _throttled_periods() -> int:
-    """Of the pod's own cgroup."""
-    for path in ("/sys/fs/cgroup/cpu.stat", "/sys/fs/cgroup/cpu/cpu.stat"):
-        found = dict(line.split() for line in _read(path).splitlines() if len(line.split()) == 2)
-        if "nr_throttled" in found:
-            return int(found["nr_throttled"])
-    return 0
+def _throttled_seconds() -> float:
+    """For which a quota has stood against the pod, its own or one of a group that it is in (Linux 6.6 and later)."""
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/cpu"):
+        found = dict(line.split() for line in _read(f"{folder}/cpu.stat.local").splitlines())
+        if "throttled_usec" in found:
+            return int(found["throttled_usec"]) / 1e6
+        if "throttled_time" in found:
+            return int(found["throttled_time"]) / 1e9
+    return 0.0
 
 
 def _pressure() -> float:

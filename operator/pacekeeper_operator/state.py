@@ -12,6 +12,8 @@ from typing import Any
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
+from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
+from pacekeeper_analysis.diagnose.links import Kind
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.price import Loss
 
@@ -143,12 +145,50 @@ class LocalSgd:
 
 
 @dataclass(frozen=True)
+class LinkLook:
+    """What the job's connections showed, and the probe of the hottest place. Ranks: -1, none."""
+
+    at: float
+    request: str  # evidence request that told it
+    kind: Kind | None = None  # of the hottest place; None: none is hot
+    source: int = -1
+    destination: int = -1
+    hot: tuple[str, ...] = ()  # all hot places, for people, hottest first
+    known: bool = False  # enough connections could be told apart to be compared
+    sides: tuple[LinkSide, ...] = ()  # slowest ones
+    incident: str = ""  # for which it is probed
+    probe: str = ""  # that is out, or was; "": none yet
+    probed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkSide:
+    """All that a rank sends, or receives: its time for a byte over the usual."""
+
+    rank: int
+    sends: bool
+    ratio: float
+
+
+@dataclass(frozen=True)
+class LinkVerdict:
+    """What a probe of a link came to."""
+
+    at: float
+    verdict: ProbeVerdict
+    worker: str = ""  # whose side is slow
+    node: str = ""
+
+
+@dataclass(frozen=True)
 class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
     loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
+    link: LinkLook | None = None
+    link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
     mode_reason: str = ""  # of the last change of mode
@@ -215,6 +255,7 @@ class Incident:
     slowdown_before: float | None = None
     slowdown_after: float | None = None
     reference_seconds: float | None = None  # a step without this trouble, as the evidence says
+    predicted_after: float | None = None  # what its remedy was expected to leave of the slowdown
     predicted_gain: float | None = None
     measured_gain: float | None = None
     outcome: Outcome | None = None

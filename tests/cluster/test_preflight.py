@@ -59,14 +59,8 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: Cluster, names
         faults.slow_link(BAD, "50mbit")
     else:
         faults.throttle_node(BAD, 250)
-    wish = [
-        {
-            "weight": 100,
-            "preference": {
-                "matchFields": [{"key": "metadata.name", "operator": "In", "values": [BAD, "node-1", "node-2"]}]
-            },
-        }
-    ]
+    preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
+    wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
     job = Job.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
     job.until_phase("Running", timeout=120)

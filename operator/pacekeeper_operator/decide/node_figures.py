@@ -35,7 +35,7 @@ def slow(node: str, figures: Mapping[str, ProbeFigures]) -> str:
         _less("its memory takes", {n: f.memory_bytes_per_second for n, f in figures.items()}, node, MEMORY_RATIO),
     )
     held_back = figures[node].held_back if node in figures else 0.0
-    why = f" (held back for {held_back:.0%} of the time, with idle cores)" if words[0] and held_back > 0.1 else ""
+    why = f" (held back for {held_back:.0%} of the time, not by other work)" if words[0] and held_back > 0.1 else ""
     return "; ".join(filter(None, (f"{words[0]}{why}", *words[1:])))
 
 

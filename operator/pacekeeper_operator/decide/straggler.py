@@ -16,7 +16,7 @@ import numpy as np
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
@@ -24,7 +24,7 @@ from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
-from . import gpu_warning
+from . import gpu_warning, links
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -34,8 +34,10 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
 """Between two requests for evidence at least, and at most."""
+ANSWER_SECONDS = 5.0
+"""So long ranks may take to answer before they are asked anew."""
 MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
@@ -49,7 +51,7 @@ CAUSES = {
     Trouble.GARBAGE: Cause.GARBAGE,
     Trouble.LENGTHS: Cause.UNEVEN_LENGTHS,
 }
-PRIOR_SECONDS = {Trouble.COMMUNICATION: 1440.0}
+PRIOR_SECONDS = {Trouble.COMMUNICATION: links.PRIOR_SECONDS}
 OTHER_PRIOR_SECONDS = 600.0
 """Mean durations before this cluster has a history: communication 24 minutes, compute 10 (Greyhound, ATC'25)."""
 
@@ -119,6 +121,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not slow and not waits:
         return _drop(draft)
+    if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
+        return draft
     found = diagnose(observation)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
@@ -179,8 +183,8 @@ def pause_between_questions(elapsed: float) -> float:
 
 
 def steady(observation: Observation) -> bool:
-    """All members train in the mode that is wanted, in a round that is old enough for its windows to be its own."""
-    if observation.training_since is None or observation.metrics.unavailable:
+    """All members train in the mode that is wanted, and tell how, in a round that is old enough for its windows."""
+    if observation.training_since is None or observation.metrics.untold:
         return False
     beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
     if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):
@@ -292,7 +296,9 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    return draft.with_plan(evidence_request=request).with_adaptation(
+    slow_links = suspicion.shown is Trouble.COMMUNICATION
+    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if slow_links else ()))
+    return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
 
@@ -334,6 +340,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
+        finding=links.finding(observation, found),
     )
 
 

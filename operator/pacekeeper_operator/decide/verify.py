@@ -79,6 +79,8 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if incident.class_ is not Class.PERFORMANCE:
         return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
     if incident.remedy is None:
+        if _is_probed(observation, incident):
+            return incident
         return replace(incident, recovered=observation.now, outcome=Outcome.NOT_HELPED)
     if observation.round > incident.round:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
@@ -100,9 +102,15 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
             outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
         )
     patience = max(MEASURE_SECONDS, 2 * window * observation.step_seconds)
-    if observation.now - incident.decided > patience and not observation.metrics.unavailable:
+    if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
+
+
+def _is_probed(observation: Observation, incident: Incident) -> bool:
+    """Its remedy, if there is any, waits for what a probe of the link tells."""
+    seen = observation.state.adaptation.link
+    return seen is not None and bool(seen.probe) and seen.incident == incident.name
 
 
 def _slowdown(observation: Observation, incident: Incident) -> float | None:

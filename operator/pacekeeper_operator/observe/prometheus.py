@@ -1,4 +1,5 @@
-"""Prometheus: one query answers for all jobs and all their ranks at once, and another one, asked seldom, for all GPUs.
+"""Prometheus: one query answers for all jobs and their ranks and for GPUs' errors at once, and another one, asked
+seldom, for the signs of all GPUs.
 
 What is counted was scraped from the pod that it speaks for: `namespace`, `pod` and `trainingjob` are set by Prometheus'
 own service discovery (the chart's PodMonitors), and a worker that exports them, too, finds its own renamed. A row that
@@ -35,40 +36,17 @@ from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
 from ..observation import NOT_ASKED, GpuValue, Metrics
 
 TIMEOUT_SECONDS = 3
-MAX_RANK = 1_000_000
 MAX_UUID = 96
 BY_JOB = "by (namespace, trainingjob)"
 WORKERS = '{pod=~".+-w[0-9]+-[0-9]+",rank=~"[0-9]{1,7}"}'
 """Nobody else's pod speaks for a job, and only of ranks."""
-
-
-def _sound(metric: str) -> str:
-    """The workers' series of `metric` whose value can be true: a comparison also drops what is not a number."""
-    return f"({metric}{WORKERS} >= 0 < Inf)"
-
-
-COMPUTE = _sound("pacekeeper_rank_compute_seconds")
-PER_SAMPLE = _sound("pacekeeper_rank_compute_seconds_per_sample")
-SHARE = _sound("pacekeeper_rank_share")
-STEP = _sound("pacekeeper_rank_step_seconds")
-WAIT = _sound("pacekeeper_rank_wait_seconds")
-FIRST_STEPS = _sound("pacekeeper_rank_first_steps_seconds")
 LAST_STEP = f"pacekeeper_rank_step{WORKERS}"
 FIGURES: Mapping[str, str] = {
-    "slowdown": f"max {BY_JOB} ({COMPUTE}) / avg {BY_JOB} ({COMPUTE})",
-    "pace": f"max {BY_JOB} ({PER_SAMPLE}) / quantile {BY_JOB} (0.5, {PER_SAMPLE})",
-    "behind": f"max {BY_JOB} ({COMPUTE}) / (quantile {BY_JOB} (0.5, {PER_SAMPLE}) * avg {BY_JOB} ({SHARE}))",
-    "waiting": f"min {BY_JOB} ({WAIT} / {STEP})",
-    "throughput": f"sum {BY_JOB} ({SHARE} / {STEP})",
-    "step_seconds": f"quantile {BY_JOB} (0.5, {STEP})",
-    "uniform": f"min {BY_JOB} ({STEP} / {FIRST_STEPS})",
     "ranks": f"count {BY_JOB} ({LAST_STEP})",
     "least_step": f"min {BY_JOB} ({LAST_STEP})",
     "scrape_age": f"max {BY_JOB} (clamp_min(time() - timestamp({LAST_STEP}), 0))",
 }
-"""One number a job."""
-SLOWEST = f"topk {BY_JOB} (1, {PER_SAMPLE})"
-"""The series of the slowest rank of each job."""
+"""One number a job: signs of life of ranks whose sidecars the operator does not hear. How they train, sidecars tell."""
 GPU_NAMES = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
 BUSY = 0.5
 """Of the time: a GPU whose cores work less lets its clock fall by itself."""
@@ -78,15 +56,6 @@ GPU_SIGNS_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-_RANK = re.compile(r"[0-9]{1,7}")
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """The slowest rank of a job, and the pod that says so."""
-
-    pod: str
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -95,23 +64,16 @@ class Sample:
 
     at: float = 0.0
     figures: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
-    slowest: Mapping[tuple[str, str], Slowest] = field(default_factory=dict)
     gpu: tuple[GpuValue, ...] = ()
     gpu_signs: tuple[GpuValue, ...] = ()
     unavailable: str = NOT_ASKED
     unvouched: str = ""  # why GPU series are no witness against a node; "": they are
 
-    def of(self, namespace: str, job: str, ranks: Mapping[str, Sequence[int]] | None = None) -> Metrics:
-        """`ranks`: those that each of the job's workers holds; a pod speaks for no other. None: not known."""
+    def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
         figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
-        slowest = self.slowest.get(key)
-        if slowest is not None and ranks is not None and slowest.rank not in ranks.get(slowest.pod, ()):
-            slowest = None
-        rank = None if slowest is None else slowest.rank
         return Metrics(
             **figures,
-            slowest_rank=rank,
             gpu=self.gpu,
             gpu_signs=self.gpu_signs,
             gpu_unvouched=self.unvouched,
@@ -173,7 +135,7 @@ class Prometheus:
         unvouched = _unvouched(self._dcgm_namespace, answer.gpu_series)
         GPU_SERIES_VOUCHED.set(not unvouched)
         self._say("witness", unvouched)
-        return Sample(now, answer.figures, answer.slowest, tuple(answer.gpu), unavailable="", unvouched=unvouched)
+        return Sample(now, answer.figures, tuple(answer.gpu), unavailable="", unvouched=unvouched)
 
     def _take(self, take: Callable[[Mapping[str, Any]], None], rows: Rows) -> None:
         for row in rows:
@@ -201,7 +163,7 @@ def _over_http(url: str) -> Ask:
 
 def query(dcgm_namespace: str) -> str:
     """All of it in one request; the label `figure` tells the answers apart."""
-    asked = {**FIGURES, "slowest": SLOWEST}
+    asked = dict(FIGURES)
     if dcgm_namespace:
         place = f'{{__name__=~"{GPU_NAMES}", namespace="{dcgm_namespace}"'
         asked["gpu"] = f"{place}}} > 0"
@@ -251,7 +213,6 @@ class _Answer:
 
     def __init__(self, node_label: str) -> None:
         self.figures: dict[str, dict[tuple[str, str], float]] = {name: {} for name in FIGURES}
-        self.slowest: dict[tuple[str, str], Slowest] = {}
         self.gpu: list[GpuValue] = []
         self.gpu_series = {"named": 0, "unnamed": 0}
         self._node_label = node_label
@@ -263,8 +224,6 @@ class _Answer:
                 self.gpu.append(self._gpu(series, series["__name__"], value))
             case "named" | "unnamed" as name:
                 self.gpu_series[name] = int(value)
-            case "slowest":
-                self.slowest[_job(series)] = Slowest(_name(series["pod"]), _rank(series["rank"]))
             case figure:
                 self.figures[figure][_job(series)] = value
 
@@ -296,12 +255,6 @@ def _name(text: str) -> str:
     if len(text) > 253 or not _NAME.fullmatch(text):
         raise ValueError(f"{text[:300]!r} is no name")
     return text
-
-
-def _rank(text: str) -> int:
-    if not _RANK.fullmatch(text) or int(text) > MAX_RANK:
-        raise ValueError(f"{text[:300]!r} is no rank")
-    return int(text)
 
 
 def _unvouched(namespace: str, series: Mapping[str, int]) -> str:

@@ -11,20 +11,20 @@ import pytest
 
 from pacekeeper.launcher.launcher import Script, rank_starts
 from pacekeeper.launcher.nccl import (
-    CRASHES,
     LONGEST_PATH,
     SYMBOLS,
-    crashed_in_native_code,
     has_gpus,
+    plugin_after,
     plugin_environment,
     usable_plugin,
     why_unusable,
 )
+from pacekeeper.launcher.ranks import RankProcesses
 from pacekeeper.launcher.rounds import Start
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.nccl import compile_plugin
+from tests.support.nccl import build, compile_plugin
 
 PLUGIN, TRANSPORT = Path("/lib/plugin.so"), Path("/run/pacekeeper/rings/0.transport")
 
@@ -58,13 +58,43 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL])
-def test_a_crash_in_native_code_is_the_plugins_until_the_contrary_is_known(signum: signal.Signals) -> None:
-    assert crashed_in_native_code([0, None, -signum])
+def test_a_crash_in_native_code_is_the_plugins_until_the_contrary_is_known(
+    signum: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert plugin_after(PLUGIN, [0, None, -signum]) is None
+    assert "without NCCL's profiler plugin" in caplog.text
+    assert plugin_after(None, [0]) is None, "it does not come back"
 
 
 def test_other_ends_are_not_the_plugins() -> None:
-    assert len(CRASHES) == 3
-    assert not crashed_in_native_code([0, 1, None, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, 11])
+    others = [0, 1, None, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, int(signal.SIGSEGV)]
+    assert plugin_after(PLUGIN, others) == PLUGIN
+
+
+class NoWarm:
+    """In the place of the warm process: it forks nothing."""
+
+    def fork(self, *_: object) -> None:
+        pass
+
+
+async def test_what_ranks_are_at_is_read_from_their_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime(tmp_path / "run").make()
+    runtime.transport(0).write_text("of the round before")
+    ranks = RankProcesses(NoWarm(), runtime)  # type: ignore[arg-type]  # all that is asked of it here
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5, 6), world_size=8, workers=4, store="127.0.0.2:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+    ranks.start(rank_starts(Start(3, 4711, plan), Script("s.py", False, ()), settings, runtime))
+    assert not runtime.transport(0).exists()
+    assert ranks.transfers() == "", "unknown"
+    assert ranks.exit_codes() == [None] * 3
+    build(tmp_path / "built").play(6, "running", transport=runtime.transport(0))
+    runtime.transport(1).write_text("nonsense")
+    words = ranks.transfers()
+    assert words.startswith("rank 4: sends to rank 3 in a communicator of 4 (BROADCAST 8, channel 3) for ")
+    assert "\n" not in words
+    assert "1.transport: 8 bytes are not a file of NCCL's transfers" in caplog.text
+    ranks.close()
 
 
 def test_gpus_are_known_by_their_devices(tmp_path: Path) -> None:

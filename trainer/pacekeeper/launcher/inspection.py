@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.records import Device
 from pacekeeper_analysis.reports import Fault
 
@@ -27,10 +28,12 @@ STOPPED = "T"
 _PROBE_TIMEOUT = 1.0
 
 
-class Seen(Protocol):
+class LocalRanks(Protocol):
     """What the ranks here have written (`ranks.RankProcesses`)."""
 
     def records(self, local_rank: int) -> NDArray[np.void]: ...
+
+    def communicators(self, local_rank: int) -> Iterable[Communicator]: ...
 
     def transfers(self) -> str: ...
 
@@ -41,7 +44,7 @@ class Inspector:
     def __init__(
         self,
         settings: LauncherSettings,
-        seen: Seen,
+        ranks: LocalRanks,
         notify: Callable[[Fault], None],
         earlier_step_seconds: float = 0.0,
     ) -> None:
@@ -50,9 +53,9 @@ class Inspector:
         self._notify = notify
         self._pids: Mapping[int, int] = {}
         self._watch = Watch(
-            settings, lambda local: step_seconds_of(seen.records(local)), self._is_stopped, earlier_step_seconds
+            settings, lambda local: step_seconds_of(ranks.records(local)), self._is_stopped, earlier_step_seconds
         )
-        self._seen = seen
+        self._ranks = ranks
         self._inspection: asyncio.Task[None] | None = None
         self._question: asyncio.Task[str] | None = None
         self._answer = ""
@@ -115,8 +118,10 @@ class Inspector:
         second = await _look_at_all(pids, stacks)
         reachable = await probes
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
-        fault = self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time())
-        self._notify(replace(fault, ras=self._ras_words(), transfers=self._seen.transfers()))
+        known = [each for local in ranks for each in self._ranks.communicators(local)]
+        now, wall = time.monotonic(), time.time()
+        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall)
+        self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
 
 
 async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:

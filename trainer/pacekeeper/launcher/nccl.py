@@ -34,12 +34,15 @@ def plugin_environment(given: Mapping[str, str], plugin: Path | None, transport:
     return {"NCCL_PROFILER_PLUGIN": str(plugin), "PACEKEEPER_TRANSPORT": str(transport)}
 
 
-def crashed_in_native_code(exit_codes: Collection[int | None]) -> bool:
-    """Whether one of these ranks ended as a process does whose native code is broken.
+def plugin_after(plugin: Path | None, exit_codes: Collection[int | None]) -> Path | None:
+    """The plugin for the next round: none, where a rank of this one ended as processes do whose native code is broken.
 
     That is taken for the plugin's fault, as the one piece of native code that is not the user's own.
     """
-    return not CRASHES.isdisjoint(exit_codes)
+    if plugin is not None and not CRASHES.isdisjoint(exit_codes):
+        log.warning("a rank ended by a fault of native code: from now on the ranks run without NCCL's profiler plugin")
+        return None
+    return plugin
 
 
 def has_gpus(devices: Path = Path("/dev")) -> bool:

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper import cgroup
+from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.transport import TransportReader, open_transport
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
-from . import cgroup, processes
+from . import processes
 from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
@@ -115,6 +118,10 @@ class RankProcesses:
             local: rank.pid for local, rank in enumerate(self._ranks) if rank.pid is not None and rank.exit_code is None
         }
 
+    def pids_by_rank(self) -> dict[int, int]:
+        """The same by global rank."""
+        return {self._ranks[local].start.rank: pid for local, pid in self.pids().items()}
+
     def stack_files(self) -> dict[int, StackFile]:
         return {local: StackFile(self.runtime.stack(local)) for local in range(len(self._ranks))}
 
@@ -123,6 +130,10 @@ class RankProcesses:
         ring = self._ranks[local_rank].ring
         assert ring is not None
         return ring.records()
+
+    def communicators(self, local_rank: int) -> tuple[Communicator, ...]:
+        """Those that a rank has used in this round."""
+        return read_communicators(self.runtime.communicators_of(local_rank))
 
     def exit_codes(self) -> list[int | None]:
         """In local order; None: it runs."""

@@ -63,7 +63,7 @@ def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: Driver
     assert 5_000 <= send["credit_us"] <= duration / 1000 - 30_000 + 1
     assert 20_000 <= send["network_us"] <= duration / 1000 - 15_000 + 1
     assert 10_000 <= receive["network_us"] <= (receive["end_ns"] - receive["start_ns"]) / 1000
-    assert 5_000 <= receive["gpu_us"]
+    assert receive["gpu_us"] >= 5_000
     assert receive["credit_us"] == 0
     assert single["communicator"] == 0xFFFF_FFFF_FFFF_FFF1
     assert (single["collective"], single["sequence"]) == (Collective.SEND, 1)
@@ -149,7 +149,7 @@ def test_a_full_volume_is_no_crash(driver: Driver) -> None:
 
 
 def test_the_sanitizer_sees_what_is_wrong(driver: Driver) -> None:
-    with pytest.raises(AssertionError, match="insufficient space|heap-buffer-overflow"):
+    with pytest.raises(AssertionError, match=r"insufficient space|heap-buffer-overflow"):
         driver.run(6, "overrun", transport="")
 
 
@@ -202,7 +202,7 @@ def test_no_file_means_unknown_and_another_file_is_refused(tmp_path: Path) -> No
     assert open_transport(tmp_path / "0.transport") is None
     for content in (b"", bytes(FILE_BYTES - 1), bytes(FILE_BYTES)):
         (tmp_path / "bad").write_bytes(content)
-        with pytest.raises(InputError, match="bad: .*transfers"):
+        with pytest.raises(InputError, match=r"bad: .*transfers"):
             open_transport(tmp_path / "bad")
 
 
