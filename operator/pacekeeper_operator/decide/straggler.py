@@ -66,7 +66,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank takes `slow` × its peers' time."""
+    """What the evidence says; None: it is incomplete, or in a Local-SGD mode no rank takes `slow` × its peers' time."""
     if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
         return None  # or what was answered is from before a change of this pass
     if not steady(observation):
