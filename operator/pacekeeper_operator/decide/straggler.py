@@ -367,8 +367,13 @@ def _weigh(
         options.append(_spare(observation, policy, culprit))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
-    choice = choose(options)
+    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _once(option: Option) -> Option:
+    return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
 def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option:
@@ -379,9 +384,10 @@ def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:
-    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken."""
+    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
+    before is measured first."""
     loss = observation.state.adaptation.loss
-    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0):
+    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0) or _being_measured(observation):
         return False
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
     return not spare.refused and loss.by(observation.now) >= spare.cost_seconds
