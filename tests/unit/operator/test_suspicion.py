@@ -10,6 +10,7 @@ import kopf
 import pytest
 
 from pacekeeper_operator.api import (
+    LABEL_CIRCLE,
     LABEL_NO_QUARANTINE,
     TAINT_QUARANTINE,
     Inconclusive,
@@ -360,6 +361,10 @@ class World(FakeCluster):
         return [body for (plural, _, _), body in self.objects.items() if plural == PODS.plural]
 
 
+def on_node_1(pod: Object) -> bool:
+    return bool(pod["spec"]["nodeName"] == "node-1")
+
+
 class Clock(Runtime):
     def __init__(self) -> None:
         super().__init__(0)
@@ -538,7 +543,7 @@ class TestService:
             world.kubelet[f"node-{i}"] = {"phase": "Running"}
             await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 3)
-        assert len(world.probes()) == PROBES_AT_ONCE
+        assert len({probe["metadata"]["labels"][LABEL_CIRCLE] for probe in world.probes()}) == PROBES_AT_ONCE
 
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
         world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
@@ -563,8 +568,8 @@ class TestService:
         world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
         world.kubelet["node-1"] = {"phase": "Running"}
         await suspect(world, clock, SETTINGS, blame())
-        await run(world, clock, 2)
-        (probe,) = [pod for pod in world.probes() if pod["metadata"]["name"].startswith("probe-")]
+        await run(world, clock, 5)
+        (probe,) = [pod for pod in world.probes() if pod["metadata"].get("labels") and on_node_1(pod)]
         assert probe["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
         assert probe["spec"]["containers"][0]["command"][-1] == "--gpus=2"
 
@@ -572,8 +577,8 @@ class TestService:
         private = replace(SETTINGS, image_pull_secrets="registry, other", image_pull_policy="Always")
         world.kubelet["node-1"] = {"phase": "Running"}
         await suspect(world, clock, private, blame())
-        await run(world, clock, 2, private)
-        (probe,) = world.probes()
+        await run(world, clock, 5, private)
+        (probe,) = [pod for pod in world.probes() if on_node_1(pod)]
         assert probe["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "other"}]
         assert probe["spec"]["containers"][0]["imagePullPolicy"] == "Always"
 
