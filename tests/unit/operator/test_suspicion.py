@@ -16,6 +16,7 @@ from pacekeeper_operator.api import (
     Inconclusive,
     Mode,
     ObjectRef,
+    ProbeFigures,
     ProbeResult,
     QuarantineCondition,
     QuarantinePhase,
@@ -41,7 +42,7 @@ from pacekeeper_operator.decide.node_steps import (
     StartProbe,
     Wait,
 )
-from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
+from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS, MAX_SIGNS, PROBES_AT_ONCE, with_sign
 from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
@@ -117,6 +118,27 @@ class TestWitnesses:
         failed = after_a_probe(FAILED, seconds=12)
         assert condition(failed, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert settle(failed, now=START + 12)[1] == Approve()
+
+    def test_a_node_that_is_slow_is_confirmed_by_a_second_probe_that_says_so(self) -> None:
+        """Whoever is busy on it for a moment, to have it quarantined or not, is not enough."""
+        others = tuple(ProbePod("Succeeded", node=name, figures=ProbeFigures(0.001)) for name in ("a", "b"))
+        slow = ProbePod("Succeeded", node="node-1", figures=ProbeFigures(0.002), others=others)
+        once = after_a_probe(slow)
+        assert once.status.probes[-1].inconclusive is Inconclusive.SLOW
+        assert condition(once, QuarantineCondition.WITNESSED) == ("Unknown", "ProbeInconclusive")
+        again, step = settle(once, now=START + 65)
+        assert isinstance(step, StartProbe)
+        twice, _ = settle(again, pod=slow, now=START + 70)
+        assert condition(twice, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        well, _ = settle(again, pod=replace(slow, figures=ProbeFigures(0.001)), now=START + 70)
+        assert well.status.phase is QuarantinePhase.CLEARED
+
+    def test_a_probe_before_a_jobs_start_is_a_witness(self) -> None:
+        found, step = settle(suspicion(sign(witness=Witness.PROBE)), now=START + HOLD_SECONDS)
+        assert condition(found, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        assert step == Approve()
+        said = with_sign((sign(),), sign(START + 1, witness=Witness.PROBE))
+        assert [one.witness for one in said] == [Witness.PROBE], "it is news at once"
 
     def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
         begun, _ = settle(suspicion())
