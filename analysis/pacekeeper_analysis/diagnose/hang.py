@@ -114,30 +114,39 @@ def _kernel(case: _Case) -> HangVerdict | None:
 
 def _holders(case: _Case) -> HangVerdict | None:
     """The sinks of the wait-for graph. A rank that waits for nobody goes before all else: what its peers wait in may
-    look odd because of it."""
+    look odd because of it.
+
+    With a collective under way a rank counts as inside of it, whatever it does meanwhile: where all its members have
+    come, the stack tells.
+    """
     sinks = case.graph.sinks()
     by_rank = {rank.rank: rank for rank in case.ranks}
     if len(sinks.outside) == len(case.ranks):
         return case.blame(HangKind.STOPPED, case.ranks)
     if sinks.outside:
         return case.blame(HangKind.NEVER_ENTERED, [by_rank[rank] for rank in sinks.outside])
+    elsewhere = [by_rank[rank] for meeting in sinks.meetings for rank in meeting.inside if _is_elsewhere(by_rank[rank])]
+    if elsewhere:
+        moves = any(rank.moving for rank in elsewhere)
+        return _NO_VERDICT if moves else case.blame(HangKind.NEVER_ENTERED, elsewhere)
     circle = {rank for found in sinks.circles for rank in found}
     odd = {rank for meeting in sinks.meetings for rank in _odd(meeting)}
-    if blamed := [by_rank[rank] for rank in sorted(circle | odd)]:
-        elsewhere = not circle and all(map(_is_elsewhere, blamed))
-        return case.blame(HangKind.NEVER_ENTERED if elsewhere else HangKind.MISMATCH, blamed)
+    if circle or odd:
+        return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
     return _communication(sinks, by_rank)
 
 
 def _is_elsewhere(rank: RankState) -> bool:
-    """It went on with something else while its collective was under way, and stands still there: a rank that waits does
-    so in torch."""
+    """It is not where ranks wait for collectives."""
     innermost = _innermost(rank)
     return rank.device == Device.NONE.name and bool(innermost) and not any(part in innermost for part in _WAITS_IN)
 
 
-_WAITS_IN = ("/torch/", "/pacekeeper/")
-"""Parts of the paths of files in which Python waits for a collective."""
+_WAITS_IN = ("/torch/", "/torchinductor", "/pacekeeper/")
+"""Parts of the paths of files, the innermost of a rank that waits for a collective: torch, what it compiles, and what
+stands around its waits."""
+_MEETS_IN = "/torch/distributed/"
+"""Part of the path of files in which ranks make their groups together, which is no collective."""
 
 
 def _odd(meeting: Meeting) -> Collection[int]:
@@ -158,7 +167,7 @@ def _communication(sinks: Sinks, ranks: Mapping[int, RankState]) -> HangVerdict 
         or min((ranks[rank].waiting_seconds for rank in sinks.unknown), default=0) < COMMUNICATION_SECONDS
     ):
         return None
-    said = f"{name_ranks(sinks.unknown)} wait for their GPUs, and nobody knows for whom these wait"
+    said = f"{name_ranks(sinks.unknown)} wait, and nobody knows for whom"
     return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=sinks.unknown)
 
 
@@ -216,7 +225,7 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
             # It may have left the collective that its host speaks of: on a GPU nobody tells the host of the end.
             return rank.collective != Collective.NONE.name and rank.sequence == newest[rank.group]
         case Device.NONE | Device.RUNNING:
-            return rank.collective != Collective.NONE.name
+            return rank.collective != Collective.NONE.name or _MEETS_IN in _innermost(rank)
 
 
 def _has_own_deadline(rank: RankState) -> bool:

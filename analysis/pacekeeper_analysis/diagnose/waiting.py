@@ -192,7 +192,7 @@ def _place(rank: RankState) -> _Place | None:
     if rank.device == Device.STARTED.name:
         place = _Place(True, rank.device_group, rank.device_sequence, rank.device_collective, -1)
         return place if rank.device_group else None
-    if rank.device == Device.RUNNING.name:
+    if rank.device == Device.RUNNING.name or rank.collective == Collective.NONE.name:
         return None
     return _Place(False, rank.group, rank.sequence, rank.collective, rank.peer)
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,17 +32,17 @@ def main() -> None:
     first, last = others
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.01)
-    alone = dist.new_group([RANK], use_local_synchronization=True)
+    alone: Any = dist.new_group([RANK], use_local_synchronization=True)
     for step in range(1, int(os.environ["STEPS"]) + 1):
         kind = fault(step)
-        passing = dist.new_group([RANK, RANK ^ 1], use_local_synchronization=True)  # another one each step
+        passing: Any = dist.new_group([RANK, RANK ^ 1], use_local_synchronization=True)  # another one each step
         dist.all_reduce(torch.ones(1), group=alone)
         begin(kind)
         if kind == "broadcast":
             dist.broadcast(torch.ones(4), group_src=0, group=tensor)
-        elif kind == "order":
-            dist.all_reduce(torch.ones(4), group=data)
-        dist.all_reduce(torch.ones(4), group=tensor)
+        in_order = [passing, tensor] if kind == "order" else [tensor, passing]
+        for group in in_order:
+            dist.all_reduce(torch.ones(4), group=group)
         activations = torch.ones(4)
         if first == RANK:
             if kind == "before sending":
@@ -52,6 +53,7 @@ def main() -> None:
             dist.recv(activations, first, group=stages)
             dist.send(activations, first, group=stages)
         (weight * activations).sum().backward()
+        assert weight.grad is not None
         work = dist.all_reduce(weight.grad, group=data, async_op=True)
         if kind == "sleep in backward":
             time.sleep(3600)

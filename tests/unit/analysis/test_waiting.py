@@ -156,6 +156,25 @@ def test_who_lags_behind_in_a_group_waits_there_or_stands_still_in_its_own_code(
     assert (found.kind, found.ranks) == (kind, (2,))
 
 
+def test_who_makes_a_group_with_others_waits_for_them() -> None:
+    """No collective says so: they meet in the store."""
+    job = Job.of_mesh(4, 1, 1)
+    for rank in (0, 1, 3):
+        job.outside(rank)
+        making = 'File "/lib/torch/distributed/distributed_c10d.py", line 9 in _new_process_group_helper'
+        job.ranks[rank] = replace(job.ranks[rank], stack=making)
+    found = job.verdict()
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,))
+
+
+def test_who_works_while_its_collective_is_under_way_is_slow_not_hung() -> None:
+    job = Job.of_mesh(2, 1, 1)
+    for rank in range(2):
+        job.inside(rank, "d0", 50, waiting_seconds=30.0)
+    job.inside(1, "d0", 50, stack=IN_SCRIPT, moving=True)
+    assert verdict(job.stalls(), world_size=2) is None
+
+
 def test_all_inside_of_one_group_are_a_link_of_that_group() -> None:
     job = Job.of_mesh()
     for rank in range(8):
@@ -260,7 +279,7 @@ def test_thousands_of_ranks_in_nested_groups_are_judged_in_a_moment(spread: int)
         if low == hung - hung % 8:
             state = replace(state, group=2 + low, sequence=70, entered=f"{2 + low:x}:70")
         if rank == hung:
-            state = replace(state, collective="NONE", sequence=69, entered=f"{2 + low:x}:69")
+            state = replace(state, collective="NONE", sequence=69, entered=f"{2 + low:x}:69", stack=IN_SCRIPT)
         faults.append(
             Fault(f"w{rank}", FaultKind.STALLED, f"w{rank}", 1, 10.0, ranks=(state,), communicators=(world, tensor))
         )
