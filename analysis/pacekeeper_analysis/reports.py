@@ -22,6 +22,8 @@ LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
 """Of one worker."""
+MOST_GPUS = 64
+"""Of one worker."""
 
 Name = Annotated[str, Longest(253)]
 Words = Annotated[str, Cut(2_000)]
@@ -64,6 +66,25 @@ class LauncherState(StrEnum):
 
 
 @dataclass(frozen=True)
+class GpuHealth:
+    """What NVML says of one GPU, over the last ten minutes; 0: not known, or nothing to tell."""
+
+    gpu: Name  # UUID
+    signs: Annotated[tuple[Annotated[str, Longest(40)], ...], Longest(16)] = ()  # of diagnose.gpu_health.Sign
+    memory_errors: Count = 0  # uncorrected
+    lifetime_errors: Count = 0  # the same in its whole life
+    remapped_rows: Count = 0  # in its whole life
+    pcie_replays: Count = 0
+    pcie_width: Count = 0  # lanes, now
+    pcie_generation: Count = 0  # now
+    nvlink_errors: Count = 0  # replays and recoveries
+    throttled_minutes: Count = 0  # in which the hardware slowed its clocks down
+    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
+    temperature: Count = 0  # °C now: of chip or memory, whichever is hotter
+    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """A worker's present state; the launcher writes it, the sidecar sends it with each poll of the plan."""
 
@@ -96,6 +117,7 @@ class Heartbeat:
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
     probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
     figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
+    gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
@@ -105,6 +127,11 @@ class Heartbeat:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
         return read(cls, data)
+
+    @property
+    def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """By GPU: what of its health cannot wait to be told."""
+        return tuple((health.gpu, health.signs) for health in self.gpus)
 
 
 class FaultKind(StrEnum):
@@ -169,6 +196,9 @@ class Fault:
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
     communicators: Groups = ()  # that `ranks` speak of, of a stall
+    # Of a stall, for people; "": nothing is known.
+    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
+    transfers: Words = ""  # what running transfers over NCCL wait for
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 

@@ -267,3 +267,21 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # the one that a torch before had
+
+
+def start_kernel_profile() -> Any:
+    """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    profile.start()
+    return profile
+
+
+def stop_profile(profile: Any) -> None:
+    profile.stop()
+
+
+def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
+    """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() != torch.profiler.DeviceType.CPU:
+            yield event.name(), event.start_ns(), event.duration_ns()

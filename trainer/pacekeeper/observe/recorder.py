@@ -102,8 +102,12 @@ class Recorder:
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
         self.notice_ends: Callable[[], None] = _nothing
         """Records the collectives that have ended."""
+        self.step_ended: Callable[[], None] = _nothing
+        """Called at the end of each step, before the next one's work."""
+        self.notice_wait: Callable[[Mark, Mark], None] = _no_wait
+        """Told of each wait for peers."""
         self._finds_clock = clock is None
-        self._training_thread = threading.get_ident()
+        self.training_thread = threading.get_ident()
         self._in_flight: deque[_Step] = deque()
         """Steps that the device may not have come to the end of; the oldest first."""
         self._computing: object = None
@@ -138,6 +142,7 @@ class Recorder:
         if len(self._in_flight) > AHEAD and not self._in_flight[0].reached:
             self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
         self.write_reached()
+        self.step_ended()
 
     @property
     def last_end(self) -> Mark:
@@ -235,13 +240,14 @@ class Recorder:
         if self._waiting or self._away:
             return False
         # The nodes of a backward pass run in a thread of their device, for which the training thread waits.
-        in_step = threading.get_ident() == self._training_thread or graph_task() >= 0
+        in_step = threading.get_ident() == self.training_thread or graph_task() >= 0
         return in_step and self.clock.stream == self._computing
 
     def waited(self, start: Mark, end: Mark) -> None:
         """For the peers, from `start` to `end`."""
         self._step.waits.add(start, end)
         self._unwaited = False
+        self.notice_wait(start, end)
 
     def collected(self, start: Mark, end: Mark) -> None:
         """Python has collected garbage, while the device went on with what it had."""
@@ -327,6 +333,9 @@ class NoRing:
 
 
 def _nothing() -> None: ...
+
+
+def _no_wait(start: Mark, end: Mark) -> None: ...
 
 
 def open_recorder(environment: Environment) -> Recorder:

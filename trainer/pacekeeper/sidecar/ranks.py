@@ -19,6 +19,8 @@ from pacekeeper_analysis.operations import MOST_OPERATIONS, encode
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, RankOperations, RankWindow
 
+from .figures import RankNow, seen
+
 
 @dataclass
 class Rank:
@@ -41,8 +43,8 @@ class RankRings:
     def look(self) -> list[Rank]:
         """Take in what is new, and return the ranks that have a ring now."""
         present = []
-        for path in sorted(self._runtime.rings.glob("[0-9]*")):
-            rank = self._open(int(path.name))
+        for path in sorted(self._runtime.rings.iterdir()):
+            rank = self._open(int(path.name)) if path.name.isdecimal() else None
             if rank is not None:
                 rank.state = rank.ring.state()
                 records = rank.ring.records(since=rank.seen)
@@ -51,6 +53,10 @@ class RankRings:
                     rank.history.add(records)
                 present.append(rank)
         return present
+
+    def seen(self) -> list[RankNow]:
+        """The ranks' figures now."""
+        return [seen(int(rank.state["rank"]), rank.history, int(rank.state["share"])) for rank in self.look()]
 
     def evidence(
         self, request: str, worker: str, round_: int, parts: Collection[EvidencePart] = (EvidencePart.WINDOWS,)
