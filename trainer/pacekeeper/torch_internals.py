@@ -275,5 +275,5 @@ def stop_profile(profile: Any) -> None:
 def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
     """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
     for event in profile.profiler.kineto_results.events():
-        if event.device_type() != torch.profiler.DeviceType.CPU:
+        if event.device_type() != torch.autograd.DeviceType.CPU:
             yield event.name(), event.start_ns(), event.duration_ns()
