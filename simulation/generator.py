@@ -168,6 +168,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         2,
         lambda r: ranks.ProcessKilled(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.SIDECAR])),
     ),
+    ranks.FiguresLie: (1, lambda r: ranks.FiguresLie(**_role(r), lie=r.choice(list(ranks.Lie)))),
     ranks.NodeIsSlow: (3, lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.3, 1.8, 2.5, 4.0]))),
     ranks.LinkFails: (
         2,

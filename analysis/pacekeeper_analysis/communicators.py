@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,6 +11,8 @@ from .reading import Longest, Within
 
 MOST_RANKS = 1 << 20
 """Of one communicator."""
+MOST_COMMUNICATORS = 256
+"""Of one rank, or one worker in one message."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,23 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             raise InputError(f"{piece[:40]!r} is no run of at most {MOST_RANKS} ranks that rise")
         ranks += range(first, last + 1, stride)
     return tuple(ranks)
+
+
+def format_entered(sequences: Mapping[int, int]) -> str:
+    """How far a rank has come, by the identity of the group."""
+    return ",".join(f"{identity:x}:{sequence}" for identity, sequence in sequences.items())
+
+
+def parse_entered(text: str) -> dict[int, int]:
+    """The reverse of `format_entered`. Raises InputError."""
+    sequences = {}
+    for piece in text.split(",") if text else ():
+        identity, _, sequence = piece.partition(":")
+        is_identity = 0 < len(identity) <= 8 and set(identity) <= _HEXADECIMAL
+        if not (is_identity and sequence.isdecimal() and len(sequence) < 20):
+            raise InputError(f"{piece[:40]!r} does not say how far a rank has come in a group: give it as 1f:12")
+        sequences[int(identity, 16)] = int(sequence)
+    return sequences
+
+
+_HEXADECIMAL = frozenset("0123456789abcdef")

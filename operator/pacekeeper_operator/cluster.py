@@ -70,6 +70,7 @@ POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
 JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
 STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
+NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)

@@ -62,6 +62,19 @@ class AskForQuarantine:
 
 
 @dataclass(frozen=True)
+class LookAtNodes:
+    """Find out whether nodes (name, UID) can be used before ranks start there. `since`: when the last of the workers
+    was made that they are for."""
+
+    nodes: tuple[tuple[str, str], ...]
+    since: float
+
+    @property
+    def key(self) -> str:
+        return "look at nodes"
+
+
+@dataclass(frozen=True)
 class WriteIncident:
     """Into its own object, with events at its beginning and end. `before`: as it is written there; None: not at all."""
 
@@ -95,4 +108,4 @@ class DeleteJob:
         return f"job {self.uid}"
 
 
-Effect = TryTemplate | CreatePod | DeletePod | AskForQuarantine | WriteIncident | GuardNetwork | DeleteJob
+Effect = TryTemplate | CreatePod | DeletePod | AskForQuarantine | LookAtNodes | WriteIncident | GuardNetwork | DeleteJob

@@ -20,6 +20,13 @@ class Stand(StrEnum):
     LOADER = "loader"
 
 
+class Lie(StrEnum):
+    """What a sidecar tells of ranks that is not so."""
+
+    HUGE = "huge"  # its own take years
+    FOREIGN = "foreign"  # others', which are not its own
+
+
 class Part(StrEnum):
     """Of a worker's pod."""
 
@@ -172,6 +179,20 @@ class ProcessKilled(WorkerFault):
             worker.kill_sidecar()
         else:
             worker.kill()
+
+
+@dataclass(frozen=True)
+class FiguresLie(WorkerFault):
+    """A worker tells of its ranks what is not so."""
+
+    costs = (Cost.FIGURES,)
+    lie: Lie = Lie.HUGE
+
+    def strike(self, scene: Scene) -> Heal:
+        worker = self.worker(scene)
+        scene.tell(f"{worker.name} lies about ranks: {self.lie}")
+        worker.figures_lie = self.lie
+        return lambda: setattr(worker, "figures_lie", "")
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ KINDS: dict[str, Kind] = {
         _custom("trainingjobstates", "TrainingJobState", status=False),
         _custom("incidents", "Incident"),
         _custom("nodequarantines", "NodeQuarantine", namespaced=False),
+        _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )
 }
 KINDS_BY_NAME: dict[tuple[str, str], Kind] = {(kind.group, kind.name): kind for kind in KINDS.values()}

@@ -352,7 +352,7 @@ class Launcher(Process):
         if inspection == self._inspection:
             self._inspecting = False
             now, wall = self._world.now(), self._world.wall(self._worker.node)
-            self._notify(watch.report(state, states, (first, self._look(now)), unreachable, now, wall))
+            self._notify(watch.report(state, states, (first, self._look(now)), unreachable, (), now, wall))
 
     def _stop_watching(self) -> None:
         self._inspection += 1

@@ -57,6 +57,8 @@ class Worker:
         """Its trainer's container has."""
         self.script_fails = False
         """Each rank that starts here fails before its first step."""
+        self.figures_lie = ""
+        """What is wrong in what its sidecar tells of ranks: "huge", or "foreign"; "": nothing."""
         self.refuses = False
         """The ranks here cannot follow another course than the simplest."""
         self.loss_is_bad = False

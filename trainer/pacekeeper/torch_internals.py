@@ -104,15 +104,23 @@ def backends() -> list[str]:
 
 
 def on_new_process_group(made: Callable[[Any], None]) -> None:
-    """Calls `made` with each process group that is made from now on."""
-    create = distributed_c10d._new_process_group_helper
+    """Calls `made` with each process group of this rank that is made or split off from now on, before its first use.
 
-    def create_and_tell(*args: Any, **options: Any) -> Any:
-        group, store = create(*args, **options)
+    Which ranks it has is not known yet: ask `ranks_of` later.
+    """
+    module: Any = distributed_c10d
+    register = module._register_process_group
+
+    def register_and_tell(name: Any, group: Any) -> None:
+        register(name, group)
         made(group)
-        return group, store
 
-    distributed_c10d._new_process_group_helper = create_and_tell
+    module._register_process_group = register_and_tell
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group, in its order; () where torch does not know them."""
+    return tuple(distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
 def flight_record() -> bytes | None:
@@ -275,5 +283,5 @@ def stop_profile(profile: Any) -> None:
 def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
     """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
     for event in profile.profiler.kineto_results.events():
-        if event.device_type() != torch.autograd.DeviceType.CPU:
+        if event.device_type() != torch.profiler.DeviceType.CPU:
             yield event.name(), event.start_ns(), event.duration_ns()

@@ -29,8 +29,9 @@ from pacekeeper.environment import Environment
 from pacekeeper.torch_internals import graph_task
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
-from .clock import Clock, HostClock, Mark, Spans, present
-from .ring import RingWriter
+from .clock import Clock, HostClock, HostMark, Mark, Spans, present
+from .communicators import Communicators
+from .ring import NO_PLACE, RingWriter
 
 AHEAD = 2
 """Steps that a rank is ahead of its device at most."""
@@ -84,9 +85,13 @@ class Begun:
 class Recorder:
     """Writes one rank's records. All times are nanoseconds of CLOCK_MONOTONIC."""
 
-    def __init__(self, ring: RingWriter | NoRing, clock: Clock | None = None) -> None:
-        """clock: of the rank's work; None: that of the device which it is found to work on when training begins."""
+    def __init__(
+        self, ring: RingWriter | NoRing, clock: Clock | None = None, communicators: Communicators | None = None
+    ) -> None:
+        """clock: of the rank's work; None: that of the device which it is found to work on when training begins.
+        communicators: those that it uses; None: nobody is told of them."""
         self.ring = ring
+        self.communicators = communicators or Communicators(None)
         self.clock = clock or HostClock()
         self.step = 0
         """The step that is under way: the number it will have when it is complete."""
@@ -265,6 +270,13 @@ class Recorder:
         if self._unwaited and self._entry is not None:
             self.waited(self._entry, self.clock.mark())
 
+    @property
+    def tail_ns(self) -> int | None:
+        """Since when the rank waits for what it entered last and goes on with nothing else, on the host; None: it does
+        not."""
+        entry = self._entry
+        return entry.ns if self._unwaited and isinstance(entry, HostMark) else None
+
     def optimizer_begins(self) -> None:
         """What was reduced outside of a backward pass has come by now."""
         self.notice_ends()
@@ -304,7 +316,14 @@ class NoRing:
 
     def enter_phase(self, phase: Phase, now_ns: int | None = None) -> None: ...
 
-    def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None: ...
+    def take_place(self, _: int) -> int:
+        return NO_PLACE
+
+    def give_back(self, place: int) -> None: ...
+
+    def enter_collective(
+        self, collective: Collective | int, group: int, sequence: int, now_ns: int, place: int
+    ) -> None: ...
 
     def leave_collective(self) -> None: ...
 
@@ -324,4 +343,7 @@ def open_recorder(environment: Environment) -> Recorder:
     if environment.runtime is None:
         return Recorder(NoRing())
     path = environment.runtime.ring(environment.local_rank)
-    return Recorder(RingWriter(path) if path.exists() else NoRing())
+    if not path.exists():
+        return Recorder(NoRing())
+    communicators = Communicators(environment.runtime.communicators_of(environment.local_rank))
+    return Recorder(RingWriter(path), communicators=communicators)
