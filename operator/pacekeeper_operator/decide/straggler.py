@@ -381,6 +381,7 @@ def _weigh(
 
 
 def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
