@@ -47,6 +47,60 @@ class Stop(StrEnum):
     FINISH = "Finish"  # nothing left to do: spares leave
 
 
+class EvidencePart(StrEnum):
+    """What an evidence request asks for."""
+
+    WINDOWS = "Windows"  # steps, own work, samples
+    OPERATIONS = "Operations"  # collectives of the last steps, and who is in which group
+    LINKS = "Links"  # the kernel's counters of connections
+
+
+@dataclass(frozen=True)
+class ProbeTarget:
+    """Somebody to whom a launcher measures its link. `slot`: its turn; turns take a second, those of one turn run at
+    once."""
+
+    worker: str
+    address: str  # host:port
+    slot: int = 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Links to be measured between launchers: by each of the `sources`, to each of its targets."""
+
+    name: str
+    sources: tuple[str, ...] = ()  # workers
+    targets: tuple[tuple[ProbeTarget, ...], ...] = ()  # of each source
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """One launcher's part of it."""
+
+    name: str
+    targets: tuple[ProbeTarget, ...]
+
+
+class Sources(StrEnum):
+    """How a profile names files that are not of installed packages."""
+
+    SHOW = "Show"
+    HASH = "Hash"  # by a hash of their path, which each rank explains in its own log; functions keep their names
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A window in which all ranks profile the same steps: from `first_step` on, for so many steps or seconds at most,
+    whichever is over first."""
+
+    name: str
+    first_step: int
+    steps: int = 32
+    seconds: float = 20.0
+    sources: Sources = Sources.HASH
+
+
 @dataclass(frozen=True)
 class Member:
     """A worker that holds ranks."""
@@ -80,7 +134,10 @@ class Plan:
     sequence_cost: tuple[float, float, float] | None = None  # terms of lengths.SequenceCost; None: the script's own
     checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
     evidence_request: str = ""  # name of the request that is out; "": none
-    profile_request: str = ""
+    evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)  # what it asks for
+    probe: Probe | None = None  # of links, that is out
+    profile: Profile | None = None  # that is out
+    figures_band: float = 0.05  # a rank's figures are told at once when they leave what was told last by this part
     step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
@@ -120,7 +177,10 @@ class Plan:
             "restarts": self.restarts,
             "checkpoint_request": self.checkpoint_request,
             "evidence_request": self.evidence_request,
-            "profile_request": self.profile_request,
+            "evidence_parts": self.evidence_parts,
+            "probe": None if self.probe is None else _task(self.probe, worker),
+            "profile": self.profile,
+            "figures_band": self.figures_band,
             "step_seconds": self.step_seconds,
             "sync_every": self.sync_every,
             "sync_seconds": self.sync_seconds,
@@ -162,6 +222,9 @@ class Plan:
                 "sequence_cost": _terms(data.get("sequence_cost")),
                 "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
                 "stop": Stop(data.get("stop", Stop.NO)),
+                "evidence_parts": _parts(data),
+                "probe": None if data.get("probe") is None else _probe(data["probe"]),
+                "profile": None if data.get("profile") is None else _profile(data["profile"]),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -191,7 +254,10 @@ class WorkerPlan:
     sequence_cost: tuple[float, float, float] | None = None  # only the worker of rank 0 is told
     checkpoint_request: int = 0
     evidence_request: str = ""
-    profile_request: str = ""
+    evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)
+    probe: ProbeTask | None = None
+    profile: Profile | None = None
+    figures_band: float = 0.05
     step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # that members prove themselves by to each other, hex; spares get none
@@ -216,6 +282,9 @@ class WorkerPlan:
                 "sequence_cost": _terms(data.get("sequence_cost")),
                 "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
                 "stop": Stop(data.get("stop", Stop.NO)),
+                "evidence_parts": _parts(data),
+                "probe": None if data.get("probe") is None else _probe_task(data["probe"]),
+                "profile": None if data.get("profile") is None else _profile(data["profile"]),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -232,6 +301,32 @@ def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
     nobody gets one, because those who had it would not let that member in.
     """
     return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
+
+
+def _task(probe: Probe, worker: str) -> ProbeTask | None:
+    for source, targets in zip(probe.sources, probe.targets, strict=True):
+        if source == worker:
+            return ProbeTask(probe.name, targets)
+    return None
+
+
+def _parts(data: Mapping[str, Any]) -> tuple[EvidencePart, ...]:
+    """Those of another version that are not known here are left out."""
+    given = data.get("evidence_parts", (EvidencePart.WINDOWS,))
+    return tuple(EvidencePart(part) for part in given if part in frozenset(EvidencePart))
+
+
+def _probe(data: Mapping[str, Any]) -> Probe:
+    targets = tuple(tuple(ProbeTarget(**target) for target in of_source) for of_source in data["targets"])
+    return Probe(data["name"], tuple(data["sources"]), targets)
+
+
+def _profile(data: Mapping[str, Any]) -> Profile:
+    return Profile(**{**data, "sources": Sources(data.get("sources", Sources.HASH))})
+
+
+def _probe_task(data: Mapping[str, Any]) -> ProbeTask:
+    return ProbeTask(data["name"], tuple(ProbeTarget(**target) for target in data["targets"]))
 
 
 def _terms(given: Any) -> tuple[float, float, float] | None:
@@ -265,7 +360,7 @@ def _check_secret(secret: object) -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """Tuples as lists and enumerations as strings, so that what is written equals what is read."""
+    """Tuples as lists, records as objects, enumerations as strings, so that what is written equals what is read."""
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

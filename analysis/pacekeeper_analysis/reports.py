@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
+from .communicators import MOST_COMMUNICATORS, Communicator, parse_entered
 from .errors import InputError
+from .operations import MOST_CHARACTERS
 from .plan import SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
 from .records import Collective, Device, Phase
@@ -19,6 +21,8 @@ from .records import Collective, Device, Phase
 LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
+"""Of one worker."""
+MOST_GPUS = 64
 """Of one worker."""
 
 Name = Annotated[str, Longest(253)]
@@ -30,7 +34,23 @@ Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
+Groups = Annotated[tuple[Communicator, ...], Longest(MOST_COMMUNICATORS)]
 ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """How a rank trains now: means over its window of steps. 0 where nothing is known (yet)."""
+
+    rank: Count
+    steps: Count = 0  # in the window
+    step_seconds: Seconds = 0.0
+    compute_seconds: Seconds = 0.0  # own work in a step, waits for peers excluded
+    compute_seconds_per_sample: Seconds = 0.0  # a script that is only watched counts as one sample a step
+    wait_seconds: Seconds = 0.0  # for peers in a step
+    share: Samples = 0  # samples in a step; 0: unknown
+    first_steps_seconds: Seconds = 0.0  # median time of the job's first steady steps, as seen here
+    synchronisation_seconds: Seconds = 0.0  # that one held it up; 0: there was none
 
 
 class LauncherState(StrEnum):
@@ -43,6 +63,25 @@ class LauncherState(StrEnum):
     FINISHED = "Finished"  # its ranks ended well
     FAILED = "Failed"  # given up; the faults say why
     LOST = "Lost"  # reached neither operator nor peers for too long, and ended its ranks
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """What NVML says of one GPU, over the last ten minutes; 0: not known, or nothing to tell."""
+
+    gpu: Name  # UUID
+    signs: Annotated[tuple[Annotated[str, Longest(40)], ...], Longest(16)] = ()  # of diagnose.gpu_health.Sign
+    memory_errors: Count = 0  # uncorrected
+    lifetime_errors: Count = 0  # the same in its whole life
+    remapped_rows: Count = 0  # in its whole life
+    pcie_replays: Count = 0
+    pcie_width: Count = 0  # lanes, now
+    pcie_generation: Count = 0  # now
+    nvlink_errors: Count = 0  # replays and recoveries
+    throttled_minutes: Count = 0  # in which the hardware slowed its clocks down
+    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
+    temperature: Count = 0  # °C now: of chip or memory, whichever is hotter
+    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
 
 
 @dataclass(frozen=True)
@@ -76,6 +115,9 @@ class Heartbeat:
     checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
+    probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
+    figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
+    gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +127,11 @@ class Heartbeat:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
         return read(cls, data)
+
+    @property
+    def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """By GPU: what of its health cannot wait to be told."""
+        return tuple((health.gpu, health.signs) for health in self.gpus)
 
 
 class FaultKind(StrEnum):
@@ -120,6 +167,13 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
+    peer: Position = -1  # global rank that it sends to or receives from; -1: neither, or whoever comes
+    entered: Annotated[str, Longest(2_000)] = ""
+    """How far it has come in each of its groups (`communicators.format_entered`); "": its library does not say."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError where `entered` does not say it."""
+        parse_entered(self.entered)
 
 
 @dataclass(frozen=True)
@@ -141,6 +195,10 @@ class Fault:
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
+    communicators: Groups = ()  # that `ranks` speak of, of a stall
+    # Of a stall, for people; "": nothing is known.
+    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
+    transfers: Words = ""  # what running transfers over NCCL wait for
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
@@ -186,13 +244,54 @@ class RankWindow:
 
 
 @dataclass(frozen=True)
+class RankOperations:
+    """The collectives of a rank's last whole steps."""
+
+    rank: Count
+    operations: Annotated[str, Longest(MOST_CHARACTERS)]  # as `operations.encode` writes them
+
+
+@dataclass(frozen=True)
+class LinkWindow:
+    """One end of a connection during one window of some seconds, by the kernel's own counters (TCP_INFO)."""
+
+    local: Annotated[str, Longest(64)]  # address:port
+    remote: Annotated[str, Longest(64)]
+    rank: Position = -1  # that owns it; -1: not a rank's, or not known
+    age: Count = 0  # windows ago: 0 is the newest
+    seconds: Seconds = 0.0  # that the window took
+    acked_bytes: Count = 0  # sent and acknowledged in it
+    busy_seconds: Seconds = 0.0  # with something to send or unacknowledged
+    receiver_limited_seconds: Seconds = 0.0  # of these, held up by the receiver's window
+    sender_limited_seconds: Seconds = 0.0  # … by the sender's buffer
+    retransmitted_bytes: Count = 0
+    unsent_bytes: Count = 0  # waiting at its end
+    least_round_trip_seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """What a launcher measured towards another one, on the operator's request."""
+
+    target: Name  # worker
+    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
+    ping_seconds: Seconds = 0.0  # median; 0: none was answered
+    pings_lost: Count = 0
+    failed: Words = ""  # why it could not be measured; "": it was
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """What a sidecar answers to an evidence request: windows of its ranks, summarised (kilobytes, not traces)."""
+    """What a sidecar answers to a request: summarised (kilobytes, not traces), and as much of it as was asked for."""
 
     request: Name
     worker: Name
     round: Count
     windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
+    communicators: Groups = ()  # of the ranks here
+    operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
+    links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
+    probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

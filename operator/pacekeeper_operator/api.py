@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
+from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reading import Longest, Within
@@ -118,7 +119,7 @@ class Condition(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     PREFLIGHT = "Preflight"  # the nodes were looked at before the job began; only where spec.preflight wants it
-    METRICS_AVAILABLE = "MetricsAvailable"  # False: Prometheus is away; the message says what cannot be seen
+    METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
 
@@ -151,6 +152,7 @@ class Reason(StrEnum):
     # MetricsAvailable
     METRICS_ANSWERED = "PrometheusAnswers"
     METRICS_AWAY = "PrometheusAway"
+    FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # Preflight
     NODES_PASSED = "NodesPassed"
@@ -186,6 +188,7 @@ class Cause(StrEnum):
     WORKER_FROZEN = "worker-frozen"  # it is there, but its launcher stands still, or its ranks cannot be killed
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
+    GPU_WARNING = "gpu-warning"  # it works, but a fault is to be expected
     STRAGGLER = "straggler"
     SLOW_COMMUNICATION = "slow-communication"
     VOLATILE = "volatile"  # slow ranks come and go
@@ -501,6 +504,7 @@ class IncidentStatus:
     slowdown_after: float | None = None
     predicted_gain: float | None = None  # seconds of training
     measured_gain: float | None = None
+    diagnosis: Finding | None = None
     outcome: Outcome | None = None
     message: str | None = None
 

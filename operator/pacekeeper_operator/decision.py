@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pacekeeper_analysis.adapt import Trouble, Way
+from pacekeeper_analysis.diagnose.finding import Finding
 
 from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .observation import GpuValue
@@ -32,6 +33,7 @@ class ReplaceWorker:
     disruption: bool = False  # somebody wanted it: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
     refused: bool = False  # its kubelet has not even begun it
+    patient: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Adapt:
 
     way: Way
     trouble: Trouble
-    mended: bool  # well enough: no dearer remedy is waited for
+    mended: bool  # well enough: nothing more is looked for until the loss has reached the price of a spare
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Decision:
     slowdown_after: float | None = None  # predicted
     reference_seconds: float | None = None  # a step without this trouble
     predicted_gain: float | None = None  # seconds of training
+    finding: Finding | None = None  # the diagnosis; None: what happened says all
     error: str = ""  # the script's own words, which tell a repetition
     barren: bool = False  # the round had no completed step
 

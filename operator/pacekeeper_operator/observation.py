@@ -119,17 +119,23 @@ class NodeView:
 
 @dataclass(frozen=True)
 class GpuValue:
-    """One of DCGM's counters that is not zero."""
+    """One of DCGM's counters that is not zero, or what a GPU's series show by the policy of GPU health."""
 
     node: str
     gpu: str
-    metric: str
+    metric: str  # of DCGM; or a gpu_health.Sign, and `value` is its figure
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
+    uuid: str = ""  # of the GPU; "": the exporter does not say
 
     @property
     def key(self) -> str:
         return f"{self.node}/{self.gpu}/{self.metric}"
+
+    @property
+    def gpu_key(self) -> tuple[str, str]:
+        """Which GPU it is."""
+        return self.node, self.gpu
 
 
 NOT_ASKED = "Prometheus has not been asked lately"
@@ -137,17 +143,24 @@ NOT_ASKED = "Prometheus has not been asked lately"
 
 @dataclass(frozen=True)
 class Metrics:
-    """What Prometheus says of a job; None: nothing (yet)."""
+    """How a job does: by what its ranks say, and by Prometheus; None: nothing is known (yet)."""
+
+    # By the figures in its workers' heartbeats.
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
     behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
     pace: float | None = None  # slowest rank's own work a sample over the ranks' median
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # median of the ranks' means
+    per_sample: float | None = None  # median of the ranks' own work a sample
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
+    waits_least: int | None = None  # that rank
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
+    untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
+    # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
     ranks: float | None = None  # of the job that tell of their steps
@@ -214,6 +227,7 @@ class Policy:
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
+    link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
 
     @property
     def acts(self) -> bool:
@@ -235,6 +249,7 @@ class Observation:
     workers: tuple[WorkerView, ...] = ()
     faults: tuple[Fault, ...] = ()  # not settled yet
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
+    probes: tuple[Evidence, ...] = ()  # answers to the probe of links that is out
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
@@ -263,6 +278,7 @@ class Observation:
             workers=self.workers if records is self.state.placement.workers else self._under(records),
             faults=self._without(draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
+            probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
         )
 
     def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:

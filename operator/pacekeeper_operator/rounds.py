@@ -25,6 +25,8 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             members=members,
             shares=plan.shares if same else None,
             evidence_request="",
+            figures_band=(observation.job.spec.detection.straggler_slowdown - 1) / 2,
+            probe=None,
             step_seconds=observation.step_seconds or plan.step_seconds,
             store_port=store_port,
             secret=secret,
@@ -34,7 +36,9 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         .with_budget(in_membership=0)
         .with_adaptation(
             suspicion=None,
+            loss=draft.state.adaptation.loss if same else None,
             vain=None,
+            link=None,
             shares_refusal=draft.state.adaptation.shares_refusal if same else "",
             tolerated_pace=draft.state.adaptation.tolerated_pace if same else 0.0,
             tolerated_behind=draft.state.adaptation.tolerated_behind if same else 0.0,

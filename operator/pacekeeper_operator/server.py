@@ -30,6 +30,7 @@ from .services.sidecars import Caller, NotYet, Sidecars
 from .services.tokens import Forbidden, TooMany, Unauthenticated
 
 MAX_HEARTBEAT_BYTES = 64 * 2**10
+"""Of a worker with 100 ranks or less; of more, see `_heartbeat_room`."""
 MAX_FAULT_BYTES = 2**20
 """A stall's report holds a stack a rank."""
 MAX_EVIDENCE_BYTES = 4 * 2**20
@@ -38,8 +39,10 @@ MAX_HEARTBEAT_MARKS = 4_096
 MAX_FAULT_MARKS = 20_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
-a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 1,100, the fullest fault 18,600.
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70 and 11 a rank, the fullest fault 18,600.
 """
+RANK_BYTES, RANK_MARKS = 264, 11
+"""A rank's part of a heartbeat: its figures, and its number should it be unkillable."""
 MAX_BODIES_BYTES = 32 * 2**20
 """Of all bodies that are being read."""
 BODY_SECONDS = 10.0
@@ -137,9 +140,18 @@ def application(sidecars: Sidecars, runtime: Runtime, connections: Connections |
 async def _plan(request: web.Request) -> web.StreamResponse:
     caller = await _caller(request)
     after, wait = _version(request), _wait(request)
-    heartbeat = Heartbeat.from_json(await _body(request, caller, MAX_HEARTBEAT_BYTES, MAX_HEARTBEAT_MARKS))
+    room = _heartbeat_room(request.app[SIDECARS].ranks(caller))
+    heartbeat = Heartbeat.from_json(await _body(request, caller, *room))
     plan = await request.app[SIDECARS].poll(caller, heartbeat, after, wait)
     return web.Response(status=204) if plan is None else web.json_response(plan.to_json())
+
+
+def _heartbeat_room(ranks: int) -> tuple[int, int]:
+    """Bytes and marks of the heartbeat of a worker of so many ranks: as many as it can need, and nobody gets more."""
+    return (
+        max(MAX_HEARTBEAT_BYTES, MAX_HEARTBEAT_BYTES // 2 + RANK_BYTES * ranks),
+        max(MAX_HEARTBEAT_MARKS, MAX_HEARTBEAT_MARKS // 2 + RANK_MARKS * ranks),
+    )
 
 
 async def _fault(request: web.Request) -> web.StreamResponse:

@@ -73,6 +73,9 @@ class Settings:
     paused: bool = False
     """Cluster-wide: decide and write down, but apply no remedy. The ConfigMap `pacekeeper-pause` does it live."""
 
+    link_probes_an_hour: int = 2
+    """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
+
     incident_retention: float = 30 * 86400.0
     grace_after_start: float = 10.0
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""

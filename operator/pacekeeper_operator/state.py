@@ -11,7 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.diagnose.finding import Finding
+from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
+from pacekeeper_analysis.diagnose.links import Kind
 from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
@@ -37,6 +41,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    patient: bool = False  # nothing forces it out: it stays until the checkpoint that was asked for is there
     starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
@@ -140,11 +145,50 @@ class LocalSgd:
 
 
 @dataclass(frozen=True)
+class LinkLook:
+    """What the job's connections showed, and the probe of the hottest place. Ranks: -1, none."""
+
+    at: float
+    request: str  # evidence request that told it
+    kind: Kind | None = None  # of the hottest place; None: none is hot
+    source: int = -1
+    destination: int = -1
+    hot: tuple[str, ...] = ()  # all hot places, for people, hottest first
+    known: bool = False  # enough connections could be told apart to be compared
+    sides: tuple[LinkSide, ...] = ()  # slowest ones
+    incident: str = ""  # for which it is, or was, probed
+    probe: str = ""  # that is out; "": none
+    probed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkSide:
+    """All that a rank sends, or receives: its time for a byte over the usual."""
+
+    rank: int
+    sends: bool
+    ratio: float
+
+
+@dataclass(frozen=True)
+class LinkVerdict:
+    """What a probe of a link came to."""
+
+    at: float
+    verdict: ProbeVerdict
+    worker: str = ""  # whose side is slow
+    node: str = ""
+
+
+@dataclass(frozen=True)
 class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
+    loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
+    link: LinkLook | None = None
+    link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
     mode_reason: str = ""  # of the last change of mode
@@ -153,9 +197,13 @@ class Adaptation:
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
+    def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
+        """To slow ranks, which cost `slowdown` from now on. Where nothing else is known, they have done so `since`."""
+        return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
+
 
 @dataclass(frozen=True)
-class GpuHealth:
+class GpusSeen:
     """What the GPUs of the job's nodes showed when they were looked at."""
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
@@ -207,10 +255,12 @@ class Incident:
     slowdown_before: float | None = None
     slowdown_after: float | None = None
     reference_seconds: float | None = None  # a step without this trouble, as the evidence says
+    predicted_after: float | None = None  # what its remedy was expected to leave of the slowdown
     predicted_gain: float | None = None
     measured_gain: float | None = None
     outcome: Outcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
+    finding: Finding | None = None  # the diagnosis, which may become better while the incident is open
     quarantine: str = ""  # what has become of the node, for people
     verdict: Verdict | None = None  # the same, for decisions
 
@@ -278,7 +328,7 @@ class State:
     placement: Placement = field(default_factory=Placement)
     budget: Budget = field(default_factory=Budget)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    gpus: GpuHealth = field(default_factory=GpuHealth)
+    gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
     preflight: Preflight = field(default_factory=Preflight)
 

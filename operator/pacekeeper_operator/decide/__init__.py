@@ -16,7 +16,9 @@ from . import (
     crash,
     frozen,
     gpu_error,
+    gpu_warning,
     hang,
+    links,
     membership,
     news,
     node_lost,
@@ -46,7 +48,9 @@ CHECKS: tuple[Check, ...] = (
     crash.check,
     hang.check,
     round_failed.check,
+    gpu_warning.check,
     straggler.check,
+    links.check,
 )
 """In order of certainty: what has gone explains why others crash or stall, so it is asked first."""
 
@@ -61,11 +65,15 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("stages", stages.step),
     # Incidents that are over: before new decisions, so that these find a clean table.
     ("verify", verify.step),
+    # What the ranks' connections show, before a decision names it.
+    ("links", links.see),
     # The checks above, and what their answers do.
     ("treat", partial(treat.step, checks=CHECKS)),
     # Whether there is a straggler to be looked into, and the way back from a Local-SGD mode.
     ("suspect", straggler.suspect),
     ("way back", way_back.step),
+    # A probe of what is slow between workers, for the incident that has just been written down.
+    ("link probe", links.probe),
     # What the user wants of the mode goes before what the operator has chosen.
     ("wish", wish.step),
     # Nodes that failed before any rank is on them.

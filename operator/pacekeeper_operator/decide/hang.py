@@ -57,7 +57,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         actions=actions,
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=(*verdict.evidence[:NAMED], *_stacks(stalls, verdict.ranks[:NAMED])),
+        evidence=(*verdict.evidence[:NAMED], *_stacks(stalls, verdict.ranks[:NAMED]), *_nccl(stalls)),
         rank=rank,
         worker=worker,
         node=node,
@@ -119,6 +119,16 @@ def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
         for state in fault.ranks
         if state.rank in ranks and state.stack
     )
+
+
+def _nccl(stalls: Sequence[Fault]) -> tuple[str, ...]:
+    """What NCCL itself says, by the newest reports that have it."""
+    oldest_first = sorted(stalls, key=lambda fault: fault.noticed_at)
+    ras = [f"NCCL's RAS, asked by {fault.worker}:\n{fault.ras}" for fault in oldest_first if fault.ras]
+    transfers = {
+        fault.worker: f"{fault.worker} over NCCL: {fault.transfers}" for fault in oldest_first if fault.transfers
+    }
+    return (*ras[-1:], *list(transfers.values())[:NAMED])
 
 
 def _first_sign(stalls: Sequence[Fault]) -> float:

@@ -136,7 +136,9 @@ def _await_checkpoint(observation: Observation) -> Draft | None:
         )
     answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= draft.plan.checkpoint_request
-    late = observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
+    forced = any(view.record.leaving and not view.record.patient for view in observation.members)
+    hurried = forced or not any(view.record.leaving for view in observation.members)
+    late = hurried and observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
     return None if answered or late or observation.faults_of(FaultKind.STALLED) else draft
 
 

@@ -9,7 +9,7 @@ from pacekeeper_analysis.plan import Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict, WorkerCounts, format_time
-from ..observation import NOT_ASKED, Observation, Policy
+from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
 from . import node_lost, preflight
@@ -327,14 +327,33 @@ def _unreached(observation: Observation) -> _Found | None:
 
 
 def _metrics(observation: Observation) -> _Found:
-    away = observation.metrics.unavailable
+    """How the ranks train is told by their sidecars, what their GPUs report by Prometheus."""
+    away, silent = observation.metrics.unavailable, _old_sidecars(observation)
+    if silent:
+        words = (
+            f"the sidecars of {listed(silent)} are older than the operator and tell no figures: stragglers, slow "
+            "communication and jobs that slow down as a whole cannot be seen before their workers are replaced"
+        )
+        return _Found(Condition.METRICS_AVAILABLE, False, Reason.FIGURES_MISSING, words)
     if away == NOT_ASKED:
         return _Found(Condition.METRICS_AVAILABLE, None, Reason.METRICS_AWAY, away)
     if not away:
         return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED, observation.metrics.gpu_unvouched)
     reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else Reason.METRICS_AWAY
-    unseen = "stragglers, jobs that slow down as a whole and DCGM's GPU errors cannot be seen"
-    return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: {unseen}")
+    return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: DCGM's GPU errors cannot be seen")
+
+
+def _old_sidecars(observation: Observation) -> tuple[str, ...]:
+    """Workers that are heard, and whose ranks have taken steps that nothing is told of."""
+    untold = frozenset(observation.metrics.untold)
+    return tuple(
+        view.name
+        for view in observation.members
+        if view.name in untold
+        and view.heartbeat is not None
+        and view.heartbeat.steps_in_round > 0
+        and view.silent_seconds <= FRESH_SECONDS
+    )
 
 
 def _why_failed(life: Life) -> Reason:

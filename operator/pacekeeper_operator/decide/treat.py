@@ -120,8 +120,10 @@ def _open(
         last_step=decision.last_step,
         slowdown_before=decision.slowdown_before,
         reference_seconds=decision.reference_seconds,
+        predicted_after=decision.slowdown_after,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
+        finding=decision.finding or (None if before is None else before.finding),
     )
 
 

@@ -11,9 +11,18 @@ from dataclasses import replace
 from ..api import LABEL_JOB, Cause, Class, Job, JobPhase
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
-from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
+from ..observation import (
+    FRESH_SECONDS,
+    HEARD_SECONDS,
+    Metrics,
+    NodeView,
+    Observation,
+    PodView,
+    Surroundings,
+    WorkerView,
+)
 from ..state import Draft, Incident, Past, Worker
-from . import reachability
+from . import figures, reachability
 from .memory import JobMemory, Memory
 from .store import Shelf
 from .views import view_pod
@@ -35,6 +44,13 @@ async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
     """The same, asked of the API server now."""
     found = await cluster.list(PODS, job.namespace, labels=f"{LABEL_JOB}={job.name}")
     return tuple(view for view in map(view_pod, found) if view.owner == job.uid)
+
+
+def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
+    """What the ranks say that are heard, beside what Prometheus says."""
+    assert memory.draft is not None
+    heard = {name: one.figures for name, one in memory.contacts.items() if now - one.at <= FRESH_SECONDS}
+    return figures.metrics(heard, memory.draft.plan, prometheus)
 
 
 def observe(
@@ -62,6 +78,7 @@ def observe(
         ),
         faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
+        probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
         metrics=metrics,
         surroundings=surroundings,
         template=memory.template,

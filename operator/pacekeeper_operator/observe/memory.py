@@ -15,9 +15,10 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import NodeCheck, Ruling, TemplateVerdict
+from ..observation import Metrics, NodeCheck, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
+from .figures import NOTHING, Rows
 from .store import Key
 
 
@@ -31,6 +32,7 @@ class Contact:
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
     stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
     said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock
+    figures: Rows = field(default_factory=lambda: NOTHING)  # of its ranks; the heartbeats are kept without
 
 
 @dataclass
@@ -45,7 +47,9 @@ class JobMemory:
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
+    probes: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the probe of links that is out
     template: TemplateVerdict | None = None  # the API server's last word
+    metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
@@ -65,6 +69,8 @@ class JobMemory:
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
+            probe = "" if draft.plan.probe is None else draft.plan.probe.name
+            self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
             self.rulings = {incident: ruling for incident, ruling in self.rulings.items() if incident in wanted}
             self.written.notify_all()
 

@@ -100,6 +100,7 @@ def status(incident: Incident) -> IncidentStatus:
         slowdown_after=incident.slowdown_after,
         predicted_gain=incident.predicted_gain,
         measured_gain=incident.measured_gain,
+        diagnosis=incident.finding,
         outcome=incident.outcome,
         message=incident.quarantine or None,
     )

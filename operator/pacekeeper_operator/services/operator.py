@@ -79,14 +79,11 @@ class Operator:
         await self.pods.listed.wait()
         await self.nodes.listed.wait()
 
-    def figures(self, job: Job, now: float) -> Metrics:
+    def scraped(self, job: Job, now: float) -> Metrics:
         """What Prometheus has said of the job lately."""
         if now - self.sample.at > STALE_SECONDS:
             return Metrics(unavailable=NOT_ASKED)
-        memory = self.memory.find(job.namespace, job.name)
-        plan = None if memory is None else memory.plan
-        ranks = {} if plan is None else {member.worker: member.ranks for member in plan.members}
-        return self.sample.of(job.namespace, job.name, ranks)
+        return self.sample.of(job.namespace, job.name)
 
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""

@@ -21,7 +21,7 @@ from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
-from ..state import Draft
+from ..state import Draft, LinkLook
 from . import bookkeeping, events, incidents
 from .desk import Desk
 from .doing import carry_out
@@ -30,6 +30,8 @@ from .operator import ACTIVE, Operator
 
 STATUS_SECONDS = 15.0
 IDLE_SECONDS = 30.0
+SUSPECT_SECONDS = 0.5
+"""Between two looks at a job that is asked what slows it down."""
 READ_SECONDS = 60.0
 """A bookkeeping that was not written for so long is read again."""
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ def policy(operator: Operator, job: Job) -> Policy:
         paused=operator.paused,
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
+        link_probes_an_hour=settings.link_probes_an_hour,
     )
 
 
@@ -83,6 +86,7 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 
     A pod whose node does not confirm its end is struck off without it. The job's incidents stay.
     """
+    _show_links(desk.job, None)
     now, left = operator.runtime.now(), await gather.pods(operator.cluster, desk.job)
     for pod in left:
         node = operator.nodes.get(("", pod.node))
@@ -121,11 +125,12 @@ async def _read(operator: Operator, desk: Desk) -> None:
 async def _observe(operator: Operator, desk: Desk) -> Observation:
     job, memory, now = desk.job, desk.memory, operator.runtime.now()
     assert memory.draft is not None
+    memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
     observation = gather.observe(
         operator.memory.started_at,
         memory,
         gather.of(operator.pods, job),
-        operator.figures(job, now),
+        memory.metrics,
         gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now),
         now,
     )
@@ -172,7 +177,14 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     """Patch the status: at once where phase or conditions change, every 15 s for figures."""
     status = statuses.report(observation, policy(operator, desk.job), _status(desk))
     desk.memory.phase = status.phase
+    _show_links(desk.job, observation.state.adaptation.link)
     await _patch_status(operator, desk, status)
+
+
+def _show_links(job: Job, seen: LinkLook | None) -> None:
+    known = seen if seen is not None and seen.known else None
+    sides = [(side.rank, "sends" if side.sends else "receives", side.ratio) for side in known.sides] if known else ()
+    metrics.show_links(job.namespace, job.name, None if known is None else len(known.hot), sides)
 
 
 async def _report_blind(operator: Operator, desk: Desk, words: str) -> None:
@@ -226,6 +238,8 @@ def _interval(operator: Operator, desk: Desk, observation: Observation) -> float
         return max(0.5, min(left, 5.0 if busy else IDLE_SECONDS))
     if observation.faults or desk.memory.phase in (JobPhase.RECOVERING, JobPhase.STARTING):
         return 0.5
+    if observation.state.adaptation.suspicion is not None:
+        return min(SUSPECT_SECONDS, operator.settings.sample_seconds)
     if desk.memory.phase in ACTIVE:
         return operator.settings.sample_seconds
     return 5.0 if any(view.pod is not None for view in observation.workers) else IDLE_SECONDS

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, WorkerPlan
+from pacekeeper_analysis.plan import Member, Plan, Probe, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..cluster import Cluster
 from ..limits import Rate
+from ..observe.figures import matters, read
 from ..observe.memory import Contact, JobMemory, Memory
 from ..runtime import Runtime
 from .tokens import Forbidden, Holder, Tokens, TooMany
@@ -36,7 +38,7 @@ _WAKING = (
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
 )
-"""Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
+"""Fields of a heartbeat whose change the reconcile loop wants to know of at once; figures have their own rule."""
 
 
 class NotYet(Exception):
@@ -86,6 +88,11 @@ class Sidecars:
             raise Forbidden(f"the token is of another pod that was called {holder.pod}")
         return Caller(holder.namespace, match["job"], holder.pod)
 
+    def ranks(self, caller: Caller) -> int:
+        """That a worker of the caller's job has when it is a member."""
+        job = self._job(caller).job
+        return 1 if job is None else job.spec.nproc_per_node
+
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
 
@@ -127,17 +134,27 @@ class Sidecars:
     def awaits_evidence(self, caller: Caller, request: str) -> bool:
         """Whether this request is out, and goes to this worker: other answers are of no use to anybody."""
         plan = self._job(caller).plan
-        return plan is not None and request == plan.evidence_request and _member(plan, caller) is not None
+        if plan is None or not request or _member(plan, caller) is None:
+            return False
+        return request == plan.evidence_request or _is_asked(plan.probe, request, caller.worker)
 
     def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
         """Dropped are answers to a request that is no longer out, and words about others' ranks. Raises Forbidden."""
         _speaks_for_itself(caller, evidence.worker)
         job = self._job(caller)
         member = None if job.plan is None else _member(job.plan, caller)
-        if job.plan is None or member is None or evidence.request != job.plan.evidence_request:
+        if job.plan is None or member is None:
+            return
+        probe = job.plan.probe
+        if probe is not None and _is_asked(probe, evidence.request, caller.worker):
+            job.probes[caller.worker] = evidence
+            if len(job.probes) >= len(probe.sources):
+                job.wake.set()
+        if evidence.request != job.plan.evidence_request:
             return
         own = tuple(window for window in evidence.windows if window.rank in member.ranks)
-        job.evidence[caller.worker] = replace(evidence, windows=own)
+        links = tuple(link for link in evidence.links if link.rank in member.ranks)
+        job.evidence[caller.worker] = replace(evidence, windows=own, links=links)
         if len(job.evidence) >= len(job.plan.members):
             job.wake.set()
 
@@ -163,13 +180,18 @@ class Sidecars:
         return job
 
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
-        now = self._runtime.now()
+        now, figures = self._runtime.now(), read(said.figures)
+        said = replace(said, figures=())
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)
-            contact = job.contacts[caller.worker] = Contact(heard, now, state_since=now, said=said)
+            contact = Contact(heard, now, state_since=now, said=said, figures=figures)
+            job.contacts[caller.worker] = contact
             job.wake.set()
             return contact
+        slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
+        if matters(contact.figures, figures, job.metrics, slow):
+            job.wake.set()
         if any(getattr(contact.said, name) != getattr(said, name) for name in _WAKING):
             job.wake.set()
         if contact.said.state is not said.state:
@@ -177,7 +199,7 @@ class Sidecars:
         if contact.said.step < said.step:
             contact.stepped_at = now
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
-        contact.said, contact.at = said, now
+        contact.said, contact.at, contact.figures = said, now, figures
         return contact
 
 
@@ -197,6 +219,11 @@ def _member(plan: Plan, caller: Caller) -> Member | None:
 async def _dealt_with(job: JobMemory, fault: Fault) -> None:
     async with job.written:
         await job.written.wait_for(lambda: _settled(job, fault))
+
+
+def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:
+    """Whether it is this probe that the worker answers, and it is to take part."""
+    return probe is not None and request == probe.name and worker in probe.sources
 
 
 def _settled(job: JobMemory, fault: Fault) -> bool:

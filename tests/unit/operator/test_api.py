@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator import api
@@ -160,6 +161,9 @@ INCIDENT_STATUS = IncidentStatus(
     slowdown_after=1.0,
     predicted_gain=100.0,
     measured_gain=90.0,
+    diagnosis=Finding(
+        FaultClass.NETWORK, "link 0 → 1", (Witness(WitnessKind.PROBE, "slow on no other link"),), 0.98, "look at it"
+    ),
     outcome=api.Outcome.MITIGATED,
     message="better",
 )

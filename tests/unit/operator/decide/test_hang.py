@@ -133,6 +133,25 @@ def test_the_stack_of_the_culprit_is_shown_and_no_others() -> None:
     assert not [piece for piece in hung(training()).evidence if "stack:" in piece], "there is none"
 
 
+def test_what_nccl_says_is_evidence_by_its_newest_word() -> None:
+    world = training()
+    first, *others = (
+        stall(member.worker, member.ranks[0], culprit=member.ranks[0] == 2) for member in world.plan.members
+    )
+    told = (
+        replace(first, name="older", noticed_at=NOW - 5, ras="all ranks alike", transfers="rank 0: nothing"),
+        replace(first, ras="dead: rank 2", transfers="rank 0: receives from rank 2"),
+        *others,
+    )
+    decision = hang.check(replace(world, faults=told), policy())
+    assert decision is not None
+    assert [piece for piece in decision.evidence if "RAS" in piece or "NCCL" in piece] == [
+        f"NCCL's RAS, asked by {first.worker}:\ndead: rank 2",
+        f"{first.worker} over NCCL: rank 0: receives from rank 2",
+    ]
+    assert not [piece for piece in hung(world).evidence if "NCCL" in piece], "it was not asked"
+
+
 def test_who_is_given_up_already_ends_the_stall() -> None:
     world = training()
     record = next(worker for worker in world.state.placement.workers if worker.name == "j-w0-0")

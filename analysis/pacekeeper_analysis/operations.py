@@ -1,0 +1,54 @@
+"""The collectives of a rank's last steps, as they travel when a job's communication is looked into: 32 bytes each."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InputError
+
+OPERATION = np.dtype(
+    [
+        ("step", "<u4"),
+        ("collective", "u1"),  # a records.Collective
+        ("flags", "u1"),  # as a record's
+        ("group", "<u2"),  # position in the evidence's list of communicators; NO_GROUP: in none of them
+        ("sequence", "<u4"),  # inside the group, from 1
+        ("peer", "<i4"),  # global rank, of a send or receive; -1: none
+        ("bytes", "<f4"),
+        ("start", "<f4"),  # seconds after this rank began the step
+        ("end", "<f4"),
+        ("held", "<f4"),  # seconds up to `end` that this rank did nothing but wait for it; 0: it went on meanwhile
+    ]
+)
+NO_GROUP = 0xFFFF
+MOST_OPERATIONS = 4096
+"""Of one rank in one answer: the newest whole steps that they hold."""
+MOST_CHARACTERS = 4 * ((MOST_OPERATIONS * OPERATION.itemsize + 2) // 3)
+
+
+def encode(operations: NDArray[np.void]) -> str:
+    """As text. Raises ValueError for more than MOST_OPERATIONS."""
+    if len(operations) > MOST_OPERATIONS:
+        raise ValueError(f"{len(operations)} operations are more than {MOST_OPERATIONS}")
+    return base64.b64encode(operations.astype(OPERATION).tobytes()).decode()
+
+
+def decode(text: str) -> NDArray[np.void]:
+    """The array, of dtype OPERATION. Raises InputError where it is none, or its numbers are no measurements."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError("operations: are not written in base64") from error
+    if len(data) % OPERATION.itemsize or len(data) > MOST_OPERATIONS * OPERATION.itemsize:
+        raise InputError(f"operations: {len(data)} bytes are no list of at most {MOST_OPERATIONS} operations")
+    found = np.frombuffer(data, OPERATION)
+    for name in ("bytes", "start", "end", "held"):
+        if not np.isfinite(found[name]).all() or (found[name] < 0).any():
+            raise InputError(f"operations: {name} must be finite and not below 0")
+    if (found["end"] < found["start"]).any():
+        raise InputError("operations: one ends before it starts")
+    return found
