@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,8 @@ def measure(address: str, port: int, secret: str) -> Link:
         down: list[float] = []
         began = time.perf_counter()
         while len(up) < BLOCKS or time.perf_counter() - began < BLOCKS_SECONDS:
-            connection.sendall(b"u")
-            _send_block(connection)
-            up.append(struct.unpack("!d", _exactly(connection, 8))[0])
-            connection.sendall(b"d")
-            down.append(_receive_block(connection))
+            up.append(_rate(partial(_send, connection)))
+            down.append(_rate(partial(_fetch, connection)))
         connection.sendall(b".")
     return Link(max(up), max(down), statistics.median(pings))
 
@@ -246,7 +244,8 @@ def _serve(connection: socket.socket) -> None:
             case b"p":
                 connection.sendall(b"p")
             case b"u":
-                connection.sendall(struct.pack("!d", _receive_block(connection)))
+                _receive_block(connection)
+                connection.sendall(b"+")
             case b"d":
                 _send_block(connection)
             case _:
@@ -265,25 +264,43 @@ def _links(peers: Sequence[Sequence[str]], secret: str) -> Iterator[dict[str, An
             yield {"peer": node, "up": link.up, "down": link.down, "ping": link.ping}
 
 
-def _send_block(connection: socket.socket) -> None:
-    """In frames that begin with their length; an empty one ends it."""
+def _rate(move: Callable[[], int]) -> float:
+    """Bytes a second, there and confirmed: what still lies in a buffer has not come through."""
+    began = time.perf_counter()
+    count = move()
+    return count / max(time.perf_counter() - began, 1e-6)
+
+
+def _send(connection: socket.socket) -> int:
+    connection.sendall(b"u")
+    count = _send_block(connection)
+    _exactly(connection, 1)
+    return count
+
+
+def _fetch(connection: socket.socket) -> int:
+    connection.sendall(b"d")
+    return _receive_block(connection)
+
+
+def _send_block(connection: socket.socket) -> int:
+    """In frames that begin with their length; an empty one ends it. Bytes."""
     frame = _FRAME.pack(_FRAME_BYTES) + bytes(_FRAME_BYTES)
-    began, left = time.perf_counter(), BLOCK_BYTES
-    while left > 0 and time.perf_counter() - began < BLOCK_SECONDS:
+    began, count = time.perf_counter(), 0
+    while count < BLOCK_BYTES and time.perf_counter() - began < BLOCK_SECONDS:
         connection.sendall(frame)
-        left -= _FRAME_BYTES
+        count += _FRAME_BYTES
     connection.sendall(_FRAME.pack(0))
+    return count
 
 
-def _receive_block(connection: socket.socket) -> float:
-    """Bytes a second, from the first one on."""
-    count, began = 0, 0.0
+def _receive_block(connection: socket.socket) -> int:
+    count = 0
     while length := _FRAME.unpack(_exactly(connection, _FRAME.size))[0]:
-        began = began or time.perf_counter()
         if length > _FRAME_BYTES or count > BLOCK_BYTES:
             raise OSError("no frame of a block")
         count += len(_exactly(connection, length))
-    return count / max(time.perf_counter() - began, 1e-6) if count else 0.0
+    return count
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

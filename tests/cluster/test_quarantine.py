@@ -200,7 +200,7 @@ class TestLife:
         assert is_held(cluster)
         await settle(api, settings, now=expiry + 20)
 
-        assert is_free(cluster)
+        assert is_free(cluster), cluster.get("nodequarantine", NODE)["status"]
         assert cluster.get("nodequarantine", NODE) is None
         assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
