@@ -117,8 +117,8 @@ def transfers(evidence: Sequence[Evidence]) -> dict[TransferClass, Transfer]:
         of = measured[kind_of.reshape(-1) == at]
         identity, ranks = table.groups[group]
         per_byte = least[of] / table.bytes[first][of]
-        middle = (float(np.median(values)) for values in (least[of], per_byte, late[of]))
-        found[TransferClass(identity, collective, power)] = Transfer(*middle, ranks)
+        middle = [float(np.median(values)) for values in (least[of], per_byte, late[of])]
+        found[TransferClass(identity, collective, power)] = Transfer(middle[0], middle[1], middle[2], ranks)
     return found
 
 
