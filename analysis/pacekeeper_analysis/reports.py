@@ -274,7 +274,7 @@ class LinkProbe:
     """What a launcher measured towards another one, on the operator's request."""
 
     target: Name  # worker
-    bytes_per_second: Seconds = 0.0  # median of the transfers; 0: none came through
+    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
     ping_seconds: Seconds = 0.0  # median; 0: none was answered
     pings_lost: Count = 0
     failed: Words = ""  # why it could not be measured; "": it was

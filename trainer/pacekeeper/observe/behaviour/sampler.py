@@ -36,7 +36,7 @@ class Sampler:
         self._left_out = 0
         self._over = threading.Event()
         self._random = random.Random(thread)  # the script's own generator is left alone
-        self._runner = threading.Thread(target=self._run, name="pacekeeper-behaviour", daemon=True)
+        self._runner = threading.Thread(target=self._run, name="pacekeeper-looks", daemon=True)
         self._runner.start()
 
     @property

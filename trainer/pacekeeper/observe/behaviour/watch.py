@@ -35,11 +35,11 @@ from .spans import Kernels, spans_between, steps_between
 
 LOOK_SECONDS = 0.1
 """Between two looks at the plan's file."""
-EARLY = Profile("", first_step=0, steps=64, seconds=5.0)
+EARLY = Profile("", first_step=0, steps=2**20, seconds=5.0)
 """The window of a rank's early steps. No other has an empty name."""
 EARLY_AFTER_STEPS, EARLY_AFTER_SECONDS = 10, 3.0
 """Of a round: then caches and allocators are warm."""
-LEAST_EARLY_SECONDS = 1.0
+LEAST_EARLY_SECONDS = 0.5
 LONGEST = 3.0
 """A window may take so many times its seconds, with what is left out of it."""
 SAME_SAMPLES = 0.1
