@@ -156,10 +156,8 @@ class Adaptation:
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
-    def lost_by(self, now: float, slowdown: float) -> Loss:
-        """To slow ranks, which from now on cost `slowdown`, and have done so since the suspicion's first sign where
-        nothing else is known."""
-        since = now if self.suspicion is None else self.suspicion.first_sign
+    def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
+        """To slow ranks, which cost `slowdown` from now on. Where nothing else is known, they have done so `since`."""
         return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
 
 

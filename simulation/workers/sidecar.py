@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
-from pacekeeper.sidecar.figures import RankNow, FiguresTold, seen
+from pacekeeper.sidecar.figures import FiguresTold, RankNow, seen
 from pacekeeper.sidecar.launcher import SILENT_FROM, Silence
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, RANKS_LOOK_SECONDS, _silence_to_tell

@@ -33,7 +33,7 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
@@ -68,7 +68,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank takes `slow` × its peers' time."""
+    """What the evidence says; None: it is incomplete, or in a Local-SGD mode no rank takes `slow` × its peers' time."""
     if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
         return None  # or what was answered is from before a change of this pass
     if not steady(observation):
@@ -127,7 +127,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
-        draft = _account(draft, found, now)
+        draft = _account(observation.with_draft(draft), found)
         if slow and _shares_fit(observation, found) and not _spare_is_due(observation.with_draft(draft), policy):
             return _tolerate(_drop(draft), observation)
     return _ask(draft, suspicion, now)
@@ -144,13 +144,24 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
     return draft
 
 
-def _account(draft: Draft, found: Diagnosis, now: float) -> Draft:
+def _account(observation: Observation, found: Diagnosis) -> Draft:
     """With what slow ranks have cost until now, and cost from now on."""
-    adaptation = draft.state.adaptation
+    draft, adaptation = observation.draft, observation.state.adaptation
     if not found.culprits and adaptation.loss is None:
         return draft
     slowdown = found.effects[Trouble.COMPUTE] if found.culprits else 1.0
-    return draft.with_adaptation(loss=adaptation.lost_by(now, slowdown))
+    return draft.with_adaptation(loss=adaptation.lost_by(observation.now, slowdown, _since(observation, found)))
+
+
+def _since(observation: Observation, found: Diagnosis) -> float:
+    """The first sign of the trouble that the answers show: of the metrics, or before that the steps that they tell of.
+    In a Local-SGD mode these are drawn."""
+    suspicion = observation.state.adaptation.suspicion
+    assert suspicion is not None
+    if observation.plan.sync_mode is not SYNC:
+        return suspicion.first_sign
+    lasted = float(np.median(found.window.step_seconds, axis=1).sum())
+    return min(suspicion.first_sign, suspicion.asked_at - lasted)
 
 
 def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
@@ -311,7 +322,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         subject=replace(subject, number=1 + _earlier(observation, subject)),
         class_=Class.PERFORMANCE,
         message=_message(found, culprit, worker),
-        first_sign=observation.state.adaptation.suspicion.first_sign,
+        first_sign=_since(observation, found),
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
@@ -334,15 +345,14 @@ def _weigh(
 ) -> tuple[Choice, Action | None]:
     """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
-    assert adaptation.suspicion is not None
-    elapsed = observation.now - adaptation.suspicion.first_sign
+    since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
     choose = partial(
         price.choose,
         slowdown=found.slowdown,
-        lost_seconds=adaptation.lost_by(observation.now, found.slowdown).seconds,
+        lost_seconds=adaptation.lost_by(observation.now, found.slowdown, since).seconds,
         remaining_seconds=price.expected_remaining(
-            elapsed, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
+            observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
         ),
         mended=threshold,
     )
@@ -361,8 +371,13 @@ def _weigh(
         options.append(_spare(observation, policy, culprit))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
-    choice = choose(options)
+    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _once(option: Option) -> Option:
+    return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
 def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option:
@@ -373,9 +388,10 @@ def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:
-    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken."""
+    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
+    before is measured first."""
     loss = observation.state.adaptation.loss
-    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0):
+    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0) or _being_measured(observation):
         return False
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
     return not spare.refused and loss.by(observation.now) >= spare.cost_seconds

@@ -48,6 +48,7 @@ class RankHistory:
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
         self._steps: deque[StepTimes] = deque()
+        self._seconds = 0.0  # that they took
         self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
@@ -93,8 +94,10 @@ class RankHistory:
             self._mode = mode
             self.start_round()
         self._steps.append(step)
-        while len(self._steps) > steps_in_window(self._window_steps, self.step_seconds or 0.0):
+        self._seconds += step.step_seconds
+        while len(self._steps) > steps_in_window(self._window_steps, self._seconds / len(self._steps)):
             oldest = self._steps.popleft()
+            self._seconds -= oldest.step_seconds
             if MODES[mode] is SyncMode.SYNC and oldest.samples != step.samples:
                 self._earlier.append(oldest)
         self.samples_total += step.samples
@@ -104,6 +107,7 @@ class RankHistory:
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
         self._steps.clear()
+        self._seconds = 0.0
         self._earlier.clear()
         self._transfers.clear()
 

@@ -19,7 +19,8 @@ def apply(action: Adapt, decision: Decision, observation: Observation) -> Applie
         name = decision.incident_name(observation.job)
         draft = modes.entered(draft, action.trouble, action.way.reason, name, observation.now)
     if action.trouble is Trouble.COMPUTE and decision.rank is not None:
-        lost = observation.state.adaptation.lost_by(observation.now, decision.slowdown_before or 1.0)
+        before = decision.slowdown_before or 1.0
+        lost = observation.state.adaptation.lost_by(observation.now, before, decision.first_sign)
         draft = draft.with_adaptation(loss=lost.goes_on(observation.now, action.way.slowdown_after))
     if not action.mended:
         return Applied(draft)  # the suspicion stays: more evidence, and another remedy at once
