@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -114,10 +114,8 @@ class Deciding:
             if thought.draft != self._jobs.draft:
                 await self._jobs.publish(thought.draft, "1")
             pause = SUSPECT_SECONDS if thought.draft.state.adaptation.suspicion else Settings.sample_seconds
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._jobs.wake.wait(), pause)
-            except TimeoutError:
-                pass
 
 
 class Line:

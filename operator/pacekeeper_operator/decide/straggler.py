@@ -34,7 +34,7 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
