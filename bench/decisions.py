@@ -48,7 +48,7 @@ from simulation.world import World, WorldSettings
 SEEDS = 3
 REPLICAS, SLOW_RANK = 4, 1
 FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
-FOR_EVER = 1800.0
+FOR_EVER = 1200.0
 """So long is measured of a fault that does not end."""
 SECONDS = (30.0, 120.0, 600.0, FOR_EVER)
 CRASHES, STRIKES = 50.0, 120.0

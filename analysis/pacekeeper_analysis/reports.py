@@ -22,7 +22,7 @@ LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
 """Of one worker."""
-MOST_GPUS = 64
+MOST_GPUS = 32
 """Of one worker."""
 
 Name = Annotated[str, Longest(253)]
@@ -274,7 +274,7 @@ class LinkProbe:
     """What a launcher measured towards another one, on the operator's request."""
 
     target: Name  # worker
-    bytes_per_second: Seconds = 0.0  # median of the transfers; 0: none came through
+    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
     ping_seconds: Seconds = 0.0  # median; 0: none was answered
     pings_lost: Count = 0
     failed: Words = ""  # why it could not be measured; "": it was

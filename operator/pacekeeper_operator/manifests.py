@@ -190,7 +190,7 @@ def probe_pod(
         **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}),
         "command": [
             *("python", "-m", "pacekeeper_operator.probe"),
-            *(f"--gpus={task.gpus}", f"--guests={task.guests}", *peers),
+            *(*peers, f"--guests={task.guests}", f"--gpus={task.gpus}"),
         ],
         "env": [_variable(SECRET, task.secret)],
         "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": limits},

@@ -156,6 +156,7 @@ class Metrics:
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
     waits_least: int | None = None  # that rank
+    steps: int = 0  # that every rank's figures are of, at least, with the plan's shares; 0: some rank has others still
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now

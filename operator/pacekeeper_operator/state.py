@@ -156,8 +156,8 @@ class LinkLook:
     hot: tuple[str, ...] = ()  # all hot places, for people, hottest first
     known: bool = False  # enough connections could be told apart to be compared
     sides: tuple[LinkSide, ...] = ()  # slowest ones
-    incident: str = ""  # for which it is probed
-    probe: str = ""  # that is out, or was; "": none yet
+    incident: str = ""  # for which it is, or was, probed
+    probe: str = ""  # that is out; "": none
     probed_at: float = 0.0
 
 

@@ -11,7 +11,6 @@ from testcluster import faults
 from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, wait_for
 from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess
 
 BAD = "node-3"
 CPU = "1500m"
@@ -19,7 +18,7 @@ CPU = "1500m"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
+def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
     """No node has been met before, and none is held afterwards."""
     cluster.kubectl("delete", "nodeprobes", "--all")
     yield
@@ -29,7 +28,9 @@ def forgotten(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[N
 
 
 def wanting(replicas: int, **spec: Any) -> dict[str, Any]:
-    return paced("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
+    return paced(
+        "careful", 10_000_000, replicas=replicas, preflight={"enabled": True, "timeout": "5m"}, cpu=CPU, **spec
+    )
 
 
 def probes(cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -58,12 +59,12 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: Cluster, names
     if fault == "slow link":
         faults.slow_link(BAD, "50mbit")
     else:
-        faults.throttle_node(BAD, 250)
+        faults.throttle_node(BAD, 120)  # less than what is left of this machine while others work on it
     preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
     wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
     job = Job.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
-    job.until_phase("Running", timeout=120)
+    job.until_phase("Running", timeout=240)
     nodes = {pod["spec"]["nodeName"] for pod in job.pods()}
     assert BAD not in nodes
     assert not probes(cluster)[BAD].get("passed")

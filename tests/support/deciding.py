@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -94,7 +94,9 @@ class Deciding:
         records = tuple(Record(w, n, 0, uid=w, node=f"node-{w}") for n, w in enumerate(names))
         members = tuple(Member(w, self.team.workers[w].address, (n,)) for n, w in enumerate(names))
         state = State(
-            placement=Placement(workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1),
+            placement=Placement(
+                workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
+            ),
             life=Life(start_time=self.runtime.now()),
             gpus=GpuHealth(nodes=tuple(record.node for record in records)),
         )
@@ -112,10 +114,8 @@ class Deciding:
             if thought.draft != self._jobs.draft:
                 await self._jobs.publish(thought.draft, "1")
             pause = SUSPECT_SECONDS if thought.draft.state.adaptation.suspicion else Settings.sample_seconds
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._jobs.wake.wait(), pause)
-            except TimeoutError:
-                pass
 
 
 class Line:
@@ -137,7 +137,9 @@ class Line:
             raise Unavailable(str(error)) from error
 
     async def evidence(self, evidence: Evidence) -> None:
-        self._operator.sidecars.take_evidence(self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json()))))
+        self._operator.sidecars.take_evidence(
+            self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
+        )
 
 
 @asynccontextmanager

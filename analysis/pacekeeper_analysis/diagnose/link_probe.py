@@ -15,14 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from typing import Self
 
 from ..plan import Probe, ProbeTarget
 from ..reports import LinkProbe
 
 SLOW = 1.5
-"""× a control's time for the same bytes."""
+"""× a control's time for the same bytes. Of the pairs beside the suspect only those share its fault that are nearer to
+it than to the controls: how many times the usual they take is at least the root of what the suspect takes."""
 SLOW_PING, LEAST_PING_SECONDS = 4.0, 0.001
 """× a control's time for a ping, and so much more than it at least."""
+CEILING = 1e9
+"""Bytes a second: faster transfers are limited by the launchers' own processors, and are as good as each other."""
 MOST_OTHERS = 4
 
 
@@ -32,6 +36,7 @@ class Verdict(StrEnum):
     LINK = "Link"  # only this way
     SENDER = "Sender"  # all that the source sends
     RECEIVER = "Receiver"  # all that the destination receives
+    REVERSED = "Reversed"  # not this way, but the way back, whose queue the acknowledgements of this one stand in
     NOTHING = "Nothing"  # none of it now: it was congestion, or the host
     UNTOLD = "Untold"  # too few workers or answers to tell, or answers that contradict each other
 
@@ -62,9 +67,9 @@ def layout(name: str, source: Party, destination: Party, others: Sequence[Party]
     x, y, z, w = [*others[:MOST_OTHERS], *[None] * MOST_OTHERS][:MOST_OTHERS]
     turns: list[list[tuple[Party | None, Party | None]]]
     if y is None:
-        turns = [[(s, d)], [(s, x)], [(x, d)], [(d, x)]]
+        turns = [[(s, d)], [(s, x)], [(x, d)], [(d, x)], [(d, s)]]
     else:
-        turns = [[(s, d), (x, y)], [(s, x), (y, d), (z, w)], [(s, y), (x, d), (w, z)], [(s, d), (y, x)]]
+        turns = [[(s, d), (x, y)], [(s, x), (y, d), (z, w)], [(s, y), (x, d), (w, z)], [(d, s), (y, x)]]
     targets: dict[str, list[ProbeTarget]] = defaultdict(list)
     for slot, pairs in enumerate(turns):
         for one, other in pairs:
@@ -85,9 +90,8 @@ def judge(answers: Mapping[str, Sequence[LinkProbe]], source: str, destination: 
         for probe in probes:
             if probe.target != worker:
                 measured[worker, probe.target].append(probe)
-    controls = [
-        pair for pair in measured if pair[0] != source and pair[1] != destination and not _failed(measured[pair])
-    ]
+    tested = {pair for pair in measured if pair[0] == source or pair[1] == destination} | {(destination, source)}
+    controls = [pair for pair in measured if pair not in tested and not _failed(measured[pair])]
     suspect = measured.get((source, destination))
     if suspect is None or not controls:
         return Judgement(Verdict.UNTOLD, "the probe was not answered by those who would have to")
@@ -95,31 +99,53 @@ def judge(answers: Mapping[str, Sequence[LinkProbe]], source: str, destination: 
     ping = median(_ping(measured[pair]) for pair in controls)
     sends = [pair for pair in measured if pair[0] == source and pair[1] != destination]
     receives = [pair for pair in measured if pair[1] == destination and pair[0] != source]
-    slow = {pair: _is_slow(measured[pair], rate, ping) for pair in (*sends, *receives, (source, destination))}
-    verdict = _verdict(slow[source, destination], [slow[p] for p in sends], [slow[p] for p in receives])
+    shown = _Slowness.of(suspect, rate, ping)
+    as_slow = {pair: _Slowness.of(measured[pair], rate, ping).is_like(shown) for pair in (*sends, *receives)}
+    back = measured.get((destination, source), ())
+    if back and not shown.is_slow and _Slowness.of(back, rate, ping).is_slow:
+        return Judgement(Verdict.REVERSED, f"{destination} → {source} {_words(back)}; controls {rate / 1e6:.0f} MB/s")
+    verdict = _verdict(shown.is_slow, [as_slow[pair] for pair in sends], [as_slow[pair] for pair in receives])
     told = ", ".join(f"{a} → {b} {_words(measured[a, b])}" for a, b in ((source, destination), *sends, *receives))
     return Judgement(verdict, f"{told}; controls {rate / 1e6:.0f} MB/s, {ping * 1e3:.2f} ms")
 
 
 def _verdict(suspect: bool, sends: Sequence[bool], receives: Sequence[bool]) -> Verdict:
+    if not suspect:
+        return Verdict.NOTHING
     if not sends or not receives:
         return Verdict.UNTOLD
-    if not (suspect or any(sends) or any(receives)):
-        return Verdict.NOTHING
-    if suspect and not any(sends) and not any(receives):
+    if not any(sends) and not any(receives):
         return Verdict.LINK
-    if suspect and all(sends) and not any(receives):
+    if all(sends) and not any(receives):
         return Verdict.SENDER
-    if suspect and all(receives) and not any(sends):
+    if all(receives) and not any(sends):
         return Verdict.RECEIVER
     return Verdict.UNTOLD
 
 
-def _is_slow(probes: Sequence[LinkProbe], rate: float, ping: float) -> bool:
-    """Against the controls' rate (bytes/s) and ping (s). What did not come through at all is slow: theirs did."""
-    if _failed(probes) or _rate(probes) * SLOW <= rate:
-        return True
-    return _ping(probes) >= SLOW_PING * ping and _ping(probes) >= ping + LEAST_PING_SECONDS
+@dataclass(frozen=True)
+class _Slowness:
+    """A pair's times over the controls'."""
+
+    transfer: float
+    ping: float  # 1 where it is not longer by LEAST_PING_SECONDS
+
+    @classmethod
+    def of(cls, probes: Sequence[LinkProbe], rate: float, ping: float) -> Self:
+        """`rate`, `ping`: the controls', bytes/s and s. What did not come through at all is slow: theirs did."""
+        if _failed(probes):
+            return cls(math.inf, math.inf)
+        longer = _ping(probes) - ping >= LEAST_PING_SECONDS
+        return cls(rate / _rate(probes), _ping(probes) / ping if longer else 1.0)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.transfer >= SLOW or self.ping >= SLOW_PING
+
+    def is_like(self, other: _Slowness) -> bool:
+        """Slow in the way in which `other` is, and nearer to it than to the controls."""
+        by_transfer = other.transfer >= SLOW and self.transfer >= max(SLOW, math.sqrt(other.transfer))
+        return by_transfer or (other.ping >= SLOW_PING and self.ping >= max(SLOW_PING, math.sqrt(other.ping)))
 
 
 def _failed(probes: Sequence[LinkProbe]) -> bool:
@@ -127,7 +153,7 @@ def _failed(probes: Sequence[LinkProbe]) -> bool:
 
 
 def _rate(probes: Sequence[LinkProbe]) -> float:
-    return median(probe.bytes_per_second for probe in probes)
+    return min(CEILING, max(probe.bytes_per_second for probe in probes))
 
 
 def _ping(probes: Sequence[LinkProbe]) -> float:

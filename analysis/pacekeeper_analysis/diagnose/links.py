@@ -3,11 +3,13 @@
     cells = join(evidence)                      # one a direction of two ranks and window of some seconds
     view = judge(cells)                         # the delay matrix, and what of it is hot
 
-Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least, for each class of
-link by itself (on one node, between nodes). Median polish, D = m + r_s + c_d + e_sd, takes apart what belongs to a
-sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual and more than
-five robust standard deviations (or 4 × the usual) in two of the last three windows.
+Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least (slow ones: 1 MB),
+for each class of link by itself (on one node, between nodes). Median polish, D = m + r_s + c_d + e_sd, takes apart what
+belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual
+and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
 
+Busy is a connection until it has been acknowledged, and acknowledgements stand in the queue of what is slow the other
+way: of a place and its way back only the slower one is told.
 A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
 """
 
@@ -24,8 +26,13 @@ from numpy.typing import NDArray
 
 from ..reports import Evidence, LinkWindow
 
-LEAST_BYTES = 8_000_000
-"""That a cell has carried in a window: less tells too little."""
+LEAST_BYTES, SLOW_BYTES, SLOW_BUSY_SECONDS = 8_000_000, 1_000_000, 0.5
+"""That a cell has carried in a window, or that it has needed so long for: less tells of single messages, not of a link.
+"""
+LEAST_COUNTED_SECONDS = 0.02
+"""Busy time that is told from less: the kernel counts it in ticks of 4 ms."""
+LEAST_BUSY_SECONDS = 0.1
+"""A cell that was busy for less is not what anybody waits for, and its time is coarse."""
 HOT = 1.5
 SIGMAS = 5.0
 MANIFEST = 4.0
@@ -69,7 +76,7 @@ class Cell:
     @property
     def bytes_per_second(self) -> float:
         """While it was busy."""
-        return self.acked_bytes / self.busy_seconds if self.busy_seconds else math.inf
+        return self.acked_bytes / max(self.busy_seconds, LEAST_COUNTED_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
     """`unknown`: ends that could not be joined."""
     by_window: dict[int, list[Cell]] = defaultdict(list)
     for cell in cells:
-        if cell.acked_bytes >= LEAST_BYTES and cell.busy_seconds > 0:
+        if cell.acked_bytes >= (SLOW_BYTES if cell.busy_seconds >= SLOW_BUSY_SECONDS else LEAST_BYTES):
             by_window[cell.age].append(cell)
     polished = {age: [_polish(group) for group in _classes(found)] for age, found in sorted(by_window.items())}
     newest = [matrix for age in list(polished)[:1] for matrix in polished[age]]
@@ -191,7 +198,7 @@ class _Matrix:
 
 
 def _polish(cells: Sequence[Cell]) -> _Matrix:
-    delay = np.log([cell.busy_seconds / (cell.acked_bytes / 1e6) for cell in cells])
+    delay = np.log([1e6 / cell.bytes_per_second for cell in cells])
     sources, row = np.unique([cell.source for cell in cells], return_inverse=True)
     destinations, column = np.unique([cell.destination for cell in cells], return_inverse=True)
     rows_known = np.bincount(row) >= APART
@@ -239,17 +246,30 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
         for spots in seen.values()
         if len(spots) >= WINDOWS_NEEDED
     ]
-    found.sort(key=lambda spot: -spot.ratio)
-    return tuple(found[:NAMED])
+    found.sort(key=lambda spot: spot.bytes_per_second)
+    causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
+    return tuple(sorted(causes, key=lambda spot: -spot.ratio)[:NAMED])
+
+
+def _answers(spot: HotSpot, cause: HotSpot) -> bool:
+    """Whether `spot` is hot only because its acknowledgements stand in the queue of a slower one. Behind a pair there
+    may be the source's or the destination's side, through which those of other pairs pass."""
+    by_source, by_destination = _touch(spot.destination, cause.source), _touch(spot.source, cause.destination)
+    return by_source or by_destination if cause.kind is Kind.PAIR else by_source and by_destination
+
+
+def _touch(one: int, other: int) -> bool:
+    return one == other or -1 in (one, other)
 
 
 def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
     """Of one window and class. Cells that are explained by their row or column are not told by themselves."""
-    hot = _is_hot(matrix.residual)
+    busy = np.array([cell.busy_seconds >= LEAST_BUSY_SECONDS for cell in matrix.cells])
+    hot = _is_hot(matrix.residual) & busy
     row_is_cool = np.bincount(matrix.row, weights=~hot) > 0
     column_is_cool = np.bincount(matrix.column, weights=~hot) > 0
-    rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot, column_is_cool[matrix.column])
-    columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot, row_is_cool[matrix.row])
+    rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot & column_is_cool[matrix.column], busy)
+    columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot & row_is_cool[matrix.row], busy)
     for line, effect in rows:
         yield _line(matrix, Kind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
         hot &= matrix.row != line
@@ -272,14 +292,15 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
 
 
 def _hot_lines(
-    effects: Floats, residual: Floats, line: Ints, hot: NDArray[np.bool_], crossed_is_cool: NDArray[np.bool_]
+    effects: Floats, residual: Floats, line: Ints, hot: NDArray[np.bool_], busy: NDArray[np.bool_]
 ) -> list[tuple[int, float]]:
     """Rows (or columns) that are slow as a whole, and their effects. One with two cells has no effect of its own: it is
-    slow where both are, and the lines that cross it are not."""
+    slow where both are. `hot`: cells that no line across them explains."""
     known = np.isfinite(effects)
     slow = np.zeros(len(effects), bool)
     slow[known] = _is_hot(effects[known])
-    size, hot_cells = np.bincount(line), np.bincount(line, weights=hot & crossed_is_cool)
+    slow &= np.bincount(line, weights=busy) > 0
+    size, hot_cells = np.bincount(line), np.bincount(line, weights=hot)
     pair = ~known & (size == APART - 1) & (hot_cells == size)
     effects = np.where(known, effects, _medians(residual, line, len(effects)))
     return [(int(place), float(effects[place])) for place in np.flatnonzero(slow | pair)]

@@ -30,8 +30,8 @@ from . import blame
 from .pricing import replace_option, written
 from .remedies import quarantine_node
 
-FRESH_LOOK_SECONDS = 30.0
-"""What connections showed longer ago says nothing about what is slow now."""
+FRESH_LOOK_SECONDS, LOOK_KEPT_SECONDS = 30.0, 600.0
+"""What connections showed longer ago says nothing about what is slow now; and for so long it is shown to people."""
 LOOK_SECONDS = 60.0
 """For so long after a decision the connections are asked again while they have not shown anything hot."""
 ANSWER_SECONDS = 10.0
@@ -125,7 +125,10 @@ def probe(observation: Observation, policy: Policy) -> Draft:
     if view is not None:
         verdict = replace(verdict, worker=view.name, node=view.node)
     earlier = (*draft.state.adaptation.link_verdicts, verdict)[-MOST_VERDICTS:]
-    draft = draft.with_adaptation(link=None, link_verdicts=earlier)
+    if told.verdict is Verdict.REVERSED:  # the other way is what is to be asked about
+        turned = replace(seen, kind=Kind.PAIR, source=seen.destination, destination=seen.source, incident="", probe="")
+        return draft.with_adaptation(link=turned, link_verdicts=earlier)
+    draft = draft.with_adaptation(link=replace(seen, probe=""), link_verdicts=earlier)
     incident = draft.state.incidents.find(seen.incident)
     if incident is None:
         return draft
@@ -182,9 +185,9 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 def _begin(observation: Observation, policy: Policy, seen: LinkLook) -> Draft:
     draft, incident, now = observation.draft, _incident(observation), observation.now
-    if now - seen.at > FRESH_LOOK_SECONDS:
+    if now - seen.at > LOOK_KEPT_SECONDS:
         return draft.with_adaptation(link=None)
-    if incident is None or not seen.hot or not policy.acts or draft.plan.probe is not None:
+    if now - seen.at > FRESH_LOOK_SECONDS or seen.incident or incident is None or not seen.hot or not policy.acts:
         return draft
     lately = [verdict for verdict in draft.state.adaptation.link_verdicts if verdict.at > now - HOUR]
     if len(lately) >= policy.link_probes_an_hour:

@@ -34,7 +34,7 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
@@ -69,7 +69,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank takes `slow` × its peers' time."""
+    """What the evidence says; None: it is incomplete, or in a Local-SGD mode no rank takes `slow` × its peers' time."""
     if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
         return None  # or what was answered is from before a change of this pass
     if not steady(observation):
@@ -375,8 +375,14 @@ def _weigh(
         options.append(_spare(observation, policy, culprit))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
-    choice = choose(options)
+    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
+    return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
 def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option:
@@ -387,9 +393,10 @@ def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:
-    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken."""
+    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
+    before is measured first."""
     loss = observation.state.adaptation.loss
-    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0):
+    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0) or _being_measured(observation):
         return False
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
     return not spare.refused and loss.by(observation.now) >= spare.cost_seconds

@@ -49,7 +49,7 @@ async def look(
 async def _sweep(operator: Operator) -> None:
     """An operator that died has left its pods. Nobody looks at nodes now: the caller alone may."""
     for body in await operator.cluster.list(PODS, operator.settings.namespace, labels=LABEL_CIRCLE):
-        if body["metadata"]["labels"][LABEL_CIRCLE].startswith(_FLIGHT):
+        if body["metadata"].get("labels", {}).get(LABEL_CIRCLE, "").startswith(_FLIGHT):
             await operator.cluster.delete(PODS, body["metadata"]["name"], operator.settings.namespace, grace=0)
 
 
@@ -183,5 +183,5 @@ async def _write(cluster: Cluster, node: Object, probe: NodeProbe) -> Object:
     known = await cluster.find(NODE_PROBES, name)
     if known is None:
         return await cluster.create(NODE_PROBES, body)
-    body["metadata"]["resourceVersion"] = known["metadata"]["resourceVersion"]
+    body["metadata"] = {**known["metadata"], **body["metadata"]}
     return await cluster.replace(NODE_PROBES, body)

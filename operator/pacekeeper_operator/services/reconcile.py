@@ -21,7 +21,7 @@ from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
-from ..state import Draft
+from ..state import Draft, LinkLook
 from . import bookkeeping, events, incidents
 from .desk import Desk
 from .doing import carry_out
@@ -87,6 +87,7 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 
     A pod whose node does not confirm its end is struck off without it. The job's incidents stay.
     """
+    _show_links(desk.job, None)
     now, left = operator.runtime.now(), await gather.pods(operator.cluster, desk.job)
     for pod in left:
         node = operator.nodes.get(("", pod.node))
@@ -178,7 +179,14 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     """Patch the status: at once where phase or conditions change, every 15 s for figures."""
     status = statuses.report(observation, policy(operator, desk.job), _status(desk))
     desk.memory.phase = status.phase
+    _show_links(desk.job, observation.state.adaptation.link)
     await _patch_status(operator, desk, status)
+
+
+def _show_links(job: Job, seen: LinkLook | None) -> None:
+    known = seen if seen is not None and seen.known else None
+    sides = [(side.rank, "sends" if side.sends else "receives", side.ratio) for side in known.sides] if known else ()
+    metrics.show_links(job.namespace, job.name, None if known is None else len(known.hot), sides)
 
 
 async def _report_blind(operator: Operator, desk: Desk, words: str) -> None:

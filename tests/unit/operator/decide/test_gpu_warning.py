@@ -77,7 +77,7 @@ class TestMove:
         assert (decision.class_, decision.remedy) == (Class.INFRASTRUCTURE, Remedy.REPLACE_WORKER)
         assert (decision.rank, decision.worker, decision.node) == (1, "j-w1-0", "node-1")
         assert decision.finding is not None
-        assert (decision.finding.fault, decision.finding.kinds) == (FaultClass.HARDWARE, {WitnessKind.GPU})
+        assert (decision.finding.fault, decision.finding.kinds) == (FaultClass.HARDWARE, frozenset({WitnessKind.GPU}))
 
     def test_it_burns_no_restart_and_the_job_is_running_meanwhile(self) -> None:
         world = warned(training())
