@@ -8,7 +8,6 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, JobPhase, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
