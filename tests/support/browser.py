@@ -49,6 +49,6 @@ def in_frame(page: str, width: int) -> str:
 const frame = document.getElementById("frame");
 frame.onload = () => {{ const inner = frame.contentDocument.documentElement;
   document.documentElement.dataset.seen =
-    [inner.scrollWidth - {width}, inner.dataset.failed || "well"].join("|"); }};
+    [inner.scrollWidth - inner.clientWidth, inner.dataset.failed || "well"].join("|"); }};
 frame.srcdoc = {content};
 </script></body></html>"""
