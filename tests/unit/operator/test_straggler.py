@@ -199,7 +199,7 @@ def test_the_outcome_is_measured(behind: float, outcome: Outcome) -> None:
     thought = judged(2.0)
     early = next_pass(thought, world, 5.0, metrics=replace(world.metrics, behind=behind, pace=2.0))
     assert think(early, policy()).draft.state.incidents.open
-    done = change_members(early, step=560)
+    done = replace(early, now=early.now + 1, metrics=replace(early.metrics, steps=32))
     (incident,) = think(done, policy()).draft.state.incidents.current
     assert incident.cause is Cause.STRAGGLER
     assert incident.outcome is outcome
@@ -232,8 +232,8 @@ def test_questions_get_rarer_but_never_rare() -> None:
 def test_a_tolerated_straggler_hides_no_other() -> None:
     world = suspicious(spares=0)
     thought = answered(world, 2.0)
-    measured = next_pass(thought, world, 60.0, metrics=replace(world.metrics, behind=1.05, pace=2.0))
-    done = think(change_members(measured, step=560), policy())
+    measured = next_pass(thought, world, 60.0, metrics=replace(world.metrics, behind=1.05, pace=2.0, steps=32))
+    done = think(measured, policy())
     assert not done.draft.state.incidents.open
     alike = next_pass(done, measured, 100.0)
     assert not think(alike, policy()).draft.plan.evidence_request
@@ -254,8 +254,8 @@ def looked_into(
     made = answered(world, 2.5)
     assert made.draft.plan.shares is not None
     assert made.draft.state.adaptation.tolerated_pace == 2.2
-    after = next_pass(made, world, 60.0, metrics=replace(world.metrics, pace=pace, behind=1.2))
-    after = change_members(after, step=560 if measured else 501)
+    steps = 32 if measured else 0
+    after = next_pass(made, world, 60.0, metrics=replace(world.metrics, pace=pace, behind=1.2, steps=steps))
     asked = think(after, policy())
     request = asked.draft.plan.evidence_request
     evidence = windows(request, slow, shares or made.draft.plan.shares)
