@@ -30,7 +30,8 @@ from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
 BROKEN = 3.0
-"""A rank so many times slower than its peers is broken rather than slow: a spare mends what shares leave of it."""
+"""A rank so many times slower than its peers is broken rather than slow: a spare that is due comes before shares,
+unless they mend it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
@@ -371,6 +372,7 @@ def _weigh(
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
     since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
+    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     choose = partial(
         price.choose,
         slowdown=found.slowdown,
@@ -379,6 +381,7 @@ def _weigh(
             observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
         ),
         mended=threshold,
+        bearable=threshold if broken else math.inf,
     )
     ways = [
         replace(way, refused=way.refused or _refusal(observation, policy, found, way))
@@ -387,7 +390,6 @@ def _weigh(
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
     best = choose(options).chosen
-    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     after = found.slowdown if best is None else best.option.slowdown_after
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
