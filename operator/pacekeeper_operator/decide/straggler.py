@@ -35,7 +35,7 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
@@ -396,6 +396,7 @@ def _weigh(
 
 
 def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
