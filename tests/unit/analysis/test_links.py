@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def ends(worker: str, *links: LinkWindow) -> Evidence:
     return Evidence("why", worker, 1, links=links)
 
 
-def end(local: str, remote: str, rank: int, **changes: float) -> LinkWindow:
+def end(local: str, remote: str, rank: int, **changes: Any) -> LinkWindow:
     return replace(LinkWindow(local, remote, rank, 0, 5.0, 20 * MB, 0.2), **changes)
 
 

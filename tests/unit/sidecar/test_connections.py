@@ -212,7 +212,7 @@ class TestKernel:
         def forbidden(*_: object) -> socket.socket:
             raise PermissionError("not in this sandbox")
 
-        monkeypatch.setattr(connections.socket, "socket", forbidden)
+        monkeypatch.setattr("pacekeeper.sidecar.connections.socket.socket", forbidden)
         seen = Connections(runtime)
         for look in range(LOOKS):
             seen.look(float(look))
