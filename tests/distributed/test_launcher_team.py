@@ -64,9 +64,10 @@ def test_launchers_measure_their_links_while_their_ranks_train_and_tell_whose_so
         parties = [Party(name, address[name]) for name in "abc"]
         asked = layout("probe-2", parties[0], parties[1], parties[2:])
         one.give(replace(one.plan, version=2, probe=asked))
-        found = {
-            name: one.wait_for(lambda n=name: read_json(one.workers[n].runtime.probes), "a probe") for name in "abc"
-        }
+        found = {}
+        for name, worker in one.workers.items():
+            one.wait_for(worker.runtime.probes.exists, f"what {name} has measured")
+            found[name] = read_json(worker.runtime.probes) or {}
         answers = {name: [LinkProbe(**probe) for probe in told["probes"]] for name, told in found.items()}
         assert {told["name"] for told in found.values()} == {"probe-2"}
         assert [probe.target for probe in answers["a"]] == ["b", "c"]
