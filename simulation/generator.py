@@ -157,7 +157,8 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ranks.RankStopped: (1, lambda r: ranks.RankStopped(**_role(r))),
     ranks.RankCannotBeKilled: (1, lambda r: ranks.RankCannotBeKilled(**_role(r))),
     ranks.LossIsBad: (1, lambda r: ranks.LossIsBad(**_role(r))),
-    ranks.GpuFails: (2, lambda r: ranks.GpuFails(**_role(r), xid=r.choice([13, 31, 48, 79, 95]))),
+    ranks.GpuFails: (2, lambda r: ranks.GpuFails(**_role(r), xid=r.choice([13, 31, 48, 79, 94, 95]))),
+    ranks.GpuWarns: (2, lambda r: ranks.GpuWarns(**_role(r))),
     ranks.ScriptFails: (1, lambda r: ranks.ScriptFails(**_role(r))),
     ranks.PlanIsRefused: (1, lambda r: ranks.PlanIsRefused(**_role(r))),
     ranks.CheckpointsFail: (1, lambda _: ranks.CheckpointsFail()),
@@ -168,6 +169,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         2,
         lambda r: ranks.ProcessKilled(**_role(r), part=r.choice([ranks.Part.LAUNCHER, ranks.Part.SIDECAR])),
     ),
+    ranks.FiguresLie: (1, lambda r: ranks.FiguresLie(**_role(r), lie=r.choice(list(ranks.Lie)))),
     ranks.NodeIsSlow: (3, lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.3, 1.8, 2.5, 4.0]))),
     ranks.LinkFails: (
         2,

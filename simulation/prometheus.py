@@ -1,18 +1,17 @@
-"""Prometheus, as far as the operator's one query goes: what sidecars export is scraped, and figures follow from it."""
+"""Prometheus, as far as the operator's queries go: what sidecars export is scraped, and figures follow from it."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from statistics import fmean, median
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from pacekeeper_analysis.diagnose.gpu_health import Sign
 
 from .network import PROMETHEUS
 
 if TYPE_CHECKING:
-    from .workers.rank import Rank
     from .workers.worker import Worker
     from .world import World
 
@@ -28,37 +27,33 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Series:
-    """What a sidecar says of one rank. NaN: it does not say."""
+    """What a sidecar says of one rank."""
 
     at: float  # virtual seconds of the scrape
-    pod: str
-    rank: int
     step: float
-    step_seconds: float
-    compute_seconds: float
-    per_sample: float
-    share: float
-    first_steps: float
-
-    @property
-    def wait(self) -> float:
-        return max(0.0, self.step_seconds - self.compute_seconds)
 
 
 class Prometheus:
-    """Answers the operator's query. Unreachable it is by the network."""
+    """Answers the operator's queries. Unreachable it is by the network."""
 
     def __init__(self, world: World) -> None:
         self.silence = ""
         """How it fails: "down", "silent", "empty" or "stale"; "": it does not."""
         self.lie = ""
-        """Which series lie: "nan", "huge", "foreign", "gpu" or "unknown-node"; "": none."""
+        """Which series lie: "foreign", "gpu" or "unknown-node"; "": none."""
         self.names_nodes = True
         """Whether the scrape says on which node an exporter of GPU figures is."""
         self._world = world
         self._targets: dict[str, tuple[Job, list[Series]]] = {}  # by pod uid
         self._xids: dict[tuple[str, str], int] = {}  # by node and GPU
+        self._pending_rows: dict[tuple[str, str], None] = {}
         world.after(SCRAPES, self._scrape_all)
+
+    def show_pending_rows(self, node: str, gpu: str, pending: bool) -> None:
+        """Whether rows of a GPU's memory wait to be remapped."""
+        self._pending_rows.pop((node, gpu), None)
+        if pending:
+            self._pending_rows[node, gpu] = None
 
     def count_xid(self, node: str, gpu: str, xid: int) -> None:
         """The newest one of a GPU, as DCGM tells it."""
@@ -72,16 +67,21 @@ class Prometheus:
             raise TimeoutError("Prometheus")
         if self.silence == "empty":
             return []
+        if f'"figure", "{Sign.ROWS_PENDING}"' in query:
+            return list(self._sign_rows())
         now = self._world.now()
         rows = [
-            self._row({"namespace": job[0], "trainingjob": job[1], "figure": name, **labels}, value)
+            self._row({"namespace": job[0], "trainingjob": job[1], "figure": name}, value)
             for job, series in self._by_job(now).items()
-            for name, labels, value in figures(series, now)
-            if math.isfinite(value)
+            for name, value in figures(series, now)
         ]
         if '"figure", "gpu"' in query:
             rows += self._gpu_rows()
         return rows
+
+    def _sign_rows(self) -> Iterator[Row]:
+        for node, gpu in self._pending_rows:
+            yield self._row(self._of_gpu(node, gpu, str(Sign.ROWS_PENDING)), 1)
 
     def _row(self, labels: dict[str, str], value: float) -> Row:
         return {"metric": labels, "value": [self._world.wall(PROMETHEUS), repr(float(value))]}
@@ -89,21 +89,11 @@ class Prometheus:
     def _by_job(self, now: float) -> dict[Job, list[Series]]:
         found: dict[Job, list[Series]] = defaultdict(list)
         for job, series in self._targets.values():
-            found[job] += [self._as_told(each) for each in series if now - each.at <= LOOKBACK]
+            found[job] += [each for each in series if now - each.at <= LOOKBACK]
         if self.lie == "foreign" and len(found) > 1:
             jobs = list(found)
             return {job: found[other] for job, other in zip(jobs, jobs[1:] + jobs[:1], strict=True)}
         return found
-
-    def _as_told(self, series: Series) -> Series:
-        """One rank of each pair lies."""
-        if series.rank % 2 == 0:
-            return series
-        if self.lie == "nan":
-            return replace(series, compute_seconds=math.nan, per_sample=math.nan)
-        if self.lie == "huge":
-            return replace(series, compute_seconds=1e9, per_sample=1e8)
-        return series
 
     def _gpu_rows(self) -> Iterator[Row]:
         nodes = list(self._world.nodes)
@@ -112,11 +102,14 @@ class Prometheus:
             xids[nodes[0], "0"] = 79
         elif self.lie == "unknown-node":
             xids["node-that-is-not", "0"] = 79
-        place = "node" if self.names_nodes else "Hostname"
         for (node, gpu), xid in xids.items():
-            labels = {"__name__": XID_METRIC, "namespace": EXPORTER, place: node, "gpu": gpu, "figure": "gpu"}
-            yield self._row(labels, xid)
+            yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu")}, xid)
         yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(nodes))
+
+    def _of_gpu(self, node: str, gpu: str, figure: str) -> dict[str, str]:
+        """Labels of a series about it."""
+        place = "node" if self.names_nodes else "Hostname"
+        return {"namespace": EXPORTER, place: node, "gpu": gpu, "figure": figure}
 
     def _scrape_all(self) -> None:
         self._world.after(SCRAPES, self._scrape_all)
@@ -125,6 +118,7 @@ class Prometheus:
         now, reaches = self._world.now(), self._world.network.reaches
         # A machine that boots has an exporter that knows of nothing.
         self._xids = {key: xid for key, xid in self._xids.items() if reaches(key[0], key[0])}
+        self._pending_rows = {key: None for key in self._pending_rows if reaches(key[0], key[0])}
         self._targets = {
             uid: ((worker.namespace, worker.job), list(_scrape(worker, now)))
             for uid, worker in self._world.workers.items()
@@ -138,57 +132,12 @@ class Prometheus:
 
 
 def _scrape(worker: Worker, now: float) -> Iterator[Series]:
-    return (_series(worker.name, rank, now) for rank in worker.launcher.ranks if rank.run is not None)
+    return (Series(now, rank.step) for rank in worker.launcher.ranks if rank.run is not None)
 
 
-def _series(pod: str, rank: Rank, now: float) -> Series:
-    history = rank.history
-
-    def told(value: float | None) -> float:
-        return math.nan if value is None else value
-
-    return Series(
-        at=now,
-        pod=pod,
-        rank=rank.number,
-        step=rank.step,
-        step_seconds=told(history.step_seconds),
-        compute_seconds=told(history.compute_seconds),
-        per_sample=told(history.compute_seconds_per_sample),
-        share=float(rank.leg.share) if rank.leg is not None and rank.leg.share else math.nan,
-        first_steps=told(history.first_steps_seconds),
-    )
-
-
-def figures(series: list[Series], now: float) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each of the operator's figures (`pacekeeper_operator.observe.prometheus`)."""
-
-    def of(value: Callable[[Series], float]) -> list[float]:
-        return [found for each in series if 0 <= (found := value(each)) < math.inf]
-
-    compute, per_sample = of(lambda each: each.compute_seconds), of(lambda each: each.per_sample)
-    share, steps = of(lambda each: each.share), of(lambda each: each.step_seconds)
-    if compute:
-        yield "slowdown", {}, max(compute) / fmean(compute)
-    if per_sample:
-        yield "pace", {}, max(per_sample) / median(per_sample)
-        slowest = max((each for each in series if each.per_sample < math.inf), key=lambda each: each.per_sample)
-        yield "slowest", {"pod": slowest.pod, "rank": str(slowest.rank)}, slowest.per_sample
-        if share and compute:
-            yield "behind", {}, max(compute) / (median(per_sample) * fmean(share))
-    if steps:
-        yield "step_seconds", {}, median(steps)
-    yield from _least("waiting", of(lambda each: each.wait / each.step_seconds))
-    yield from _least("uniform", of(lambda each: each.step_seconds / each.first_steps))
-    throughput = of(lambda each: each.share / each.step_seconds)
-    if throughput:
-        yield "throughput", {}, sum(throughput)
+def figures(series: list[Series], now: float) -> Iterator[tuple[str, float]]:
+    """Name and value of each of the operator's figures (`pacekeeper_operator.observe.prometheus`)."""
     if series:
-        yield "ranks", {}, len(series)
-        yield "least_step", {}, min(each.step for each in series)
-        yield "scrape_age", {}, max(now - each.at for each in series)
-
-
-def _least(name: str, values: list[float]) -> Iterator[tuple[str, dict[str, str], float]]:
-    if values:
-        yield name, {}, min(values)
+        yield "ranks", len(series)
+        yield "least_step", min(each.step for each in series)
+        yield "scrape_age", max(now - each.at for each in series)

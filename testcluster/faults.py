@@ -79,6 +79,20 @@ def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> 
         raise ValueError(f"millicores={millicores}: the kernel refuses it, more than the pod's own limit?") from error
 
 
+def throttle_node(node: str, millicores: int | None) -> None:
+    """Give all pods of the node together `millicores` / 1000 of a CPU, as a throttled machine does; None: all again.
+
+    The kernel refuses less than what a single pod is limited to (cgroup v1).
+    """
+    folder = cgroups.controller("cpu", cluster.member(node).cgroup)
+    quota_us = -1 if millicores is None else 100 * millicores
+    if cgroups.is_v2():
+        (folder / "cpu.max").write_text(f"{'max' if millicores is None else quota_us} 100000")
+    else:
+        (folder / "cpu.cfs_period_us").write_text("100000")
+        (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+
 def node_down(node: str) -> None:
     """Pull the node's network cable."""
     network.set_link(cluster.member(node), up=False)

@@ -1,9 +1,9 @@
 """What a remedy costs and wins, and which one to take now.
 
-How long a fault will last is not known in advance, so the choice is a ski-rental problem: a remedy is bought at the
-latest when the loss that has accumulated since the first sign reaches its price, which is never more than twice what a
-clairvoyant would have paid. The durations of earlier incidents of the same class let it be bought earlier. Seconds are
-seconds of training throughout.
+How long a fault will last is not known in advance, so the choice is a ski-rental problem: what is free is done at once,
+and a dear remedy is bought when the loss since the first sign, before and after what was free, reaches its cost. Nobody
+who hears of the fault at the same time, and knows how long it will last, pays less than half of that. To buy earlier
+because most faults last would give this up for the short ones. Seconds are seconds of training throughout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MINIMAL_WIN = 0.02
-"""A free live change for less than this relative win would only make the job flap."""
+"""A change for less than this relative win would only make the job flap."""
 
 NEARLY = 1.15
 """Synchronous SGD is exact, so it is kept, or preferred, where its steps take at most this many times as long as those
@@ -49,6 +49,26 @@ class Choice:
     prices: tuple[Price, ...]
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What a fault has cost since its first sign, and costs on, whatever is done about it meanwhile.
+
+    Plain numbers, to be kept with the job; times are seconds of any one clock.
+    """
+
+    seconds: float  # lost until `at`
+    at: float
+    slowdown: float  # since then
+
+    def by(self, now: float) -> float:
+        """Seconds lost until `now`."""
+        return self.seconds + max(0.0, now - self.at) * loss_rate(self.slowdown)
+
+    def goes_on(self, now: float, slowdown: float) -> Loss:
+        """From `now` on at another rate: a remedy has left `slowdown`, or the fault has changed."""
+        return Loss(self.by(now), now, slowdown)
+
+
 def choose(
     options: Sequence[Option],
     slowdown: float,
@@ -59,28 +79,27 @@ def choose(
 ) -> Choice:
     """Which option to take now.
 
-    slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign.
-    remaining_seconds: expected rest of the fault's duration, see `expected_remaining`; inf: it will not pass by itself.
-    mended: a slowdown below this needs no better remedy. Free options come first, and of these exact SGD where it mends
-    the job, or nearly as well as Local-SGD. Of the others that are due, and that are worth their cost beside a free one
-    that does not mend the job, the one with the least cost plus remaining loss.
+    slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign, see
+    `Loss`. remaining_seconds: expected rest of the fault's duration, over which gains are reckoned, see
+    `expected_remaining`; inf: it will not pass by itself. mended: a slowdown below this needs no better free remedy.
+
+    What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due
+    once the loss has reached its cost, if it wins something beside what is free; of several, the one with the least
+    cost plus remaining loss is taken.
     """
-    prices = tuple(_price(option, slowdown, lost_seconds, remaining_seconds) for option in options)
-    due = [price for price in prices if price.due]
-    if not due:
-        return Choice(None, prices)
     horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
+    free = [_free_price(option, slowdown, horizon) for option in options if option.cost_seconds == 0]
+    best_free = _best_free([price for price in free if price.due], mended)
+    left = slowdown if best_free is None else best_free.option.slowdown_after
+    dear = [_dear_price(option, slowdown, left, lost_seconds, horizon) for option in options if option.cost_seconds]
 
     def whole_cost(price: Price) -> float:
         return price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
 
-    best = min(due, key=whole_cost)
-    free = [price for price in due if price.option.cost_seconds == 0]
-    if free:
-        best_free = _free(free, mended)
-        mends = best_free.option.slowdown_after < mended
-        best = best_free if mends or best.option.cost_seconds == 0 else best
-    return Choice(best, prices)
+    best_dear = min((price for price in dear if price.due), key=whole_cost, default=None)
+    by_kind = iter(free), iter(dear)
+    prices = tuple(next(by_kind[option.cost_seconds > 0]) for option in options)
+    return Choice(best_dear if best_free is None else best_free, prices)
 
 
 _LONG = 86_400.0
@@ -90,6 +109,11 @@ _LONG = 86_400.0
 def loss_rate(slowdown: float) -> float:
     """Seconds of training lost a second: 1 − 1/S."""
     return 1.0 if math.isinf(slowdown) else 1.0 - 1.0 / max(slowdown, 1.0)
+
+
+def wins(slowdown: float, after: float) -> bool:
+    """Whether steps at slowdown `after` are enough faster than at `slowdown` to change anything."""
+    return math.isinf(slowdown) or max(after, 1.0) <= (1.0 - MINIMAL_WIN) * slowdown
 
 
 def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
@@ -103,36 +127,42 @@ def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior
     return (2 * prior_seconds + sum(longer)) / (2 + len(longer))
 
 
-def _free(due: Sequence[Price], mended: float) -> Price:
-    best = min(due, key=lambda price: price.option.slowdown_after)
-    exact = [price for price in due if price.option.exact]
-    if not exact:
+def _best_free(due: Sequence[Price], mended: float) -> Price | None:
+    best = min(due, key=lambda price: price.option.slowdown_after, default=None)
+    preferred = min(
+        (price for price in due if price.option.exact), key=lambda price: price.option.slowdown_after, default=None
+    )
+    if best is None or preferred is None:
         return best
-    preferred = min(exact, key=lambda price: price.option.slowdown_after)
     after = preferred.option.slowdown_after
     return preferred if after < mended or after <= NEARLY * max(1.0, best.option.slowdown_after) else best
 
 
-def _price(option: Option, slowdown: float, lost_seconds: float, remaining_seconds: float) -> Price:
+def _free_price(option: Option, slowdown: float, horizon: float) -> Price:
     saved = loss_rate(slowdown) - loss_rate(option.slowdown_after)
-    gain = saved * (remaining_seconds if math.isfinite(remaining_seconds) else _LONG)
+    gain = saved * horizon
     if option.refused:
         return Price(option, gain, False, option.refused)
     if saved <= 0:
         return Price(option, 0.0, False, "wins nothing")
+    relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
+    if not option.exact and slowdown < NEARLY * max(1.0, option.slowdown_after):
+        return Price(option, gain, False, f"{relative:.0%} faster steps are not worth leaving synchronous SGD")
+    if relative < MINIMAL_WIN:
+        return Price(option, gain, False, f"only {relative:.1%} faster steps")
+    return Price(option, gain, True, f"free, {relative:.0%} faster steps")
+
+
+def _dear_price(option: Option, slowdown: float, left: float, lost_seconds: float, horizon: float) -> Price:
+    """`left`: the slowdown under the best of what is free."""
     cost = option.cost_seconds
-    if cost == 0:
-        relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
-        if not option.exact and slowdown < NEARLY * max(1.0, option.slowdown_after):
-            return Price(option, gain, False, f"{relative:.0%} faster steps are not worth leaving synchronous SGD")
-        due = relative >= MINIMAL_WIN
-        return Price(
-            option, gain, due, f"free, {relative:.0%} faster steps" if due else f"only {relative:.1%} faster steps"
-        )
-    if math.isinf(slowdown):
+    gain = max(0.0, loss_rate(slowdown) - loss_rate(option.slowdown_after)) * horizon
+    if option.refused:
+        return Price(option, gain, False, option.refused)
+    if not wins(left, option.slowdown_after):
+        return Price(option, gain, False, "wins nothing" if left == slowdown else "wins nothing beside what is free")
+    if math.isinf(left):
         return Price(option, gain, True, "the job stands still")
     if lost_seconds >= cost:
         return Price(option, gain, True, f"{lost_seconds:.0f} s lost so far reach its cost of {cost:.1f} s")
-    if math.isfinite(remaining_seconds) and gain > cost:
-        return Price(option, gain, True, f"expected gain of {gain:.0f} s exceeds its cost of {cost:.1f} s")
     return Price(option, gain, False, f"costs {cost:.1f} s, and only {lost_seconds:.1f} s are lost so far")

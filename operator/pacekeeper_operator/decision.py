@@ -33,6 +33,7 @@ class ReplaceWorker:
     disruption: bool = False  # somebody wanted it: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
     refused: bool = False  # its kubelet has not even begun it
+    patient: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Adapt:
 
     way: Way
     trouble: Trouble
-    mended: bool  # well enough: no dearer remedy is waited for
+    mended: bool  # well enough: nothing more is looked for until the loss has reached the price of a spare
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pacekeeper_analysis.behaviour.localise import Localisation
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
@@ -119,17 +120,23 @@ class NodeView:
 
 @dataclass(frozen=True)
 class GpuValue:
-    """One of DCGM's counters that is not zero."""
+    """One of DCGM's counters that is not zero, or what a GPU's series show by the policy of GPU health."""
 
     node: str
     gpu: str
-    metric: str
+    metric: str  # of DCGM; or a gpu_health.Sign, and `value` is its figure
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
+    uuid: str = ""  # of the GPU; "": the exporter does not say
 
     @property
     def key(self) -> str:
         return f"{self.node}/{self.gpu}/{self.metric}"
+
+    @property
+    def gpu_key(self) -> tuple[str, str]:
+        """Which GPU it is."""
+        return self.node, self.gpu
 
 
 NOT_ASKED = "Prometheus has not been asked lately"
@@ -137,17 +144,25 @@ NOT_ASKED = "Prometheus has not been asked lately"
 
 @dataclass(frozen=True)
 class Metrics:
-    """What Prometheus says of a job; None: nothing (yet)."""
+    """How a job does: by what its ranks say, and by Prometheus; None: nothing is known (yet)."""
+
+    # By the figures in its workers' heartbeats.
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
     behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
     pace: float | None = None  # slowest rank's own work a sample over the ranks' median
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # median of the ranks' means
+    per_sample: float | None = None  # median of the ranks' own work a sample
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
+    waits_least: int | None = None  # that rank
+    steps: int = 0  # that every rank's figures are of, at least, with the plan's shares; 0: some rank has others still
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
+    untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
+    # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
     ranks: float | None = None  # of the job that tell of their steps
@@ -175,6 +190,24 @@ class Ruling:
 
     verdict: Verdict
     words: str
+
+
+@dataclass(frozen=True)
+class Localised:
+    """What a behaviour window has come to. `page`: what is kept of it for people, as JSON; "": it is kept."""
+
+    window: str
+    localisation: Localisation
+    page: str = ""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What a look at a node before a job's start has found."""
+
+    at: float  # seconds since the epoch
+    passed: bool | None  # None: it could not be found out
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,6 +239,7 @@ class Policy:
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
     link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
+    profiles_an_hour: int = 2  # behaviour windows of one job; 0: by hand only
 
     @property
     def acts(self) -> bool:
@@ -232,6 +266,9 @@ class Observation:
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    patterns: int = 0  # ranks that have answered in the behaviour window that is out
+    localised: Localised | None = None  # what the last one has come to
+    checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess

@@ -25,6 +25,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             members=members,
             shares=plan.shares if same else None,
             evidence_request="",
+            figures_band=(observation.job.spec.detection.straggler_slowdown - 1) / 2,
             probe=None,
             step_seconds=observation.step_seconds or plan.step_seconds,
             store_port=store_port,
@@ -35,6 +36,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
         .with_budget(in_membership=0)
         .with_adaptation(
             suspicion=None,
+            loss=draft.state.adaptation.loss if same else None,
             vain=None,
             link=None,
             shares_refusal=draft.state.adaptation.shares_refusal if same else "",

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import kopf
 from aiohttp import web
 
+from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
@@ -30,6 +31,7 @@ from .services.sidecars import Caller, NotYet, Sidecars
 from .services.tokens import Forbidden, TooMany, Unauthenticated
 
 MAX_HEARTBEAT_BYTES = 64 * 2**10
+"""Of a worker with 100 ranks or less; of more, see `_heartbeat_room`."""
 MAX_FAULT_BYTES = 2**20
 """A stall's report holds a stack a rank."""
 MAX_EVIDENCE_BYTES = 4 * 2**20
@@ -38,8 +40,11 @@ MAX_HEARTBEAT_MARKS = 4_096
 MAX_FAULT_MARKS = 20_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
-a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 1,100, the fullest fault 18,600.
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70, 11 a rank and 38 a
+GPU, the fullest fault 18,600.
 """
+RANK_BYTES, RANK_MARKS = 264, 11
+"""A rank's part of a heartbeat: its figures, and its number should it be unkillable."""
 MAX_BODIES_BYTES = 32 * 2**20
 """Of all bodies that are being read."""
 BODY_SECONDS = 10.0
@@ -128,6 +133,7 @@ def application(sidecars: Sidecars, runtime: Runtime, connections: Connections |
             web.post("/v1/plan", _plan),
             web.post("/v1/faults", _fault),
             web.post("/v1/evidence/{request}", _evidence),
+            web.post("/v1/patterns/{window}/{rank}", _pattern),
             web.get("/healthz", _healthy),
         ]
     )
@@ -137,9 +143,18 @@ def application(sidecars: Sidecars, runtime: Runtime, connections: Connections |
 async def _plan(request: web.Request) -> web.StreamResponse:
     caller = await _caller(request)
     after, wait = _version(request), _wait(request)
-    heartbeat = Heartbeat.from_json(await _body(request, caller, MAX_HEARTBEAT_BYTES, MAX_HEARTBEAT_MARKS))
+    room = _heartbeat_room(request.app[SIDECARS].ranks(caller))
+    heartbeat = Heartbeat.from_json(await _body(request, caller, *room))
     plan = await request.app[SIDECARS].poll(caller, heartbeat, after, wait)
     return web.Response(status=204) if plan is None else web.json_response(plan.to_json())
+
+
+def _heartbeat_room(ranks: int) -> tuple[int, int]:
+    """Bytes and marks of the heartbeat of a worker of so many ranks: as many as it can need, and nobody gets more."""
+    return (
+        max(MAX_HEARTBEAT_BYTES, MAX_HEARTBEAT_BYTES // 2 + RANK_BYTES * ranks),
+        max(MAX_HEARTBEAT_MARKS, MAX_HEARTBEAT_MARKS // 2 + RANK_MARKS * ranks),
+    )
 
 
 async def _fault(request: web.Request) -> web.StreamResponse:
@@ -161,6 +176,18 @@ async def _evidence(request: web.Request) -> web.StreamResponse:
     return web.Response(status=202)
 
 
+async def _pattern(request: web.Request) -> web.StreamResponse:
+    """Read only when the window is looked into, in a thread of its own."""
+    caller = await _caller(request)
+    window, text = request.match_info["window"], request.match_info["rank"]
+    if not text.isdecimal() or len(text) > 8:
+        raise InputError(f"rank: {text[:40]!r} must be a whole number")
+    if request.app[SIDECARS].awaits_pattern(caller, window, int(text)):
+        data = await _body(request, caller, MOST_ANSWER_BYTES, MAX_HEARTBEAT_MARKS, parse=_uncrowded)
+        request.app[SIDECARS].take_pattern(caller, window, int(text), data)
+    return web.Response(status=202)
+
+
 async def _healthy(_request: web.Request) -> web.StreamResponse:
     return web.Response(text="ok")
 
@@ -178,22 +205,29 @@ async def _caller(request: web.Request) -> Caller:
     return caller
 
 
-async def _body(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
-    """Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, Spent."""
+async def _body(
+    request: web.Request, caller: Caller, most: int, most_marks: int, parse: Callable[[bytes, int], Any] | None = None
+) -> Any:
+    """`parse`: of the bytes and `most_marks`; None: as a JSON object.
+
+    Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, Spent."""
     if (request.content_length or 0) > most:
         raise _TooLarge(f"{request.path} takes {most} bytes at most")
     try:
-        return await request.app[RUNTIME].within(BODY_SECONDS, _in_turn(request, caller, most, most_marks))
+        reading = _in_turn(request, caller, most, most_marks, parse or _parse)
+        return await request.app[RUNTIME].within(BODY_SECONDS, reading)
     except TimeoutError as error:
         raise _TooSlow(f"the body must come within {BODY_SECONDS:.0f} s") from error
 
 
-async def _in_turn(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
+async def _in_turn(
+    request: web.Request, caller: Caller, most: int, most_marks: int, parse: Callable[[bytes, int], Any]
+) -> Any:
     """Once the caller's other bodies are read, and while there is room for this one."""
     length = most if request.content_length is None else request.content_length
     async with request.app[TURNS].turn(caller):
         with request.app[BODIES].lent(length):
-            return _parse(await _read(request, most), most_marks)
+            return parse(await _read(request, most), most_marks)
 
 
 async def _read(request: web.Request, most: int) -> bytes:
@@ -205,9 +239,15 @@ async def _read(request: web.Request, most: int) -> bytes:
     return bytes(data)
 
 
-def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
+def _uncrowded(data: bytes, most_marks: int) -> bytes:
+    """As it stands. Raises InputError where it would become too much."""
     if _crowded(data, most_marks):
         raise InputError(f"the body holds more than {most_marks} values")
+    return data
+
+
+def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
+    _uncrowded(data, most_marks)
     try:
         body = json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError as error:

@@ -15,6 +15,7 @@ from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
 from pacekeeper_analysis.diagnose.links import Kind
 from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
@@ -40,6 +41,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    patient: bool = False  # nothing forces it out: it stays until the checkpoint that was asked for is there
     starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
@@ -183,6 +185,7 @@ class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
+    loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
     link: LinkLook | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
@@ -194,13 +197,36 @@ class Adaptation:
     tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
+    def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
+        """To slow ranks, which cost `slowdown` from now on. Where nothing else is known, they have done so `since`."""
+        return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
+
 
 @dataclass(frozen=True)
-class GpuHealth:
+class GpusSeen:
     """What the GPUs of the job's nodes showed when they were looked at."""
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
     values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """A node that failed the job's preflight."""
+
+    node: str
+    at: float
+    why: str
+    attempts: int = 0  # at placing the job, of those that had failed by then
+    tolerated: bool = False  # there was no room without it
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """How looking at the nodes goes."""
+
+    began: float = 0.0  # since when nodes are looked at that no verdict is known of; 0: there are none
+    avoided: tuple[Avoided, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -295,6 +321,23 @@ class Incidents:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Behaviour windows: the one that is out, and what has been looked into."""
+
+    incident: str = ""  # for which the window is; "": for none that was open
+    round: int = 0  # in which it was asked for
+    asked_at: float = 0.0
+    until: float = 0.0  # so long answers are waited for
+    reason: str = ""  # for people
+    asked: tuple[float, ...] = ()  # when windows were asked for within the last hour, by the operator's own choice
+    looked_into: tuple[str, ...] = ()  # incidents, the newest last
+    uniform: float = 1.0  # how slow all ranks were when that was looked into
+    answered: str = ""  # the annotation that was followed last
+    shown: str = ""  # the last window that has told something
+    shown_in: str = ""  # the incident that tells it
+
+
+@dataclass(frozen=True)
 class State:
     """All that the operator remembers of a job, by what it is about."""
 
@@ -302,8 +345,10 @@ class State:
     placement: Placement = field(default_factory=Placement)
     budget: Budget = field(default_factory=Budget)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    gpus: GpuHealth = field(default_factory=GpuHealth)
+    gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
+    preflight: Preflight = field(default_factory=Preflight)
+    profiling: Profiling = field(default_factory=Profiling)
 
 
 @dataclass(frozen=True)
@@ -334,6 +379,12 @@ class Draft:
 
     def with_incidents(self, **changes: Any) -> Draft:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
+
+    def with_profiling(self, **changes: Any) -> Draft:
+        return self._with_state(profiling=replace(self.state.profiling, **changes))
+
+    def with_preflight(self, **changes: Any) -> Draft:
+        return self._with_state(preflight=replace(self.state.preflight, **changes))
 
     def with_worker(self, changed: Worker) -> Draft:
         """`changed` in the place of the worker of its name."""

@@ -204,9 +204,7 @@ class Silence(StrEnum):
 class Lie(StrEnum):
     """What series say that is not so."""
 
-    NAN = "nan"
-    HUGE = "huge"
-    FOREIGN = "foreign"  # another job's figures under this one's labels
+    FOREIGN = "foreign"  # another job's steps under this one's labels
     GPU = "gpu"  # DCGM: an XID where there is none
     UNKNOWN_NODE = "unknown-node"  # DCGM: of nodes that do not exist
 
@@ -215,7 +213,6 @@ class Lie(StrEnum):
 class PrometheusFails(Fault):
     """For everybody."""
 
-    costs = (Cost.METRICS,)
     how: Silence = Silence.DOWN
 
     def strike(self, scene: Scene) -> Heal:
@@ -229,8 +226,7 @@ class PrometheusFails(Fault):
 class PrometheusLies(Fault):
     """In some series."""
 
-    costs = (Cost.METRICS,)
-    lie: Lie = Lie.NAN
+    lie: Lie = Lie.FOREIGN
 
     def strike(self, scene: Scene) -> Heal:
         prometheus = scene.world.prometheus

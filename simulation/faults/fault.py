@@ -24,7 +24,7 @@ class Cost(StrEnum):
     STATUS = "status"  # its status is old
     STEPS = "steps"  # it may stand still
     STRENGTH = "strength"  # it may train with fewer workers than its spec asks for
-    METRICS = "metrics"  # what only Prometheus knows is not known
+    FIGURES = "figures"  # nobody knows how its ranks train
     CHECKPOINTS = "checkpoints"  # none is kept
 
 

@@ -20,6 +20,13 @@ class Stand(StrEnum):
     LOADER = "loader"
 
 
+class Lie(StrEnum):
+    """What a sidecar tells of ranks that is not so."""
+
+    HUGE = "huge"  # its own take years
+    FOREIGN = "foreign"  # others', which are not its own
+
+
 class Part(StrEnum):
     """Of a worker's pod."""
 
@@ -84,12 +91,23 @@ class LossIsBad(WorkerFault):
 
 @dataclass(frozen=True)
 class GpuFails(WorkerFault):
-    """An XID: 13 and 31 are the application's, 48, 79 and 95 the hardware's. The rank crashes of it."""
+    """An XID: 13 and 31 are the application's, 48, 79 and 95 the hardware's, 94 is contained: it costs one
+    process. The rank crashes of it."""
 
     xid: int = 79
 
     def strike(self, scene: Scene) -> None:
         self.worker(scene).gpu_error(self.xid)
+
+
+@dataclass(frozen=True)
+class GpuWarns(WorkerFault):
+    """Rows of a GPU's memory wait to be remapped, until somebody resets it: everything works on."""
+
+    def strike(self, scene: Scene) -> Heal:
+        worker = self.worker(scene)
+        worker.gpu_warns(True)
+        return lambda: worker.gpu_warns(False)
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,20 @@ class ProcessKilled(WorkerFault):
             worker.kill_sidecar()
         else:
             worker.kill()
+
+
+@dataclass(frozen=True)
+class FiguresLie(WorkerFault):
+    """A worker tells of its ranks what is not so."""
+
+    costs = (Cost.FIGURES,)
+    lie: Lie = Lie.HUGE
+
+    def strike(self, scene: Scene) -> Heal:
+        worker = self.worker(scene)
+        scene.tell(f"{worker.name} lies about ranks: {self.lie}")
+        worker.figures_lie = self.lie
+        return lambda: setattr(worker, "figures_lie", "")
 
 
 @dataclass(frozen=True)

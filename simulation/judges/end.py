@@ -125,7 +125,7 @@ def _training(world: World, job: JobRecord, seats: list[str], schedule: Schedule
         yield f"{job.name} takes no step in round {run.round}, of {', '.join(names)}"
     elif names != seats:
         yield f"{job.name}: {', '.join(names)} train, and by the plan it should be {', '.join(seats)}"
-    elif Cost.METRICS not in schedule.costs and not _is_slow(world, run):
+    elif Cost.FIGURES not in schedule.costs and not _is_slow(world, run):
         yield from _no_straggler(job, run)
 
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
+from pacekeeper.sidecar.figures import FiguresTold, RankNow, seen
 from pacekeeper.sidecar.launcher import SILENT_FROM, Silence
 from pacekeeper.sidecar.settings import SidecarSettings
-from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, _silence_to_tell
+from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, RANKS_LOOK_SECONDS, _silence_to_tell
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState, RankFigures
 
 from ..loop import Process
 
 if TYPE_CHECKING:
     from ..world import World
+    from .rank import Rank
     from .worker import Worker
 
 _STARTS = (0.3, 0.8)
@@ -54,7 +56,8 @@ class Sidecar(Process):
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
-        self._told: tuple[Any, int] | None = None
+        self._figures = FiguresTold()
+        self._told: tuple[Any, ...] | None = None
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()
         self._delivering: dict[str, None] = {}
@@ -69,6 +72,7 @@ class Sidecar(Process):
         self.serves = True
         work = {"poll": self._follow_plan(), "tell": self._tell_changes(), "evidence": self._answer_requests()}
         self._loops = [self.spawn(loop, name=f"{self._worker.name}/{name}") for name, loop in work.items()]
+        self._look_at_ranks()
         self.look_at_heartbeat()
         self.look_at_faults()
         self._see_request()
@@ -89,6 +93,16 @@ class Sidecar(Process):
         """It may have changed."""
         if self.serves and not self._changed.is_set() and self._loud() != self._told:
             self._changed.set()
+
+    def _look_at_ranks(self) -> None:
+        plan = self._folder.plan
+        band = WorkerPlan.figures_band if plan is None else plan.figures_band
+        self._figures.look([_seen(rank) for rank in self._ranks()], band, self._world.now())
+        self.look_at_heartbeat()
+        self.after(RANKS_LOOK_SECONDS, self._look_at_ranks)
+
+    def _ranks(self) -> list[Rank]:
+        return [rank for rank in self._worker.launcher.ranks if rank.run is not None]
 
     def look_at_faults(self) -> None:
         """There may be new ones."""
@@ -120,13 +134,24 @@ class Sidecar(Process):
         seconds = self._silence.seconds
         return {
             **vars(self._folder.heartbeat),
+            "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
+            "figures": [asdict(each) for each in self._as_told(self._figures.tell())],
             "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
             "sent_at": self._world.wall(self._worker.node),
         }
 
-    def _loud(self) -> tuple[Any, int]:
+    def _as_told(self, figures: tuple[RankFigures, ...]) -> tuple[RankFigures, ...]:
+        match self._worker.figures_lie:
+            case "huge":
+                return tuple(replace(each, compute_seconds=1e9, compute_seconds_per_sample=1e8) for each in figures)
+            case "foreign":
+                return tuple(replace(each, rank=rank) for each in figures for rank in range(each.rank + 8))
+        return figures
+
+    def _loud(self) -> tuple[Any, ...]:
         """The heartbeat without what can wait."""
-        return _loud_fields(self._folder.heartbeat), _silence_to_tell(self._silence.seconds)
+        beat, silence = self._folder.heartbeat, _silence_to_tell(self._silence.seconds)
+        return _loud_fields(beat), beat.gpu_signs, silence, self._figures.news
 
     # Its loops.
 
@@ -203,7 +228,7 @@ class Sidecar(Process):
             self._asked.set()
 
     def _evidence(self, request: str) -> Evidence:
-        windows = tuple(rank.window() for rank in self._worker.launcher.ranks if rank.run is not None)
+        windows = tuple(rank.window() for rank in self._ranks())
         return Evidence(request, self._worker.name, self._folder.heartbeat.round, windows)
 
     async def _part(self) -> None:
@@ -266,6 +291,10 @@ class Sidecar(Process):
 
     def _backoff(self) -> _Backoff:
         return _Backoff(self._random.uniform)
+
+
+def _seen(rank: Rank) -> RankNow:
+    return seen(rank.number, rank.history, 0 if rank.leg is None else rank.leg.share)
 
 
 class _Backoff:

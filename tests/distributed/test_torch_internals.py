@@ -84,6 +84,18 @@ def test_on_new_process_group() -> None:
     assert run_ranks(rank_main, 2) == [True, True]
 
 
+def test_ranks_of() -> None:
+    def rank_main(rank: int) -> list[tuple[int, ...]]:
+        group = _alone()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        alone: Any = dist.new_group([rank], use_local_synchronization=True)
+        groups = [group, mesh.get_group("b"), alone, object()]
+        dist.barrier()
+        return [torch_internals.ranks_of(group) for group in groups]
+
+    assert run_ranks(rank_main, 2) == [[(0, 1), (0, 1), (rank,), ()] for rank in range(2)]
+
+
 def test_stand_in_front() -> None:
     """Of an operator, on all devices that there are here."""
 

@@ -18,6 +18,8 @@ from ..shares import Costs
 
 MINIMAL_STEPS = 8
 """Fewer in common tell nothing."""
+WINDOW_SECONDS = 5.0
+"""Steps of more seconds are not needed to tell a slow rank, and a slow job must not be judged the later for it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,16 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         costs=_costs(by_rank),
     )
     return weighed(replace(window, share_grain=share_grain(by_rank, *window.shares)))
+
+
+def steps_in_window(most: int, step_seconds: float) -> int:
+    """Steps that are judged together: at most `most`, of WINDOW_SECONDS at most, but never fewer than MINIMAL_STEPS.
+
+    step_seconds: 0: not known.
+    """
+    if step_seconds * most <= WINDOW_SECONDS:
+        return most
+    return min(most, max(MINIMAL_STEPS, int(WINDOW_SECONDS / step_seconds)))
 
 
 def _since_shares_changed(samples: npt.NDArray[np.int64]) -> int:

@@ -15,15 +15,17 @@ import numpy as np
 
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
+from pacekeeper_analysis.diagnose.finding import Finding, join
+from pacekeeper_analysis.diagnose.windows import steps_in_window
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
-from pacekeeper_analysis.price import Choice
+from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
 from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
-from . import links
+from . import gpu_warning, links, waits
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -33,8 +35,10 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 5.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
+ANSWER_SECONDS = 5.0
+"""So long ranks may take to answer before they are asked anew."""
 MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
@@ -54,22 +58,29 @@ OTHER_PRIOR_SECONDS = 600.0
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    found = diagnose(observation)
-    if found is None or found.trouble is Trouble.NONE or _as_ever(observation, found):
+    due = _spare_is_due(observation, policy)
+    found = diagnose(observation, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
+    if found is None:
+        return None
+    if found.trouble is Trouble.NONE and (due if found.culprits else _shares_misfit(observation, found)):
+        found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])  # little, but for long
+    if found.trouble is Trouble.NONE or _as_ever(observation, found):
         return None
     return _decide(observation, policy, found)
 
 
-def diagnose(observation: Observation) -> Diagnosis | None:
-    """What the evidence says; None: it is not complete, or in a Local-SGD mode: no rank is broken."""
-    if observation.state.adaptation.suspicion is None or not steady(observation):
+def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
+    """What the evidence says; None: it is incomplete, or in a Local-SGD mode no rank takes `slow` × its peers' time."""
+    if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
+        return None  # or what was answered is from before a change of this pass
+    if not steady(observation):
         return None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
     if observation.plan.sync_mode is SYNC:
         return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
-    return adapt.broken(windows, observation.plan, threshold=BROKEN, global_batch=observation.global_batch)
+    return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
@@ -93,13 +104,14 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
     if observation.plan.stop is not Stop.NO:
         return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if observation.plan.sync_mode is not SYNC:
-        return _suspect_broken(observation)
+        return _suspect_broken(observation, policy)
     if not steady(observation):
         asking = bool(observation.plan.evidence_request)
         return _drop(draft) if asking or suspicion is not None else draft
     slow, waits = _slow(observation), _waits(observation) or _shares_outlived(observation)
     if suspicion is None:
-        wanted = (slow and not _tolerated(observation)) or (waits and not _held(observation))
+        looked_into = _tolerated(observation) and not _spare_is_due(observation, policy)
+        wanted = (slow and not looked_into) or (waits and not _held(observation))
         return _ask(draft, Suspicion(since=now, step_seconds=observation.step_seconds), now) if wanted else draft
     if waits and not slow:
         if observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown:
@@ -110,12 +122,15 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not slow and not waits:
         return _drop(draft)
+    if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
+        return draft
     found = diagnose(observation)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
-        if slow and _shares_fit(observation, found):
+        draft = _account(observation.with_draft(draft), found)
+        if slow and _shares_fit(observation, found) and not _spare_is_due(observation.with_draft(draft), policy):
             return _tolerate(_drop(draft), observation)
     return _ask(draft, suspicion, now)
 
@@ -125,15 +140,38 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
     draft, vain = observation.draft, observation.state.adaptation.vain
     if vain is not None and vain.forbidden and policy.acts:
         return draft.with_adaptation(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
-    if draft.state.adaptation.tolerated_pace and _alike(observation) and steady(observation):
-        return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0)
+    adaptation = draft.state.adaptation
+    if (adaptation.tolerated_pace or adaptation.loss is not None) and _alike(observation) and steady(observation):
+        return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0, loss=None)
     return draft
 
 
-def _suspect_broken(observation: Observation) -> Draft:
-    """In a Local-SGD mode, where the way back asks the ranks now and then: since when has one been broken?"""
+def _account(observation: Observation, found: Diagnosis) -> Draft:
+    """With what slow ranks have cost until now, and cost from now on."""
+    draft, adaptation = observation.draft, observation.state.adaptation
+    if not found.culprits and adaptation.loss is None:
+        return draft
+    slowdown = found.effects[Trouble.COMPUTE] if found.culprits else 1.0
+    return draft.with_adaptation(loss=adaptation.lost_by(observation.now, slowdown, _since(observation, found)))
+
+
+def _since(observation: Observation, found: Diagnosis) -> float:
+    """The first sign of the trouble that the answers show: of the metrics, or before that the steps that they tell of.
+    In a Local-SGD mode these are drawn."""
+    suspicion = observation.state.adaptation.suspicion
+    assert suspicion is not None
+    if observation.plan.sync_mode is not SYNC:
+        return suspicion.first_sign
+    lasted = float(np.median(found.window.step_seconds, axis=1).sum())
+    return min(suspicion.first_sign, suspicion.asked_at - lasted)
+
+
+def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
+    """In a Local-SGD mode, where the way back asks the ranks now and then: since when has one been broken, or cost as
+    much as a spare?"""
     draft, suspicion, pace = observation.draft, observation.state.adaptation.suspicion, observation.metrics.pace
-    if pace is None or pace < BROKEN or not steady(observation):
+    is_broken = pace is not None and pace >= BROKEN
+    if not (is_broken or _spare_is_due(observation, policy)) or not steady(observation):
         return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if suspicion is not None:
         return draft
@@ -146,15 +184,19 @@ def pause_between_questions(elapsed: float) -> float:
 
 
 def steady(observation: Observation) -> bool:
-    """All members train in the mode that is wanted, in a round that is old enough for its windows to be its own."""
-    if observation.training_since is None or observation.metrics.unavailable:
+    """All members train in the mode that is wanted, and tell how, in a round that is old enough for its windows."""
+    if observation.training_since is None or observation.metrics.untold:
         return False
     beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
     if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):
         return False
-    window = observation.job.spec.detection.window_steps
     busy = any(incident.recovered is None and not incident.live for incident in observation.state.incidents.open)
-    return not busy and min((beat.steps_in_round for beat in beats), default=0) >= window
+    return not busy and min((beat.steps_in_round for beat in beats), default=0) >= window_steps(observation)
+
+
+def window_steps(observation: Observation) -> int:
+    """That are judged together, and that the metrics are of."""
+    return steps_in_window(observation.job.spec.detection.window_steps, observation.step_seconds)
 
 
 def _slow(observation: Observation) -> bool:
@@ -199,7 +241,7 @@ def _tolerated(observation: Observation) -> bool:
 
 def _being_measured(observation: Observation) -> bool:
     """A live remedy has been applied, and the metrics are in part of the time before it."""
-    return any(incident.live for incident in observation.state.incidents.open)
+    return any(i.live and i.class_ is Class.PERFORMANCE for i in observation.state.incidents.open)
 
 
 def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
@@ -212,6 +254,11 @@ def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
     return bool(adapt.exact_helps(found, exact)) and max(found.rank_slowdown) < BROKEN
 
 
+def _shares_misfit(observation: Observation, found: Diagnosis) -> bool:
+    """The straggler for whom they were made has recovered, and others would win something."""
+    return _shares_outlived(observation) and any(not way.refused for way in _ways(observation, found))
+
+
 def _held(observation: Observation) -> bool:
     """Waits have been looked into, and steps have not become longer since."""
     vain = observation.state.adaptation.vain
@@ -222,7 +269,7 @@ def _held(observation: Observation) -> bool:
 
 def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
     """A whole window has passed since the first sign, and shows no trouble."""
-    window = observation.job.spec.detection.window_steps * observation.step_seconds
+    window = window_steps(observation) * observation.step_seconds
     quiet = suspicion.shown in (None, Trouble.NONE)
     return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
 
@@ -251,7 +298,9 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
     slow_links = suspicion.shown is Trouble.COMMUNICATION
-    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if slow_links else ()))
+    collectives = bool(suspicion.request) or draft.plan.world_size <= waits.ASKED_AT_ONCE
+    asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
+    parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
@@ -267,7 +316,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
-    if culprit is not None and (view is None or view.record.leaving):
+    if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
         return None
     subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
     choice, action = _weigh(observation, policy, found, culprit)
@@ -279,11 +328,11 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         subject=replace(subject, number=1 + _earlier(observation, subject)),
         class_=Class.PERFORMANCE,
         message=_message(found, culprit, worker),
-        first_sign=observation.state.adaptation.suspicion.first_sign,
+        first_sign=_since(observation, found),
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=found.evidence,
+        evidence=(*found.evidence, *gpu_warning.words_of(observation, view)),
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,
@@ -294,24 +343,35 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
-        finding=links.finding(observation, found),
+        finding=_finding(observation, found, culprit),
     )
+
+
+def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
+    return found.trouble is not Trouble.COMPUTE or waits.holds_up(observation, found, culprit)
+
+
+def _finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
+    of_links = links.finding(observation, found)
+    if of_links is None:
+        return waits.finding(observation, found, culprit)
+    of_groups = waits.slow_groups(observation)
+    return of_links if of_groups is None else join(of_groups, of_links)
 
 
 def _weigh(
     observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
 ) -> tuple[Choice, Action | None]:
     """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
-    assert observation.state.adaptation.suspicion is not None
-    threshold = observation.job.spec.detection.straggler_slowdown
-    elapsed = observation.now - observation.state.adaptation.suspicion.first_sign
+    adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
+    since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
     choose = partial(
         price.choose,
         slowdown=found.slowdown,
-        lost_seconds=elapsed * price.loss_rate(found.slowdown),
+        lost_seconds=adaptation.lost_by(observation.now, found.slowdown, since).seconds,
         remaining_seconds=price.expected_remaining(
-            elapsed, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
+            observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
         ),
         mended=threshold,
     )
@@ -327,19 +387,39 @@ def _weigh(
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
     if culprit is not None and found.trouble is Trouble.COMPUTE:
-        enough = f"with {best.option.remedy if best else 'its present share'} it costs {after:.2f} ×" if mended else ""
-        cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
-        spare = replace_option(observation, policy, refused=_why_not_move(observation, policy, culprit))
-        options.append(replace(spare, cost_seconds=cost, refused=enough or spare.refused))
-        words = f"rank {culprit} is too slow for shares to mend"
+        options.append(_spare(observation, policy, culprit))
+        words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
-    choice = choose(options)
+    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
 
 
-def _why_not_move(observation: Observation, policy: Policy, rank: int) -> str:
+def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
+    return replace(option, refused=option.refused or "it has been done, and is still measured")
+
+
+def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option:
+    """For a slow rank; None: not known which."""
+    refused = "no rank is slow any more" if _alike(observation) else _why_not_move(observation, policy, rank)
+    cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
+    return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost)
+
+
+def _spare_is_due(observation: Observation, policy: Policy) -> bool:
+    """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
+    before is measured first."""
+    loss = observation.state.adaptation.loss
+    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0) or _being_measured(observation):
+        return False
+    spare = _spare(observation, policy, observation.metrics.slowest_rank)
+    return not spare.refused and loss.by(observation.now) >= spare.cost_seconds
+
+
+def _why_not_move(observation: Observation, policy: Policy, rank: int | None) -> str:
     """Why this rank gets no other worker (any more); "": it may."""
-    since, here = observation.now - policy.restart_window, observation.worker_of_rank(rank)
+    since, here = observation.now - policy.restart_window, None if rank is None else observation.worker_of_rank(rank)
     if observation.budget_is_spent(policy):
         return "no restart is left in this window"
     slow_on = {

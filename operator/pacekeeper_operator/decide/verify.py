@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pacekeeper_analysis import price
+from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
 
 from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past
-from .straggler import steady
+from . import gpu_warning
+from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
 """A live remedy that has not shown in the step time by then has not helped."""
 SETTLED_WINDOWS = 1.5
 """So many windows after a live change its figures are its own."""
+SETTLED_SECONDS = 2.0
+"""So much of the time with new shares tells what they have mended, and MINIMAL_STEPS."""
 HELPED = 0.98
 """A slowdown that has fallen by less is noise."""
 HORIZON_SECONDS = 600.0
@@ -45,7 +49,20 @@ def judge(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.mode is Mode.RECOMMEND:
         return replace(incident, outcome=Outcome.RECOMMENDED)
+    if incident.cause is Cause.GPU_WARNING:
+        return _judge_warning(observation, incident)
     return _judge_live(observation, incident) if incident.live else _judge_round(observation, incident)
+
+
+def _judge_warning(observation: Observation, incident: Incident) -> Incident:
+    """Over when its worker holds no ranks any more and the others have gone on, or is warned of no longer."""
+    if incident.applied is None:
+        over = replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
+        return incident if gpu_warning.lasts(observation, incident) else over
+    seated = any(member.worker == incident.worker for member in observation.plan.members)
+    if incident.rank is None and not seated:
+        return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.RECOVERED)
+    return incident if seated else _judge_round(observation, incident)
 
 
 def _judge_round(observation: Observation, incident: Incident) -> Incident:
@@ -73,9 +90,9 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if observation.refused:
         words = (*incident.evidence, f"the ranks do not follow the plan: {observation.refused}")
         return replace(incident, evidence=words, outcome=Outcome.NOT_HELPED)
-    window = SETTLED_WINDOWS * observation.job.spec.detection.window_steps
+    window = SETTLED_WINDOWS * window_steps(observation)
     before, after = incident.slowdown_before or 1.0, _slowdown(observation, incident)
-    if after is not None and observation.step >= incident.last_step + window:
+    if after is not None and _has_settled(observation, incident):
         after = max(1.0, after)
         limit = observation.job.spec.detection.straggler_slowdown
         outcome = Outcome.RECOVERED if after < limit else Outcome.MITIGATED
@@ -88,7 +105,7 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
             outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
         )
     patience = max(MEASURE_SECONDS, 2 * window * observation.step_seconds)
-    if observation.now - incident.decided > patience and not observation.metrics.unavailable:
+    if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
 
@@ -97,6 +114,15 @@ def _is_probed(observation: Observation, incident: Incident) -> bool:
     """Its remedy, if there is any, waits for what a probe of the link tells."""
     seen = observation.state.adaptation.link
     return seen is not None and bool(seen.probe) and seen.incident == incident.name
+
+
+def _has_settled(observation: Observation, incident: Incident) -> bool:
+    """Whether the figures are of the time since. Those of other shares say themselves how many steps they are of."""
+    if incident.remedy == Remedy.REBALANCE and observation.plan.shares is not None:
+        seconds = observation.metrics.steps * observation.step_seconds
+        enough = observation.metrics.steps >= MINIMAL_STEPS and seconds >= SETTLED_SECONDS
+        return enough and observation.now > incident.decided  # before, they were held against another plan
+    return observation.step >= incident.last_step + SETTLED_WINDOWS * window_steps(observation)
 
 
 def _slowdown(observation: Observation, incident: Incident) -> float | None:

@@ -11,9 +11,18 @@ from dataclasses import replace
 from ..api import LABEL_JOB, Cause, Class, Job, JobPhase
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
-from ..observation import HEARD_SECONDS, Metrics, NodeView, Observation, PodView, Surroundings, WorkerView
+from ..observation import (
+    FRESH_SECONDS,
+    HEARD_SECONDS,
+    Metrics,
+    NodeView,
+    Observation,
+    PodView,
+    Surroundings,
+    WorkerView,
+)
 from ..state import Draft, Incident, Past, Worker
-from . import reachability
+from . import figures, reachability
 from .memory import JobMemory, Memory
 from .store import Shelf
 from .views import view_pod
@@ -35,6 +44,13 @@ async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
     """The same, asked of the API server now."""
     found = await cluster.list(PODS, job.namespace, labels=f"{LABEL_JOB}={job.name}")
     return tuple(view for view in map(view_pod, found) if view.owner == job.uid)
+
+
+def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
+    """What the ranks say that are heard, beside what Prometheus says."""
+    assert memory.draft is not None
+    heard = {name: one.figures for name, one in memory.contacts.items() if now - one.at <= FRESH_SECONDS}
+    return figures.metrics(heard, memory.draft.plan, prometheus)
 
 
 def observe(
@@ -67,6 +83,9 @@ def observe(
         surroundings=surroundings,
         template=memory.template,
         rulings=memory.rulings,
+        patterns=len(memory.patterns),
+        localised=memory.localised,
+        checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Operator:
     """Whether this operator holds the Lease, as far as it can know."""
     sample: Sample = field(default_factory=Sample)
     paused: str = PAUSE_UNKNOWN
+    preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
@@ -77,14 +79,11 @@ class Operator:
         await self.pods.listed.wait()
         await self.nodes.listed.wait()
 
-    def figures(self, job: Job, now: float) -> Metrics:
+    def scraped(self, job: Job, now: float) -> Metrics:
         """What Prometheus has said of the job lately."""
         if now - self.sample.at > STALE_SECONDS:
             return Metrics(unavailable=NOT_ASKED)
-        memory = self.memory.find(job.namespace, job.name)
-        plan = None if memory is None else memory.plan
-        ranks = {} if plan is None else {member.worker: member.ranks for member in plan.members}
-        return self.sample.of(job.namespace, job.name, ranks)
+        return self.sample.of(job.namespace, job.name)
 
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""

@@ -30,6 +30,8 @@ from .operator import ACTIVE, Operator
 
 STATUS_SECONDS = 15.0
 IDLE_SECONDS = 30.0
+SUSPECT_SECONDS = 0.5
+"""Between two looks at a job that is asked what slows it down."""
 READ_SECONDS = 60.0
 """A bookkeeping that was not written for so long is read again."""
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ def policy(operator: Operator, job: Job) -> Policy:
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
         link_probes_an_hour=settings.link_probes_an_hour,
+        profiles_an_hour=settings.profiles_an_hour,
     )
 
 
@@ -123,11 +126,12 @@ async def _read(operator: Operator, desk: Desk) -> None:
 async def _observe(operator: Operator, desk: Desk) -> Observation:
     job, memory, now = desk.job, desk.memory, operator.runtime.now()
     assert memory.draft is not None
+    memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
     observation = gather.observe(
         operator.memory.started_at,
         memory,
         gather.of(operator.pods, job),
-        operator.figures(job, now),
+        memory.metrics,
         gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now),
         now,
     )
@@ -162,6 +166,7 @@ def _failures(thought: Thought) -> tuple[Hindrance, ...]:
 def _swept(desk: Desk, draft: Draft) -> Draft:
     """Incidents that are over, and whose end is written in the cluster, need no bookkeeping any more."""
     over = frozenset(name for name, incident in desk.told.items() if incident.outcome is not None)
+    over -= {draft.state.profiling.incident}  # somebody still looks into it
     left = draft.state.incidents.sweep(over)
     if left is draft.state.incidents:
         return draft
@@ -235,6 +240,8 @@ def _interval(operator: Operator, desk: Desk, observation: Observation) -> float
         return max(0.5, min(left, 5.0 if busy else IDLE_SECONDS))
     if observation.faults or desk.memory.phase in (JobPhase.RECOVERING, JobPhase.STARTING):
         return 0.5
+    if observation.state.adaptation.suspicion is not None:
+        return min(SUSPECT_SECONDS, operator.settings.sample_seconds)
     if desk.memory.phase in ACTIVE:
         return operator.settings.sample_seconds
     return 5.0 if any(view.pod is not None for view in observation.workers) else IDLE_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..cluster import Cluster
 from ..limits import Rate
+from ..observe.figures import matters, read
 from ..observe.memory import Contact, JobMemory, Memory
 from ..runtime import Runtime
 from .tokens import Forbidden, Holder, Tokens, TooMany
@@ -24,6 +26,8 @@ TAKE_SECONDS = 2.0
 CALLS_AT_ONCE = 64
 CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
+MAX_PATTERN_BYTES = 256 * 2**20
+"""Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
 MAX_NAME = 253
 """Characters of a fault's name."""
 FAULT_REACH_SECONDS = 3600.0
@@ -36,7 +40,7 @@ _WAKING = (
     *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
     *("sync_mode", "refused", "bad_loss_rank"),
 )
-"""Fields of a heartbeat whose change the reconcile loop wants to know of at once."""
+"""Fields of a heartbeat whose change the reconcile loop wants to know of at once; figures have their own rule."""
 
 
 class NotYet(Exception):
@@ -85,6 +89,11 @@ class Sidecars:
         if worker.uid != holder.uid:
             raise Forbidden(f"the token is of another pod that was called {holder.pod}")
         return Caller(holder.namespace, match["job"], holder.pod)
+
+    def ranks(self, caller: Caller) -> int:
+        """That a worker of the caller's job has when it is a member."""
+        job = self._job(caller).job
+        return 1 if job is None else job.spec.nproc_per_node
 
     async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
@@ -151,6 +160,28 @@ class Sidecars:
         if len(job.evidence) >= len(job.plan.members):
             job.wake.set()
 
+    def awaits_pattern(self, caller: Caller, window: str, rank: int) -> bool:
+        """Whether this behaviour window is out, and the rank is the caller's. Raises NotYet where too many patterns are
+        held."""
+        job = self._job(caller)
+        profile = None if job.plan is None else job.plan.profile
+        if job.plan is None or profile is None or profile.name != window:
+            return False
+        member = _member(job.plan, caller)
+        if member is None or rank not in member.ranks:
+            return False
+        if sum(len(data) for _, each in self._memory for data in each.patterns.values()) > MAX_PATTERN_BYTES:
+            raise NotYet("other jobs' behaviour windows are being looked into")
+        return True
+
+    def take_pattern(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
+        job = self._job(caller)
+        if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
+            return
+        job.patterns[rank] = data
+        if len(job.patterns) >= job.plan.world_size:
+            job.wake.set()
+
     @asynccontextmanager
     async def _only_poll(self, caller: Caller) -> AsyncIterator[None]:
         """A worker's new poll ends its older one, by TimeoutError: whoever polls anew no longer waits there."""
@@ -173,13 +204,18 @@ class Sidecars:
         return job
 
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
-        now = self._runtime.now()
+        now, figures = self._runtime.now(), read(said.figures)
+        said = replace(said, figures=())
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)
-            contact = job.contacts[caller.worker] = Contact(heard, now, state_since=now, said=said)
+            contact = Contact(heard, now, state_since=now, said=said, figures=figures)
+            job.contacts[caller.worker] = contact
             job.wake.set()
             return contact
+        slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
+        if matters(contact.figures, figures, job.metrics, slow):
+            job.wake.set()
         if any(getattr(contact.said, name) != getattr(said, name) for name in _WAKING):
             job.wake.set()
         if contact.said.state is not said.state:
@@ -187,7 +223,7 @@ class Sidecars:
         if contact.said.step < said.step:
             contact.stepped_at = now
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
-        contact.said, contact.at = said, now
+        contact.said, contact.at, contact.figures = said, now, figures
         return contact
 
 

@@ -22,7 +22,7 @@ WAITING = RankState(
     waiting_seconds=3.0,
     process_state="S",
     moving=False,
-    stack="File train.py, line 12, in backward",
+    stack='File "/lib/torch/distributed/distributed_c10d.py", line 12 in all_reduce',
 )
 OUTSIDE = replace(
     WAITING, collective="NONE", sequence=99, collectives_entered=99, stack="File train.py, line 9, in spin"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 
-from pacekeeper_analysis.price import Option, choose, expected_remaining, loss_rate
+from pacekeeper_analysis.price import Loss, Option, choose, expected_remaining, loss_rate
 
 SHARES = Option("Rebalance", cost_seconds=0.0, slowdown_after=1.05)
 REPLACE = Option("ReplaceWorker", cost_seconds=30.0, slowdown_after=1.0)
@@ -17,20 +18,36 @@ def test_a_free_live_remedy_comes_first() -> None:
     choice = choose([REPLACE, SHARES], slowdown=1.6, lost_seconds=100.0, mended=1.1)
     assert choice.chosen is not None
     assert choice.chosen.option is SHARES
+    assert choice.prices[0].due, "it is next, as SHARES leave something"
+    assert [price.option for price in choice.prices] == [REPLACE, SHARES], "in the order in which they were given"
 
 
-def test_a_free_remedy_that_does_not_mend_the_job_delays_no_better_one() -> None:
-    little = Option("Rebalance", cost_seconds=0.0, slowdown_after=1.5)
+@pytest.mark.parametrize("mended", [1.0, 1.1, 2.0])
+def test_what_a_free_remedy_leaves_is_priced_however_well_it_mends(mended: float) -> None:
+    def taken(lost_seconds: float, left: float = 1.05, after: float = 1.0, refused: str = "") -> str | None:
+        """Under SHARES, which win nothing more."""
+        dear = replace(REPLACE, slowdown_after=after, refused=refused)
+        chosen = choose([replace(SHARES, slowdown_after=left), dear], left, lost_seconds, 10.0, mended=mended).chosen
+        return None if chosen is None else chosen.option.remedy
 
-    def taken(dear: Option, lost_seconds: float, remaining_seconds: float) -> str:
-        choice = choose([little, dear], 2.0, lost_seconds, remaining_seconds, mended=1.1)
-        assert choice.chosen is not None
-        return choice.chosen.option.remedy
+    assert taken(30.0) == "ReplaceWorker", "however soon it may be over"
+    assert taken(29.9) is None, "not due"
+    assert taken(30.0, refused="no spare is left") is None
+    assert taken(1e6, left=1.01) is None, "nothing is left to be won"
+    assert taken(1e6, after=1.1) is None, "it wins less"
 
-    assert taken(REPLACE, 40.0, 600.0) == "ReplaceWorker"
-    assert taken(REPLACE, 40.0, 80.0) == "Rebalance", "80 s at 1.5 × lose less than the 30 s that a spare costs"
-    assert taken(REPLACE, 0.0, 50.0) == "Rebalance", "not due"
-    assert taken(replace(REPLACE, refused="no spare is left"), 40.0, 600.0) == "Rebalance"
+
+def test_of_several_dear_ones_that_are_due_the_one_with_the_least_cost_in_all_is_taken() -> None:
+    half = Option("Half", cost_seconds=10.0, slowdown_after=1.5)
+
+    def taken(lost_seconds: float, remaining_seconds: float) -> str | None:
+        chosen = choose([half, REPLACE], 2.0, lost_seconds, remaining_seconds).chosen
+        return None if chosen is None else chosen.option.remedy
+
+    assert taken(9.0, 600.0) is None
+    assert taken(10.0, 600.0) == "Half"
+    assert taken(30.0, 600.0) == "ReplaceWorker"
+    assert taken(30.0, 30.0) == "Half", "20 s more for a third of 30 s"
 
 
 def test_a_dear_remedy_waits_until_the_loss_reaches_its_price() -> None:
@@ -41,23 +58,98 @@ def test_a_dear_remedy_waits_until_the_loss_reaches_its_price() -> None:
     assert choice.chosen.option is REPLACE
 
 
-def test_never_more_than_twice_what_a_clairvoyant_pays() -> None:
-    """The ski-rental bound, for faults of every length, asked every second and knowing nothing of durations to come."""
-    slowdown, cost = 2.0, REPLACE.cost_seconds
-    for duration in range(1, 400, 7):
-        lost, bought = 0.0, False
-        for _ in range(duration):
-            if choose([REPLACE], slowdown, lost, remaining_seconds=1e-9).chosen is not None:
-                bought = True
-                break
-            lost += loss_rate(slowdown)
-        paid = lost + cost * bought
-        clairvoyant = min(cost, duration * loss_rate(slowdown))
-        assert paid <= 2 * clairvoyant + 1.0
+@dataclass(frozen=True)
+class Fault:
+    """A rank that is slow. Times are seconds since its first sign."""
+
+    noticed: float
+    lasts: float
+    cost: float  # of a spare
+    slow: tuple[tuple[float, float], ...]  # (from then on, S), by time
+    shares_mend: float  # this part of what S costs; 0: there are no shares
+
+    @classmethod
+    def drawn(cls, seed: int) -> Fault:
+        draw = random.Random(seed)
+        lasts = 10 ** draw.uniform(0.5, 3.0)
+        changes = sorted(draw.uniform(0.0, lasts) for _ in range(draw.choice([0, 0, 1, 4])))
+        return cls(
+            noticed=min(lasts, 10 ** draw.uniform(0.0, 2.0)),
+            lasts=lasts,
+            cost=10 ** draw.uniform(0.3, 2.5),
+            slow=tuple((at, draw.choice([1.15, 1.3, 1.6, 2.2, 5.0])) for at in (0.0, *changes)),
+            shares_mend=draw.choice([0.0, 0.2, 0.5, 0.75]),
+        )
+
+    def unmended(self, now: float) -> float:
+        return next(slowdown for at, slowdown in reversed(self.slow) if at <= now)
+
+    def left(self, now: float) -> float:
+        return 1.0 + (1.0 - self.shares_mend) * (self.unmended(now) - 1.0)
 
 
-def test_experience_buys_earlier() -> None:
-    assert choose([REPLACE], slowdown=2.0, lost_seconds=1.0, remaining_seconds=600.0).chosen is not None
+LOOK = 0.5
+"""Seconds between two looks."""
+
+
+def paid(fault: Fault, spare: Option, earlier: float = 600.0) -> tuple[float, float]:
+    """By who decides as time goes by, and by a clairvoyant who notices at the same time. Nothing is known by the first
+    but what has been; `earlier`: what it expects."""
+    now, clairvoyant_loses, shared = 0.0, 0.0, False
+    loss = Loss(0.0, 0.0, fault.unmended(0.0))
+    cost, noticed_loss = math.inf, 0.0
+    while now < fault.lasts:
+        slowdown = fault.left(now) if shared else fault.unmended(now)
+        loss = loss.goes_on(now, slowdown)
+        if now >= fault.noticed and math.isinf(cost):
+            free = [] if shared or not fault.shares_mend else [Option("Rebalance", 0.0, fault.left(now))]
+            chosen = choose([spare, *free], slowdown, loss.seconds, earlier, mended=1.1).chosen
+            if chosen is not None and chosen.option is spare:
+                cost = loss.seconds + spare.cost_seconds
+            elif chosen is not None:
+                shared = True
+                loss = loss.goes_on(now, fault.left(now))
+        step = min(LOOK, fault.lasts - now)
+        if now < fault.noticed:
+            noticed_loss += step * loss_rate(fault.unmended(now))
+        else:
+            clairvoyant_loses += step * loss_rate(fault.left(now))
+        now += step
+    bought = math.inf if spare.refused else spare.cost_seconds
+    return min(cost, loss.by(fault.lasts)), noticed_loss + min(clairvoyant_loses, bought)
+
+
+@pytest.mark.parametrize("earlier", [1.0, 600.0, math.inf])
+@pytest.mark.parametrize("refused", ["", "no spare is warm"])
+def test_never_more_than_twice_what_a_clairvoyant_pays(refused: str, earlier: float) -> None:
+    """Whatever is left after shares, however the fault changes, whenever it ends, and whatever is expected of it."""
+    bought = 0
+    for seed in range(100):
+        fault = Fault.drawn(seed)
+        spare = Option("ReplaceWorker", fault.cost, 1.0, refused)
+        mine, clairvoyants = paid(fault, spare, earlier)
+        assert mine <= 2 * clairvoyants + 2 * LOOK, fault
+        if refused:
+            assert mine <= clairvoyants + LOOK, fault
+        bought += mine >= fault.cost and not refused
+    assert bool(bought) is not bool(refused)
+
+
+def test_what_shares_leave_is_paid_until_it_reaches_the_price_of_a_spare() -> None:
+    """To expect that the fault lasts buys no spare: for a short one that would be dearer than twice what it costs."""
+    rest = {"slowdown": 1.1, "remaining_seconds": 1e6}
+    assert choose([REPLACE], lost_seconds=29.9, **rest).chosen is None
+    assert choose([REPLACE], lost_seconds=30.0, **rest).chosen is not None
+
+
+def test_a_loss_goes_on_at_the_rate_that_is_left() -> None:
+    loss = Loss(0.0, 100.0, 2.0)
+    assert loss.by(110.0) == pytest.approx(5.0)
+    mended = loss.goes_on(110.0, 1.25)
+    assert mended.by(110.0) == pytest.approx(5.0), "what was lost before stays lost"
+    assert mended.by(160.0) == pytest.approx(15.0)
+    assert mended.by(60.0) == pytest.approx(5.0), "a clock that is set back wins nothing"
+    assert mended.goes_on(160.0, 0.9).by(1e6) == pytest.approx(15.0), "nothing is lost any more, nor won back"
 
 
 def test_a_job_that_stands_still_takes_the_cheapest_cure() -> None:

@@ -14,6 +14,14 @@ from pacekeeper_analysis.reports import RankWindow
 BY_STEP = ("steps", "step_seconds", "compute_seconds", "samples")
 
 
+@pytest.mark.parametrize(
+    ("most", "step_seconds", "steps"),
+    [(32, 0.0, 32), (32, 0.15, 32), (32, 0.25, 20), (32, 1.0, 8), (32, 10.0, 8), (64, 0.1, 50), (4, 10.0, 4)],
+)
+def test_a_window_is_bounded_in_steps_and_in_seconds(most: int, step_seconds: float, steps: int) -> None:
+    assert windows.steps_in_window(most, step_seconds) == steps
+
+
 def test_windows_without_common_steps_are_refused() -> None:
     one = RankWindow(0, (1, 2, 3), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     other = RankWindow(1, (7, 8, 9), (1.0,) * 3, (1.0,) * 3, (1,) * 3)

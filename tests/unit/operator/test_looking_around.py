@@ -8,13 +8,12 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, JobPhase, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
 from pacekeeper_operator.observation import NOT_ASKED
 from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample, Slowest
+from pacekeeper_operator.observe.prometheus import Prometheus, Sample
 from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.operator import (
     FIRST_WORD_SECONDS,
@@ -186,26 +185,9 @@ class TestPrometheus:
     async def test_what_it_said_long_ago_is_no_news(self, place: Place) -> None:
         job = training().job
         at = place.runtime.now()
-        place.operator.sample = Sample(at, {"pace": {("ns", "j"): 2.0}}, unavailable="")
-        assert place.operator.figures(job, at + STALE_SECONDS).pace == 2.0
-        assert place.operator.figures(job, at + STALE_SECONDS + 1).unavailable == NOT_ASKED
-
-    async def test_a_pod_speaks_for_its_own_ranks(self, place: Place) -> None:
-        world = training()
-        at = place.runtime.now()
-
-        def slowest(pod: str, rank: int) -> int | None:
-            place.operator.sample = Sample(at, slowest={("ns", "j"): Slowest(pod, rank)}, unavailable="")
-            return place.operator.figures(world.job, at).slowest_rank
-
-        assert slowest("j-w2-0", 2) is None, "nobody is known to hold a rank"
-        place.memory.of(world.job)
-        assert slowest("j-w2-0", 2) is None, "nor is it while no plan is read"
-        place.memory.of(world.job).draft = world.draft
-        assert slowest("j-w2-0", 2) == 2
-        assert slowest("j-w2-0", 3) is None
-        place.memory.of(world.job).draft = replace(world.draft, plan=Plan())
-        assert slowest("j-w2-0", 2) is None
+        place.operator.sample = Sample(at, {"ranks": {("ns", "j"): 2.0}}, unavailable="")
+        assert place.operator.scraped(job, at + STALE_SECONDS).ranks == 2.0
+        assert place.operator.scraped(job, at + STALE_SECONDS + 1).unavailable == NOT_ASKED
 
 
 class TestBlind:

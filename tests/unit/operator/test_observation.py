@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.price import Option
+from pacekeeper_analysis.price import Loss, Option
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import rounds
 from pacekeeper_operator.api import Cause, Remedy
@@ -109,15 +109,18 @@ class TestRounds:
         world = training()
         draft = world.draft.with_plan(shares=(6, 8, 9, 9))
         draft = draft.with_adaptation(shares_refusal="no", tolerated_pace=2.0, tolerated_behind=1.5)
+        draft = draft.with_adaptation(loss=Loss(3.0, NOW, 1.1))
         world = world.with_draft(draft)
         same = rounds.begin(world, world.plan.members)
         adaptation = same.state.adaptation
         assert same.plan.shares == (6, 8, 9, 9)
         assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("no", 2.0, 1.5)
+        assert adaptation.loss == Loss(3.0, NOW, 1.1)
         fewer = rounds.begin(world, world.plan.members[:3])
         adaptation = fewer.state.adaptation
         assert fewer.plan.shares is None
         assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("", 0.0, 0.0)
+        assert adaptation.loss is None
 
     @pytest.mark.parametrize("silent", [True, False])
     def test_who_has_not_said_where_it_can_be_met_is_met_where_it_always_was(self, silent: bool) -> None:

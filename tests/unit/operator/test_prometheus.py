@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ import pytest
 
 import testcluster.prometheus
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
-from pacekeeper_operator.observe.prometheus import MAX_RANK, Prometheus, Sample, query
+from pacekeeper_operator.observe.prometheus import Prometheus, Sample, gpu_signs_query, query
 from pacekeeper_operator.settings import Settings
-from tests.support.chart import helm_template
+from tests.support.chart import CHART, helm_template
 
 NOW = 1000.0
 JOB = {"namespace": "ns", "trainingjob": "j"}
@@ -55,19 +56,18 @@ def row(figure: str, value: object, **labels: str) -> dict[str, Any]:
 
 async def test_one_request_answers_for_all_jobs(url: str) -> None:
     FakePrometheus.rows = [
-        row("slowdown", 1.5, **JOB),
-        row("pace", 2.0, **JOB),
-        row("pace", 1.0, namespace="ns", trainingjob="other"),
-        row("behind", "NaN", **JOB),
-        row("slowest", 0.02, rank="3", pod="j-w1-0", **JOB),
+        row("ranks", 4, **JOB),
+        row("least_step", 17, **JOB),
+        row("ranks", 2, **OTHER),
+        row("scrape_age", "NaN", **JOB),
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", Hostname="node-1", gpu="2"),
     ]
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert len(FakePrometheus.queries) == 1
+    assert len(FakePrometheus.queries) == 2, "and another one for the signs of GPUs"
     metrics = sample.of("ns", "j")
-    assert (metrics.slowdown, metrics.pace, metrics.slowest_rank) == (1.5, 2.0, 3)
-    assert metrics.behind is None  # not a number is no figure
-    assert sample.of("ns", "other").pace == 1.0
+    assert (metrics.ranks, metrics.least_step) == (4, 17)
+    assert metrics.scrape_age is None  # not a number is no figure
+    assert sample.of("ns", "k").ranks == 2
     assert metrics.gpu == (GpuValue("node-1", "2", "DCGM_FI_DEV_XID_ERRORS", 79.0),)
     assert not metrics.unavailable
 
@@ -95,39 +95,35 @@ def test_what_was_never_asked_is_not_known() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        row("slowest", 0.02, rank="oops", pod="j-w1-0", **JOB),
-        row("slowest", 0.02, rank="-1", pod="j-w1-0", **JOB),
-        row("slowest", 0.02, rank="9" * 400, pod="j-w1-0", **JOB),
-        row("slowest", 0.02, rank="1", **JOB),
-        row("pace", "NaN", **JOB),
-        row("pace", "+Inf", **JOB),
-        row("pace", -1.0, **JOB),
-        row("pace", 1.0, namespace="ns"),
-        row("pace", 1.0, namespace="../../x", trainingjob="j"),
-        row("pace", 1.0, namespace="n" * 300, trainingjob="j"),
+        row("ranks", "NaN", **JOB),
+        row("ranks", "+Inf", **JOB),
+        row("ranks", -1.0, **JOB),
+        row("ranks", 1.0, namespace="ns"),
+        row("ranks", 1.0, namespace="../../x", trainingjob="j"),
+        row("ranks", 1.0, namespace="n" * 300, trainingjob="j"),
         row("unheard-of", 1.0, **JOB),
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", gpu="2"),
         row("gpu", "NaN", __name__="DCGM_FI_DEV_XID_ERRORS", node="node-1", gpu="2"),
         {"metric": None, "value": [NOW, "1"]},
         {"metric": JOB},
-        {"metric": {"figure": "pace", **JOB}, "value": []},
+        {"metric": {"figure": "ranks", **JOB}, "value": []},
     ],
     ids=str,
 )
 async def test_a_bad_row_costs_that_row(url: str, bad: dict[str, Any]) -> None:
-    FakePrometheus.rows = [bad, row("step_seconds", 0.5, **JOB), row("slowest", 0.1, rank="2", pod="k-w0-0", **OTHER)]
+    FakePrometheus.rows = [bad, row("least_step", 5, **JOB), row("least_step", 7, **OTHER)]
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
     assert not sample.unavailable
-    assert sample.of("ns", "j") == Metrics(step_seconds=0.5, gpu_unvouched=sample.unvouched, at=sample.at)
-    assert sample.of("ns", "k").slowest_rank == 2
-    assert {key for values in sample.figures.values() for key in values} == {("ns", "j")}, "names are of Kubernetes"
+    assert sample.of("ns", "j") == Metrics(least_step=5, gpu_unvouched=sample.unvouched, at=sample.at)
+    known = {key for values in sample.figures.values() for key in values}
+    assert known == {("ns", "j"), ("ns", "k")}, "names are of Kubernetes"
 
 
 async def test_the_smallest_and_the_largest_that_make_sense(url: str) -> None:
     longest = {"namespace": "n" * 253, "trainingjob": "j"}
-    FakePrometheus.rows = [row("pace", 0.0, **longest), row("slowest", 1, rank=str(MAX_RANK), pod="j-w1-0", **longest)]
+    FakePrometheus.rows = [row("scrape_age", 0.0, **longest), row("least_step", 1e300, **longest)]
     metrics = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).of("n" * 253, "j")
-    assert (metrics.pace, metrics.slowest_rank) == (0.0, MAX_RANK)
+    assert (metrics.scrape_age, metrics.least_step) == (0.0, 1e300)
 
 
 async def test_that_gpu_series_are_no_witness_is_logged_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,14 +135,6 @@ async def test_that_gpu_series_are_no_witness_is_logged_once(url: str, caplog: p
         await prometheus.sample(NOW)
         said.append(len([record for record in caplog.records if record.levelname == "WARNING"]))
     assert said == [1, 0, 1, 0, 1]
-
-
-async def test_a_pod_speaks_for_no_rank_but_its_own(url: str) -> None:
-    FakePrometheus.rows = [row("slowest", 0.02, rank="3", pod="j-w1-0", **JOB)]
-    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert sample.of("ns", "j", {"j-w1-0": (2, 3)}).slowest_rank == 3
-    assert sample.of("ns", "j", {"j-w1-0": (0, 1), "j-w0-0": (2, 3)}).slowest_rank is None
-    assert sample.of("ns", "j", {"j-w0-0": (2, 3)}).slowest_rank is None  # it is no worker (any more)
 
 
 class TestGpuSeries:
@@ -176,6 +164,16 @@ class TestGpuSeries:
     def test_only_the_platforms_namespace_is_asked(self) -> None:
         assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3
         assert "DCGM" not in query("")
+        signs = gpu_signs_query("gpus")
+        assert signs.count("__name__") == signs.count('namespace="gpus"')
+
+    def test_the_charts_counters_are_all_that_is_asked_for(self) -> None:
+        asked = set(re.findall(r"DCGM_FI_[A-Z_]+", query("gpus") + gpu_signs_query("gpus")))
+        lines = (CHART / "files/dcgm-counters.csv").read_text().splitlines()
+        listed = {line.split(",")[0] for line in lines if line and not line.startswith("#")}
+        assert asked - listed == {"DCGM_FI_PROF_SM_ACTIVE"}, "of two that say the same one is enough"
+        assert listed <= asked
+        assert all(len(line.split(",")) == 3 for line in lines if line and not line.startswith("#"))
 
 
 class TestScrapes:

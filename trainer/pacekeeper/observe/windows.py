@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.diagnose.windows import steps_in_window
 from pacekeeper_analysis.plan import MODES, SyncMode
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import RankWindow
@@ -39,11 +40,15 @@ class StepTimes:
 
 
 class RankHistory:
-    """The last steps of one rank, over all of its rounds here."""
+    """The last steps of one rank, over all of its rounds here: as many as `steps_in_window` says.
+
+    window_steps: at most.
+    """
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
-        self._steps: deque[StepTimes] = deque(maxlen=window_steps)
+        self._steps: deque[StepTimes] = deque()
+        self._seconds = 0.0  # that they took
         self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
@@ -88,10 +93,13 @@ class RankHistory:
         if mode != self._mode:
             self._mode = mode
             self.start_round()
-        is_full = len(self._steps) == self._window_steps
-        if is_full and MODES[mode] is SyncMode.SYNC and self._steps[0].samples != step.samples:
-            self._earlier.append(self._steps[0])
         self._steps.append(step)
+        self._seconds += step.step_seconds
+        while len(self._steps) > steps_in_window(self._window_steps, self._seconds / len(self._steps)):
+            oldest = self._steps.popleft()
+            self._seconds -= oldest.step_seconds
+            if MODES[mode] is SyncMode.SYNC and oldest.samples != step.samples:
+                self._earlier.append(oldest)
         self.samples_total += step.samples
         if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
             self._learn_baseline(step)
@@ -99,6 +107,7 @@ class RankHistory:
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
         self._steps.clear()
+        self._seconds = 0.0
         self._earlier.clear()
         self._transfers.clear()
 
@@ -132,6 +141,17 @@ class RankHistory:
     @property
     def compute_seconds(self) -> float | None:
         return _mean(step.compute_seconds for step in self._steps)
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Mean wait for peers in a step."""
+        step, own = self.step_seconds, self.compute_seconds
+        return None if step is None or own is None else max(0.0, step - own)
+
+    @property
+    def steps(self) -> Sequence[StepTimes]:
+        """Of the window, oldest first."""
+        return tuple(self._steps)
 
     @property
     def compute_seconds_per_sample(self) -> float | None:

@@ -24,7 +24,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
         "Mean own work in a step, waits for peers left out.",
         lambda rank: rank.history.compute_seconds,
     ),
-    "wait_seconds": ("Mean wait for peers in a step.", lambda rank: _wait(rank)),
+    "wait_seconds": ("Mean wait for peers in a step.", lambda rank: rank.history.wait_seconds),
     "compute_seconds_per_sample": ("Mean own work a sample.", lambda rank: rank.history.compute_seconds_per_sample),
     "first_steps_seconds": (
         "Median time of the first steady steps seen here.",
@@ -105,8 +105,3 @@ class WorkerMetrics(Collector):
 
     def _labels(self, rank: Rank) -> tuple[str, str, str]:
         return (self._settings.job, self._settings.worker, str(rank.state["rank"]))
-
-
-def _wait(rank: Rank) -> float | None:
-    step, own = rank.history.step_seconds, rank.history.compute_seconds
-    return None if step is None or own is None else max(0.0, step - own)

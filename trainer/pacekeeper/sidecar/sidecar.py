@@ -22,6 +22,7 @@ from pacekeeper_analysis.reports import Evidence, Fault
 from . import connections
 from .client import OperatorClient, Rejected, Unavailable
 from .connections import Connections
+from .figures import FiguresTold
 from .launcher import LauncherSeen
 from .ranks import RankRings
 from .settings import SidecarSettings
@@ -30,9 +31,12 @@ LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
 QUIET_FIELDS = (
     *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "figures"),
 )
-"""Fields of the heartbeat whose change can wait for the next poll."""
+"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule; of the GPUs' health, that of
+their signs cannot wait."""
+RANKS_LOOK_SECONDS = 1.0
+"""How often the ranks' rings are looked at: the least time between two heartbeats that only tell of figures."""
 SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
 """Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
 PARTING_SECONDS = 3.0
@@ -54,14 +58,16 @@ class Sidecar:
         self._connections = connections
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
+        self._figures = FiguresTold()
         self._told: dict[str, object] = {}
 
     async def run(self) -> None:
         """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
         before this returns, if it answers."""
         loops = (
-            *(self._look, self._look_at_connections, self._follow_plan, self._tell_changes),
-            *(self._deliver_faults, self._answer_requests, self._deliver_probes),
+            *(self._look, self._look_at_ranks, self._look_at_connections, self._follow_plan),
+            *(self._tell_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
+            self._deliver_patterns,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -88,6 +94,12 @@ class Sidecar:
             self._launcher.look(time.monotonic())
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _look_at_ranks(self) -> None:
+        while True:
+            band = WorkerPlan.figures_band if self._plan is None else self._plan.figures_band
+            self._figures.look(self._ranks.seen(), band, time.monotonic())
+            await asyncio.sleep(RANKS_LOOK_SECONDS)
+
     async def _look_at_connections(self) -> None:
         while True:
             self._connections.look(time.monotonic())
@@ -104,7 +116,8 @@ class Sidecar:
                 await backoff.sleep("no plan", error)
 
     async def _tell_changes(self) -> None:
-        """Send the heartbeat at once when more than the step has changed, beside the poll that is being held."""
+        """Send the heartbeat at once when more than the step has changed, or figures are news, beside the poll that is
+        being held."""
         backoff = Backoff()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -156,7 +169,10 @@ class Sidecar:
             if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
                 continue
             evidence = self._ranks.evidence(
-                plan.evidence_request, self._settings.worker, self._launcher.heartbeat.round
+                plan.evidence_request,
+                self._settings.worker,
+                self._launcher.heartbeat.round,
+                plan.evidence_parts,
             )
             if EvidencePart.LINKS in plan.evidence_parts:
                 evidence = replace(evidence, links=self._connections.windows())
@@ -192,9 +208,27 @@ class Sidecar:
             except Unavailable as error:
                 await backoff.sleep("probe not taken", error)
 
+    async def _deliver_patterns(self) -> None:
+        """What ranks have written of behaviour windows, each once."""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for path in self._runtime.patterns.glob("[!.]*.json"):
+                window, _, rank = path.stem.rpartition(".")
+                try:
+                    await self._client.pattern(window, int(rank), path.read_bytes())
+                    backoff.reset()
+                except Unavailable as error:
+                    await backoff.sleep(f"pattern {path.stem} not taken", error)
+                    continue
+                except (Rejected, ValueError) as error:
+                    log.error("pattern %s is dropped: %s", path.stem, error)
+                _forget(path)
+
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version
-        plan = await self._client.plan(self._launcher.heartbeat, after, wait)
+        beat = replace(self._launcher.heartbeat, figures=self._figures.tell())
+        plan = await self._client.plan(beat, after, wait)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
             write_plan(self._runtime.plan, plan)
@@ -210,7 +244,8 @@ class Sidecar:
         """The heartbeat without what can wait."""
         beat = self._launcher.heartbeat
         loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
-        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds)}
+        silence = _silence_to_tell(beat.launcher_silent_seconds)
+        return {**loud, "silence": silence, "gpu_signs": beat.gpu_signs, "figures": self._figures.news}
 
 
 class Backoff:

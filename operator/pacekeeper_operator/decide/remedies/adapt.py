@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import SyncMode
 
 from ... import modes
@@ -17,8 +18,12 @@ def apply(action: Adapt, decision: Decision, observation: Observation) -> Applie
     if action.way.mode is not SyncMode.SYNC:
         name = decision.incident_name(observation.job)
         draft = modes.entered(draft, action.trouble, action.way.reason, name, observation.now)
+    if action.trouble is Trouble.COMPUTE and decision.rank is not None:
+        before = decision.slowdown_before or 1.0
+        lost = observation.state.adaptation.lost_by(observation.now, before, decision.first_sign)
+        draft = draft.with_adaptation(loss=lost.goes_on(observation.now, action.way.slowdown_after))
     if not action.mended:
-        return Applied(draft)  # the suspicion stays: more evidence, and a dearer remedy once the loss is worth it
+        return Applied(draft)  # the suspicion stays: more evidence, and another remedy at once
     return Applied(
         draft.with_adaptation(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0, tolerated_behind=0.0)
     )

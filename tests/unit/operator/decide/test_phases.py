@@ -322,3 +322,13 @@ class TestMetrics:
     def test_why_they_are_not_there(self, unavailable: str, reason: Reason) -> None:
         world = replace(training(), metrics=Metrics(unavailable=unavailable))
         assert condition(said(world), Condition.METRICS_AVAILABLE).reason == reason
+
+    def test_sidecars_that_tell_no_figures_are_older_than_the_operator(self) -> None:
+        def told(**changes: Any) -> ConditionStatus:
+            world = replace(training(), metrics=Metrics(untold=("j-w1-0",)))
+            return condition(said(change_worker(world, "j-w1-0", **changes)), Condition.METRICS_AVAILABLE)
+
+        assert (told().status, told().reason) == ("False", Reason.FIGURES_MISSING)
+        assert told().message.startswith("the sidecars of j-w1-0 are older than the operator")
+        assert told(heartbeat={"steps_in_round": 0}).status == "True", "there is nothing to be told yet"
+        assert told(silent_seconds=60.0).status == "True", "that nobody hears of it is told elsewhere"

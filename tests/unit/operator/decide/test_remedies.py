@@ -8,6 +8,7 @@ import pytest
 
 from pacekeeper_analysis.adapt import Trouble, Way
 from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.price import Loss
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import blame
 from pacekeeper_operator.decide.remedies import apply
@@ -16,7 +17,7 @@ from pacekeeper_operator.state import Draft, Suspicion
 from pacekeeper_operator.subject import Subject
 from tests.support.worlds import NOW, policy, training
 
-DECISION = Decision(Subject(Cause.STRAGGLER, 1, rank=2), Class.PERFORMANCE, "m", NOW)
+DECISION = Decision(Subject(Cause.STRAGGLER, 1, rank=2), Class.PERFORMANCE, "m", NOW - 10, rank=2, slowdown_before=2.0)
 
 
 def adapted(mode: SyncMode = SyncMode.SYNC, *, mended: bool = True) -> Draft:
@@ -34,6 +35,9 @@ class TestAdapt:
         assert (draft.plan.shares, draft.plan.evidence_request) == ((10, 9, 4, 9), "")
         adaptation = draft.state.adaptation
         assert (adaptation.suspicion, adaptation.tolerated_pace, adaptation.local_sgd) == (None, 2.0, None)
+
+    def test_what_it_leaves_goes_on_to_cost(self) -> None:
+        assert adapted().state.adaptation.loss == Loss(5.0, NOW, 1.05)
 
     def test_what_does_not_leaves_it_for_a_dearer_remedy(self) -> None:
         adaptation = adapted(mended=False).state.adaptation

@@ -9,6 +9,7 @@ import pytest
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.price import Loss
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Class, JobSpec, Mode, Remedy, WantedMode
 from pacekeeper_operator.decide import straggler, way_back, wish
@@ -93,8 +94,12 @@ class TestSteady:
         assert steady(world())
         assert steady(change_members(world(), steps_in_round=32))
         assert not steady(change_members(world(), steps_in_round=31))
+        long = replace(CALM, step_seconds=2.0)
+        assert steady(change_members(world(long), steps_in_round=8)), "as many steps as their windows have"
+        assert not steady(change_members(world(long), steps_in_round=7))
         assert not steady(change_members(world(), first_step_at=0.0))
-        assert not steady(world(replace(CALM, unavailable="away")))
+        assert not steady(world(replace(CALM, untold=("j-w1-0",))))
+        assert steady(world(replace(CALM, unavailable="away"))), "sidecars tell how ranks train"
         assert not steady(change_worker(world(), "j-w1-0", heartbeat={"sync_mode": "EDiT"}))
         assert steady(change_members(world(), sync_mode="")), "an older library does not tell"
 
@@ -211,6 +216,11 @@ class TestSuspect:
         assert (adaptation.vain.at, adaptation.vain.hold, adaptation.vain.forbidden) == (NOW, FIRST_HOLD_SECONDS, True)
 
 
+def _alone(window: RankWindow) -> RankWindow:
+    """The same own work in mode EDiT."""
+    return replace(window, sync_mode=SyncMode.EDIT, transfers=(0.01,) * 4)
+
+
 class TestBrokenInLocalSgd:
     def local(self, pace: float | None, known: Suspicion | None = None) -> Observation:
         found = world(replace(CALM, pace=pace), known, sync_mode=SyncMode.EDIT)
@@ -220,6 +230,24 @@ class TestBrokenInLocalSgd:
         assert suspected(self.local(BROKEN)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1)
         known = self.local(BROKEN, suspicion())
         assert suspected(known) is known.draft
+
+    def test_so_is_one_that_has_cost_as_much_as_a_spare(self) -> None:
+        """A restart is taken for 5 s, and the spare's first steps for one more."""
+
+        def with_loss(seconds: float, slowdown: float = 1.2, **changes: Any) -> Observation:
+            found = self.local(1.5, **changes)
+            return found.with_draft(found.draft.with_adaptation(loss=Loss(seconds, NOW, slowdown)))
+
+        assert suspected(with_loss(6.0)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1)
+        assert suspected(with_loss(5.9)).state.adaptation.suspicion is None
+        assert suspected(with_loss(6.0, slowdown=1.01)).state.adaptation.suspicion is None, "it costs nothing any more"
+        known = with_loss(6.0, known=suspicion())
+        asked = known.with_draft(known.draft.with_plan(evidence_request="ask"))
+        alone = tuple(replace(e, windows=tuple(_alone(w) for w in e.windows)) for e in windows(slow=1.5))
+        decision = checked(replace(asked, evidence=alone))
+        assert (decision.remedy, decision.rank) == (Remedy.REPLACE_WORKER, 2)
+        early = asked.with_draft(asked.draft.with_adaptation(loss=Loss(5.9, NOW, 1.2)))
+        assert straggler.check(replace(early, evidence=alone), policy()) is None
 
     @pytest.mark.parametrize("pace", [BROKEN - 0.1, None])
     def test_one_that_is_not_is_not(self, pace: float | None) -> None:
@@ -245,7 +273,7 @@ class TestDiagnosis:
 
 class TestDecision:
     def test_a_slow_rank_is_told_by_its_worker_and_pace(self) -> None:
-        decision = checked(answered())
+        decision = checked(answered(), allow=frozenset(Remedy) - {Remedy.REPLACE_WORKER})
         assert decision.message == "rank 2 on j-w2-0 takes 2.00 × its peers' time a sample"
         assert (decision.worker, decision.node, decision.rank, decision.live) == ("j-w2-0", "node-2", 2, True)
         assert decision.remedy is Remedy.REBALANCE

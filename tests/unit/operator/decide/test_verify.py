@@ -128,12 +128,14 @@ class TestLive:
         assert judged(slow(decided=NOW - MEASURE_SECONDS + 1), unmeasured).outcome is None
         assert judged(slow(decided=NOW - MEASURE_SECONDS - 1), unmeasured).outcome is Outcome.NOT_HELPED
         slow_steps = replace(unmeasured, metrics=Metrics(step_seconds=10.0))
-        assert judged(slow(decided=NOW - 900), slow_steps).outcome is None, "two windows of them have not passed"
-        assert judged(slow(decided=NOW - 1000), slow_steps).outcome is Outcome.NOT_HELPED
+        assert judged(slow(decided=NOW - 230), slow_steps).outcome is None, "windows of 8 have not settled twice"
+        assert judged(slow(decided=NOW - 250), slow_steps).outcome is Outcome.NOT_HELPED
 
-    def test_but_not_while_prometheus_is_away(self) -> None:
+    def test_but_not_while_some_ranks_tell_nothing(self) -> None:
+        untold = replace(training(), metrics=Metrics(untold=("j-w1-0",)))
+        assert judged(slow(decided=NOW - 10_000), untold).outcome is None
         away = replace(training(), metrics=Metrics(unavailable="away"))
-        assert judged(slow(decided=NOW - 10_000), away).outcome is None
+        assert judged(slow(decided=NOW - 10_000), away).outcome is Outcome.NOT_HELPED
 
     def test_a_mode_is_judged_by_the_samples_a_second(self) -> None:
         mode = slow(remedy=str(Remedy.LOCAL_SGD), reference_seconds=0.1)

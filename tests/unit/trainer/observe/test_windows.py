@@ -43,6 +43,30 @@ def test_the_window_holds_the_last_steps_with_own_work_apart_from_waits() -> Non
     assert (history.steps_total, history.samples_total) == (10, 80)
 
 
+@pytest.mark.parametrize(("step_ms", "kept"), [(100, 32), (250, 20), (1000, 8), (10_000, 8)])
+def test_a_window_is_of_a_few_seconds_but_of_eight_steps_at_least(step_ms: int, kept: int) -> None:
+    history = RankHistory(window_steps=32)
+    history.add(records(range(100), step_ms, compute_ms=60))
+    assert history.window(0).steps == tuple(range(100 - kept, 100))
+
+
+def test_it_grows_and_shrinks_with_the_steps() -> None:
+    """After one that held a checkpoint, as after others that are slow."""
+    history = RankHistory(window_steps=32)
+    history.add(np.concatenate([records(range(50), 100, 60), records(range(50, 51), 60_000, 60)]))
+    assert len(history.window(0).steps) == 8
+    history.add(records(range(51, 66), 100, 60))
+    assert history.window(0).steps == tuple(range(51, 66)), "it has left, and the others stay"
+    history.add(records(range(66, 200), 100, 60))
+    assert len(history.window(0).steps) == 32
+
+
+def test_of_long_steps_too_some_from_before_the_share_changed_stay() -> None:
+    history = RankHistory(window_steps=32)
+    history.add(np.concatenate([records(range(40), 100, 60, samples=8), records(range(40, 60), 2000, 30, samples=3)]))
+    assert history.window(0).samples == (8,) * EARLIER_STEPS + (3,) * 8
+
+
 def test_steps_outside_of_training_do_not_count() -> None:
     rows = records(range(5), step_ms=9000, compute_ms=9000)
     rows["phase"] = Phase.START

@@ -1,0 +1,300 @@
+"""Four hosts of one job, each with a network and a cgroup of its own, a launcher, two ranks, and the sidecar's eyes.
+
+The bench plays the operator: it gives plans, and takes what sidecars would send.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pacekeeper.observe.ring import RingReader
+from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, meeting_place
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from testcluster import cgroups
+from testcluster.settings import REPOSITORY
+from testcluster.shell import run, succeeds
+
+NAME = "pacekeeper-diagnosis"
+SWITCH = f"{NAME}-switch"
+INTERFACE = "eth0"
+HOSTS, RANKS_A_HOST = 4, 2
+RANKS = HOSTS * RANKS_A_HOST
+PERIOD_US = 100_000
+"""Of a cgroup's quota."""
+STARTING_SECONDS = 90.0
+
+_WITHOUT_NAME_SERVER = (
+    *("unshare", "--mount", "sh", "-c"),
+    'echo nameserver 127.0.0.1 > "$0" && mount --bind "$0" /etc/resolv.conf && exec "$@"',
+    f"/dev/shm/{NAME}-resolv.conf",
+)
+"""torch asks for the name of each address, and nobody answers there: a refusal at once is better than seconds."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One worker of the job."""
+
+    number: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"host-{self.number}"
+
+    @property
+    def namespace(self) -> str:
+        return f"{NAME}-{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"10.214.0.{self.number + 1}"
+
+    @property
+    def cgroup(self) -> str:
+        return f"{NAME}/{self.number}"
+
+    @property
+    def port(self) -> str:
+        """Its end of the link to the switch."""
+        return f"port{self.number}"
+
+    @property
+    def runtime(self) -> Runtime:
+        return Runtime(self.folder / self.name)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(RANKS_A_HOST * self.number, RANKS_A_HOST * (self.number + 1)))
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """The newest that its agent has written."""
+        written = read_json(self.folder / f"evidence-{self.number}.json")
+        return None if written is None else Evidence.from_json(written)
+
+    def stalls(self) -> list[Fault]:
+        found = [Fault.from_json(json.loads(path.read_text())) for path in self.runtime.faults.glob("[!.]*.json")]
+        return [fault for fault in found if fault.kind is FaultKind.STALLED]
+
+    def pid_of(self, rank: int) -> int:
+        """Of the rank's process."""
+        return int(RingReader(self.runtime.ring(rank - self.ranks[0])).state()["pid"])
+
+
+class Job:
+    """The job on its hosts."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self.hosts = hosts
+        self.plan = Plan()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Returns once all ranks train."""
+        for host in self.hosts:
+            host.runtime.make()
+            self._start(host, cgroups.entering(host.cgroup, self._launcher()), "launcher")
+            self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
+        self.wait_for(
+            lambda: all(host.heartbeat.state is LauncherState.WARM for host in self.hosts), "the launchers are warm"
+        )
+        self.train()
+
+    def train(self) -> None:
+        """A new membership; returns once it trains."""
+        members = tuple(Member(host.name, host.address, host.ranks) for host in self.hosts)
+        ports = [host.heartbeat.meeting_port for host in self.hosts]
+        port, secret = meeting_place(ports, secrets.token_hex(SECRET_BYTES))
+        membership = self.plan.membership + 1
+        first = max(host.heartbeat.round for host in self.hosts) + 1
+        self.give(members=members, membership=membership, round=first, store_port=port, secret=secret)
+        self.wait_for(
+            lambda: all(h.heartbeat.membership == membership and h.heartbeat.steps_in_round > 5 for h in self.hosts),
+            "the ranks train",
+        )
+
+    def give(self, **changes: Any) -> None:
+        """The next version of the plan, each worker's part to itself."""
+        self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
+        for host in self.hosts:
+            write_plan(host.runtime.plan, self.plan.part(host.name))
+
+    def step(self) -> int:
+        return min(host.heartbeat.step for host in self.hosts)
+
+    def host_of(self, rank: int) -> Host:
+        return self.hosts[rank // RANKS_A_HOST]
+
+    def strike(self, rank: int, fault: Mapping[str, Any]) -> None:
+        """The script's own fault, from its next step on; an empty one ends it."""
+        path = self.hosts[0].folder / f"fault-{rank}.json"
+        if not fault:
+            path.unlink(missing_ok=True)
+            return
+        path.with_suffix(".new").write_text(json.dumps(fault))
+        path.with_suffix(".new").rename(path)
+
+    def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = STARTING_SECONDS) -> Value:
+        """The first truthy answer of `look`. Raises TimeoutError with the last words of the logs."""
+        deadline = time.monotonic() + seconds
+        while not (value := look()):
+            if time.monotonic() > deadline:
+                words = "\n".join(path.read_text()[-2000:] for path in sorted(self.hosts[0].folder.glob("*.log")))
+                raise TimeoutError(f"not within {seconds:.0f} s: {what}\n{words}")
+            time.sleep(0.05)
+        return value
+
+    def end(self) -> None:
+        for host in self.hosts:
+            for pid in cgroups.pids(host.cgroup):
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+            cgroups.kill(host.cgroup)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _launcher(self) -> tuple[str, ...]:
+        script = Path(__file__).with_name("job.py")
+        return (sys.executable, "-m", "pacekeeper.cli", "run", str(script))
+
+    def _start(self, host: Host, command: Sequence[str], what: str) -> None:
+        environment = {
+            **os.environ,
+            "FOLDER": str(host.folder),
+            "PACEKEEPER_RUNTIME": str(host.runtime.root),
+            "PACEKEEPER_WORKER": host.name,
+            "PACEKEEPER_POD_IP": host.address,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        with (host.folder / f"{host.name}-{what}.log").open("ab") as log:
+            process = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{host.namespace}", *_WITHOUT_NAME_SERVER, *command],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+
+@contextmanager
+def job() -> Iterator[Job]:
+    """The hosts, without anything that runs on them; all is gone in the end. Needs root, iproute2 and cgroups."""
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir="/dev/shm") as folder:
+        hosts = [Host(number, Path(folder)) for number in range(HOSTS)]
+        _remove(hosts)
+        made = Job(hosts)
+        try:
+            _make(hosts)
+            yield made
+        finally:
+            made.end()
+            _remove(hosts)
+
+
+def quota(host: Host, cores: float | None) -> None:
+    """So much processor time for all ranks of the host; None: as much as there is."""
+    folder = cgroups.controller("cpu", host.cgroup)
+    if cgroups.is_v2():
+        (folder / "cpu.max").write_text("max" if cores is None else f"{round(cores * PERIOD_US)} {PERIOD_US}")
+    else:
+        (folder / "cpu.cfs_quota_us").write_text("-1" if cores is None else str(round(cores * PERIOD_US)))
+
+
+def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
+    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only that to this host."""
+    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
+    shape = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    if to is None:
+        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *shape)
+        return
+    run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "handle", "1:", "prio", "bands", "3", "priomap",
+        *["1"] * 16)  # fmt: skip
+    run("tc", "-n", place, "qdisc", "add", "dev", device, "parent", "1:3", *shape)
+    match = ["match", "ip", "dst", f"{to.address}/32"]
+    run(
+        "tc",
+        "-n",
+        place,
+        "filter",
+        "add",
+        "dev",
+        device,
+        "parent",
+        "1:",
+        "protocol",
+        "ip",
+        "u32",
+        *match,
+        "flowid",
+        "1:3",
+    )
+
+
+def drop(host: Host, *, egress: bool = True, to: Host | None = None) -> None:
+    """As `slow`, but nothing comes through."""
+    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
+    if to is None:
+        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "netem", "loss", "100%")
+        return
+    slow(host, "1gbit", egress=egress, to=to)
+    run("tc", "-n", place, "qdisc", "replace", "dev", device, "parent", "1:3", "netem", "loss", "100%")
+
+
+def heal(host: Host) -> None:
+    """Its network and its processors, as they were."""
+    for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
+        succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+    quota(host, None)
+
+
+def _make(hosts: Sequence[Host]) -> None:
+    run("ip", "netns", "add", SWITCH)
+    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    for host in hosts:
+        cgroups.create(host.cgroup)
+        run("ip", "netns", "add", host.namespace)
+        end = ["peer", "name", INTERFACE, "netns", host.namespace]
+        run("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *end)
+        run("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
+        run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+        run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
+
+
+def _remove(hosts: Sequence[Host]) -> None:
+    """Deleting a namespace takes the links with it."""
+    for host in hosts:
+        cgroups.kill(host.cgroup)
+    if cgroups.controller("pids", NAME).exists():
+        cgroups.remove(NAME)
+    for namespace in (*(host.namespace for host in hosts), SWITCH):
+        if succeeds("ip", "netns", "pids", namespace):
+            run("ip", "netns", "delete", namespace)

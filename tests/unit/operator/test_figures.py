@@ -1,0 +1,179 @@
+"""What the figures in workers' heartbeats say of a job, and which of them wake it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis.reports import Heartbeat, RankFigures
+from pacekeeper_operator.decide.straggler import WAITING
+from pacekeeper_operator.observation import GpuValue, Metrics
+from pacekeeper_operator.observe.figures import NOTHING, ROW, matters, metrics, read
+
+PLAN = Plan(members=tuple(Member(f"w{n}", f"10.0.0.{n}", (2 * n, 2 * n + 1)) for n in range(2)))
+"""Two workers of two ranks."""
+
+
+def figures(rank: int, **changes: Any) -> RankFigures:
+    values: dict[str, Any] = {
+        "steps": 32,
+        "step_seconds": 0.1,
+        "compute_seconds": 0.08,
+        "compute_seconds_per_sample": 0.01,
+        "wait_seconds": 0.02,
+        "share": 8,
+        "first_steps_seconds": 0.08,
+    }
+    return RankFigures(rank, **(values | changes))
+
+
+def of(**changes_of_rank_3: Any) -> Metrics:
+    ranks = [figures(0), figures(1), figures(2), figures(3, **changes_of_rank_3)]
+    return metrics({"w0": read(ranks[:2]), "w1": read(ranks[2:])}, PLAN, Metrics())
+
+
+def test_ranks_that_are_alike() -> None:
+    found = of()
+    assert (found.slowdown, found.pace, found.behind) == pytest.approx((1.0, 1.0, 1.0))
+    assert (found.step_seconds, found.per_sample, found.waiting) == pytest.approx((0.1, 0.01, 0.2))
+    assert (found.throughput, found.uniform) == pytest.approx((4 * 8 / 0.1, 1.25))
+    assert found.untold == ()
+
+
+def test_a_slow_rank_stands_out() -> None:
+    found = of(compute_seconds=0.16, compute_seconds_per_sample=0.02, wait_seconds=0.0, step_seconds=0.16)
+    assert found.slowdown == pytest.approx(0.16 / 0.10), "over the mean"
+    assert found.pace == pytest.approx(2.0), "over the median"
+    assert found.behind == pytest.approx(2.0), "its own work over an equal share at the median pace"
+    assert (found.slowest_rank, found.waits_least, found.waiting) == (3, 3, 0.0)
+    assert found.throughput == pytest.approx(3 * 80 + 50)
+
+
+def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> None:
+    found = of(compute_seconds=0.08, compute_seconds_per_sample=0.02, share=4)
+    assert found.pace == pytest.approx(2.0)
+    assert found.behind == pytest.approx(0.08 / (0.01 * 7))
+
+
+def test_what_nobody_knows_is_none() -> None:
+    silent = metrics({"w0": read([RankFigures(0), RankFigures(1)])}, PLAN, Metrics())
+    assert silent == Metrics(untold=("w1",)), "who tells that there is nothing yet has told"
+    watched = metrics({"w0": read([figures(0, share=0), figures(1, share=0)])}, PLAN, Metrics())
+    assert (watched.throughput, watched.behind, watched.pace) == (None, None, 1.0)
+    assert metrics({}, Plan(), Metrics()) == Metrics()
+
+
+def test_what_prometheus_says_stays() -> None:
+    known = Metrics(gpu=(GpuValue("n", "0", "XID", 79.0),), unavailable="away", ranks=4, at=5.0)
+    found = metrics({"w0": read([figures(0)])}, PLAN, known)
+    assert (found.gpu, found.unavailable, found.ranks, found.at) == (known.gpu, "away", 4, 5.0)
+
+
+class TestWhoSpeaks:
+    def test_a_worker_for_its_own_ranks_only(self) -> None:
+        lies = read([figures(0), figures(1), figures(2, compute_seconds_per_sample=1e9), figures(7)])
+        found = metrics({"w0": lies, "w1": read([figures(2), figures(3)])}, PLAN, Metrics())
+        assert found.pace == pytest.approx(1.0)
+
+    def test_nobody_but_the_plans_members(self) -> None:
+        found = metrics({"spare": read([figures(3, compute_seconds_per_sample=1.0)])}, PLAN, Metrics())
+        assert found == Metrics(untold=("w0", "w1"))
+
+    def test_who_leaves_out_a_rank_has_not_told(self) -> None:
+        found = metrics({"w0": read([figures(0)]), "w1": read([figures(2), figures(3)])}, PLAN, Metrics())
+        assert found.untold == ("w0",)
+
+    def test_the_last_word_about_a_rank_counts(self) -> None:
+        twice = read([figures(0, step_seconds=9.0), figures(0, step_seconds=0.2)])
+        assert twice["step_seconds"].tolist() == [0.2]
+
+
+class TestHostile:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("step_seconds", math.nan),
+            ("step_seconds", math.inf),
+            ("step_seconds", -1.0),
+            ("compute_seconds", 1e13),
+            ("compute_seconds", "fast"),
+            ("share", 2**31 + 1),
+            ("share", 0.5),
+            ("rank", -1),
+            ("rank", None),
+        ],
+    )
+    def test_what_can_be_no_figure_is_refused_by_its_name(self, name: str, value: object) -> None:
+        beat = Heartbeat(worker="w0", figures=(figures(0),)).to_json()
+        beat["figures"][0][name] = value
+        with pytest.raises(InputError, match=rf"figures\[0\].{name}"):
+            Heartbeat.from_json(beat)
+
+    def test_more_ranks_than_a_worker_can_have(self) -> None:
+        beat = Heartbeat(worker="w0").to_json() | {"figures": [{"rank": n} for n in range(1025)]}
+        with pytest.raises(InputError, match="1024"):
+            Heartbeat.from_json(beat)
+
+    @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 0.0])
+    @pytest.mark.parametrize("huge", [1e12])
+    def test_no_figures_make_anything_but_numbers(self, tiny: float, huge: float) -> None:
+        for own in (tiny, huge):
+            said = [
+                figures(n, step_seconds=own, compute_seconds=own, compute_seconds_per_sample=own, wait_seconds=huge)
+                for n in range(2)
+            ]
+            found = metrics({"w0": read([*said[:1], figures(1, first_steps_seconds=tiny)])}, PLAN, Metrics())
+            numbers = [value for value in vars(found).values() if isinstance(value, float)]
+            assert all(math.isfinite(number) for number in numbers)
+
+
+class TestMatters:
+    """Of a worker with rank 0 and 1, in a job whose ranks take 0.01 s a sample; slow is 1.25 × that."""
+
+    def test_a_rank_that_becomes_slow_or_is_so_no_more(self) -> None:
+        last = Metrics(per_sample=0.01)
+        well, slow = read([figures(0)]), read([figures(0, compute_seconds_per_sample=0.0125)])
+        assert matters(well, slow, last, 1.25)
+        assert matters(slow, well, last, 1.25)
+        assert not matters(well, read([figures(0, compute_seconds_per_sample=0.0124)]), last, 1.25)
+        assert not matters(slow, read([figures(0, compute_seconds_per_sample=0.04)]), last, 1.25), "it is known"
+        assert not matters(well, slow, Metrics(), 1.25), "nothing to hold it against"
+
+    def test_the_least_wait_of_all(self) -> None:
+        waits, works = read([figures(0, wait_seconds=0.1 * WAITING)]), read([figures(0, wait_seconds=0.0)])
+        assert matters(works, waits, Metrics(waiting=0.0, waits_least=0), 1.25), "it was the one that waited least"
+        assert not matters(works, waits, Metrics(waiting=0.0, waits_least=1), 1.25), "another one still does"
+        assert matters(waits, works, Metrics(waiting=0.5, waits_least=1), 1.25), "not all wait any more"
+        assert not matters(waits, waits, Metrics(waiting=0.5, waits_least=1), 1.25)
+
+    def test_nothing_said_is_no_news(self) -> None:
+        assert not matters(NOTHING, NOTHING, Metrics(per_sample=0.01, waiting=0.5, waits_least=0), 1.25)
+
+
+def test_forty_thousand_ranks_are_looked_at_in_a_moment() -> None:
+    """By what it costs in memory and calls: as many rows as ranks, and no Python object a rank."""
+    members = tuple(Member(f"w{n}", "10.0.0.1", tuple(range(8 * n, 8 * n + 8))) for n in range(5000))
+    rows = np.zeros(40_000, ROW)
+    rows["rank"], rows["compute_seconds_per_sample"], rows["step_seconds"] = range(40_000), 0.01, 0.1
+    heard = {member.worker: rows[8 * n : 8 * n + 8] for n, member in enumerate(members)}
+    found = metrics(heard, Plan(members=members), Metrics())
+    assert (found.pace, found.untold) == (1.0, ())
+
+
+def test_a_rank_takes_no_more_of_a_heartbeat_than_the_operator_allows() -> None:
+    from pacekeeper_operator.server import RANK_BYTES, RANK_MARKS, _heartbeat_room
+
+    full = figures(1023, **{name: 1.2345e-05 for name in ROW.names or () if name.endswith("seconds")})
+    beat = Heartbeat(worker="w" * 253, figures=(full,) * 1024, unkillable_ranks=tuple(range(1024)), refused="é" * 2000)
+    body = json.dumps(beat.to_json()).encode()
+    most, most_marks = _heartbeat_room(1024)
+    assert len(body) <= most
+    assert body.count(b",") + body.count(b"{") + body.count(b"[") <= most_marks
+    assert _heartbeat_room(1) == _heartbeat_room(100)
+    assert (RANK_BYTES, RANK_MARKS) <= (512, 16)
