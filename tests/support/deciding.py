@@ -32,7 +32,7 @@ from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.reconcile import SUSPECT_SECONDS
 from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State
+from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State
 from pacekeeper_operator.state import Worker as Record
 from tests.support.launchers import Team, Worker
 from tests.support.worlds import job as job_of
@@ -98,7 +98,7 @@ class Deciding:
                 workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
             ),
             life=Life(start_time=self.runtime.now()),
-            gpus=GpuHealth(nodes=tuple(record.node for record in records)),
+            gpus=GpusSeen(nodes=tuple(record.node for record in records)),
         )
         band = (self.job.spec.detection.straggler_slowdown - 1) / 2
         self.team.give(Plan(version=1, membership=1, members=members, figures_band=band))

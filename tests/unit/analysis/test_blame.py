@@ -177,13 +177,13 @@ def test_a_late_rank_is_no_slow_transfer() -> None:
     assert slow_transfers(now, usual_among_groups(now)) == {}
 
 
-def test_a_thousand_ranks_are_judged_within_seconds() -> None:
-    job = Ranks((128, 8))
+def test_many_ranks_are_judged_in_a_moment() -> None:
+    job = Ranks((32, 8))
     random = np.random.default_rng(0)
     for _ in range(16):
         job.begin_step()
         for at in range(100):
-            own = random.normal(0.002, 2e-5, 1024)
+            own = random.normal(0.002, 2e-5, 256)
             own[77] += 0.001
             job.work(own)
             job.collective(0 if at % 10 == 9 else 1)
@@ -193,4 +193,4 @@ def test_a_thousand_ranks_are_judged_within_seconds() -> None:
     seconds = time.monotonic() - began
     assert found.slow(float(job.now.max() / 16)) == (77,)
     assert found.lost == pytest.approx(job.waited.sum(), rel=1e-2)
-    assert seconds < 6.0, "it takes 2 s"
+    assert seconds < 2.0, "it takes 0.3 s, and 1.4 s with 1,024 ranks"
