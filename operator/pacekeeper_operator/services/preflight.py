@@ -150,8 +150,8 @@ def _judged(
     others = tuple(pods[other.pod] for other in circle if other.pod in pods and other != seat)
     probe = NodeProbe(nodes[seat.node]["metadata"]["uid"], now, None, pod.message, pod.figures)
     if not pod.ended:
-        alone = bool(pod.phase) and sum(other.phase == "Succeeded" for other in others) >= FEWEST - 1
-        reason = pod.inconclusive or (Inconclusive.SLOW if alone else Inconclusive.NOT_RUN)
+        only = bool(pod.phase) and sum(other.phase == "Succeeded" for other in others) >= FEWEST - 1
+        reason = pod.inconclusive or (Inconclusive.SLOW if only else Inconclusive.NOT_RUN)
         words = f"its probe pod did not end within {LOOK_SECONDS:.0f} s" + (f": {pod.message}" if pod.message else "")
         return replace(probe, message=words), reason
     if pod.phase == "Failed":
