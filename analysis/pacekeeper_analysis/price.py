@@ -83,9 +83,9 @@ def choose(
     `Loss`. remaining_seconds: expected rest of the fault's duration, over which gains are reckoned, see
     `expected_remaining`; inf: it will not pass by itself. mended: a slowdown below this needs no better free remedy.
 
-    What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due once
-    the loss has reached its cost, if it wins something beside what is free; of several, the one with the least cost
-    plus remaining loss is taken.
+    What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due
+    once the loss has reached its cost, if it wins something beside what is free; of several, the one with the least
+    cost plus remaining loss is taken.
     """
     horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
     free = [_free_price(option, slowdown, horizon) for option in options if option.cost_seconds == 0]

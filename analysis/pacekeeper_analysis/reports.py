@@ -22,7 +22,7 @@ LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
 """Of one worker."""
-MOST_GPUS = 64
+MOST_GPUS = 32
 """Of one worker."""
 
 Name = Annotated[str, Longest(253)]

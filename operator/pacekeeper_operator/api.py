@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.plan import Sources, SyncMode
 from pacekeeper_analysis.reading import Longest, Within
 
 from .codec import Converters, from_json, to_json, to_patch
@@ -39,6 +39,8 @@ LABEL_CIRCLE = f"{GROUP}/circle"
 """On probe pods: what those have in common that are looked after together."""
 LABEL_NO_QUARANTINE = f"{GROUP}/no-quarantine"
 """On nodes, with any value: the platform team's opt-out."""
+ANNOTATION_PROFILE = f"{GROUP}/profile"
+"""On jobs: another value asks for a behaviour window at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
@@ -52,6 +54,8 @@ TRAINER = "trainer"
 """The container of the template that runs `pacekeeper run`."""
 SIDECAR = "pacekeeper-sidecar"
 MAX_JOB_NAME = 40
+MAX_PROFILE_WANTED = 64
+"""Characters of the annotation that are looked at."""
 MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
@@ -194,6 +198,7 @@ class Cause(StrEnum):
     VOLATILE = "volatile"  # slow ranks come and go
     GARBAGE = "garbage-collection"  # of different ranks in different steps
     UNEVEN_LENGTHS = "uneven-lengths"  # of sequences, dealt unevenly
+    SLOW_STEPS = "slow-steps"  # on all ranks alike, or as somebody had them looked into by hand
 
 
 class Class(StrEnum):
@@ -289,10 +294,16 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
+class ProfileSpec:
+    sources: Sources = Sources.HASH  # how behaviour windows name the job's own files
+
+
+@dataclass(frozen=True)
 class DetectionSpec:
     straggler_slowdown: float = 1.1
     window_steps: int = 32
     hang_seconds: float | None = None  # None: auto, from the job's own steps
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
 
 
 @dataclass(frozen=True)
@@ -360,6 +371,7 @@ class Job:
     spec: JobSpec
     created_at: float = 0.0
     deleted: bool = False  # deletion was asked for
+    profile_wanted: str = ""  # value of its annotation: another one asks for a behaviour window
 
     @property
     def selector(self) -> str:
@@ -386,6 +398,7 @@ class Job:
             spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
+            profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
         )
 
 

@@ -75,6 +75,30 @@ class LookAtNodes:
 
 
 @dataclass(frozen=True)
+class Localise:
+    """Find out what a behaviour window's patterns say, in a thread of its own. `expected`: ranks of the job."""
+
+    window: str
+    expected: int
+
+    @property
+    def key(self) -> str:
+        return f"localise {self.window}"
+
+
+@dataclass(frozen=True)
+class KeepBehaviour:
+    """What people may want to see of a window, beside the incident that tells of it."""
+
+    window: str
+    incident: str
+
+    @property
+    def key(self) -> str:
+        return f"behaviour {self.incident}"
+
+
+@dataclass(frozen=True)
 class WriteIncident:
     """Into its own object, with events at its beginning and end. `before`: as it is written there; None: not at all."""
 
@@ -108,4 +132,15 @@ class DeleteJob:
         return f"job {self.uid}"
 
 
-Effect = TryTemplate | CreatePod | DeletePod | AskForQuarantine | LookAtNodes | WriteIncident | GuardNetwork | DeleteJob
+Effect = (
+    TryTemplate
+    | CreatePod
+    | DeletePod
+    | AskForQuarantine
+    | LookAtNodes
+    | Localise
+    | KeepBehaviour
+    | WriteIncident
+    | GuardNetwork
+    | DeleteJob
+)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pacekeeper_analysis.behaviour.localise import Localisation
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
@@ -155,6 +156,7 @@ class Metrics:
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
     waits_least: int | None = None  # that rank
+    steps: int = 0  # that every rank's figures are of, at least, with the plan's shares; 0: some rank has others still
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
@@ -188,6 +190,15 @@ class Ruling:
 
     verdict: Verdict
     words: str
+
+
+@dataclass(frozen=True)
+class Localised:
+    """What a behaviour window has come to. `page`: what is kept of it for people, as JSON; "": it is kept."""
+
+    window: str
+    localisation: Localisation
+    page: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,6 +239,7 @@ class Policy:
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
     link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
+    profiles_an_hour: int = 2  # behaviour windows of one job; 0: by hand only
 
     @property
     def acts(self) -> bool:
@@ -254,6 +266,8 @@ class Observation:
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    patterns: int = 0  # ranks that have answered in the behaviour window that is out
+    localised: Localised | None = None  # what the last one has come to
     checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()

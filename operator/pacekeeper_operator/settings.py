@@ -76,6 +76,9 @@ class Settings:
     link_probes_an_hour: int = 2
     """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
 
+    profiles_an_hour: int = 2
+    """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""
+
     incident_retention: float = 30 * 86400.0
     grace_after_start: float = 10.0
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""

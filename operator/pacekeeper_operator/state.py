@@ -321,6 +321,23 @@ class Incidents:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Behaviour windows: the one that is out, and what has been looked into."""
+
+    incident: str = ""  # for which the window is; "": for none that was open
+    round: int = 0  # in which it was asked for
+    asked_at: float = 0.0
+    until: float = 0.0  # so long answers are waited for
+    reason: str = ""  # for people
+    asked: tuple[float, ...] = ()  # when windows were asked for within the last hour, by the operator's own choice
+    looked_into: tuple[str, ...] = ()  # incidents, the newest last
+    uniform: float = 1.0  # how slow all ranks were when that was looked into
+    answered: str = ""  # the annotation that was followed last
+    shown: str = ""  # the last window that has told something
+    shown_in: str = ""  # the incident that tells it
+
+
+@dataclass(frozen=True)
 class State:
     """All that the operator remembers of a job, by what it is about."""
 
@@ -331,6 +348,7 @@ class State:
     gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
     preflight: Preflight = field(default_factory=Preflight)
+    profiling: Profiling = field(default_factory=Profiling)
 
 
 @dataclass(frozen=True)
@@ -361,6 +379,9 @@ class Draft:
 
     def with_incidents(self, **changes: Any) -> Draft:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
+
+    def with_profiling(self, **changes: Any) -> Draft:
+        return self._with_state(profiling=replace(self.state.profiling, **changes))
 
     def with_preflight(self, **changes: Any) -> Draft:
         return self._with_state(preflight=replace(self.state.preflight, **changes))

@@ -82,6 +82,7 @@ KINDS: dict[str, Kind] = {
         _custom("trainingjobs", "TrainingJob"),
         _custom("trainingjobstates", "TrainingJobState", status=False),
         _custom("incidents", "Incident"),
+        _custom("behaviourwindows", "BehaviourWindow", status=False),
         _custom("nodequarantines", "NodeQuarantine", namespaced=False),
         _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )

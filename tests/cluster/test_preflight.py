@@ -11,7 +11,6 @@ from testcluster import faults
 from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, wait_for
 from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess
 
 BAD = "node-3"
 CPU = "1500m"
@@ -19,7 +18,7 @@ CPU = "1500m"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
+def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
     """No node has been met before, and none is held afterwards."""
     cluster.kubectl("delete", "nodeprobes", "--all")
     yield

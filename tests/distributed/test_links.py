@@ -58,7 +58,7 @@ class TestConnections:
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
     def test_a_slow_side_is_a_row_or_column(self, four: Network, tmp_path: Path, way: str) -> None:
-        """Which of its two sides is the probe's to tell: the acknowledgements of one stand in the queue of the other."""
+        """Which of the two is the probe's to tell: the acknowledgements of one side stand in the queue of the other."""
         slow = four.slow_egress if way == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
         (hot,) = self.shown(four, tmp_path, "all")[0].hot
@@ -133,14 +133,14 @@ class TestProbe:
             assert made.ask("well").verdict is Verdict.NOTHING
             four.slow_pair(s, d, SLOW)
             assert made.ask("pair").verdict is Verdict.LINK
-            four.slow_pair(s, d, "100gbit")
+            four.mend(s)
             four.slow_pair(d, s, SLOW)
             assert made.ask("back").verdict is Verdict.REVERSED
-            four.slow_pair(d, s, "100gbit")
+            four.mend(d)
             four.slow_egress(s, SLOW)
             told = made.ask("egress")
             assert told.verdict is Verdict.SENDER, told.words
-            four.slow_egress(s, "100gbit")
+            four.mend(s)
             four.slow_ingress(d, SLOW)
             told = made.ask("ingress")
             assert told.verdict is Verdict.RECEIVER, told.words
@@ -149,6 +149,6 @@ class TestProbe:
         with self.launchers(four, tmp_path) as made:
             four.slow_egress(four.hosts[0], SLOW)
             assert made.ask("egress", others=1).verdict is Verdict.SENDER
-            four.slow_egress(four.hosts[0], "100gbit")
+            four.mend(four.hosts[0])
             four.slow_ingress(four.hosts[1], SLOW)
             assert made.ask("ingress", others=1).verdict is Verdict.RECEIVER

@@ -18,7 +18,7 @@ from pacekeeper.observe.ring import RingWriter, create_ring
 from pacekeeper.runtime import Runtime, read_json, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.records import Kind, Phase
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, GpuHealth, Heartbeat, LauncherState
 from tests.support.network import free_port
 from tests.support.tls import Authority
 
@@ -146,6 +146,10 @@ async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
         await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
         await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once", 2)
+        warned = GpuHealth("GPU-1", ("RowsPending",), temperature=60)
+        beat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
+        write_json(worker.runtime.heartbeat, beat.to_json())
+        await until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's sign, at once", 2)
 
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:

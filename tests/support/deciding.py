@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -32,7 +32,7 @@ from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.reconcile import SUSPECT_SECONDS
 from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State
+from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State
 from pacekeeper_operator.state import Worker as Record
 from tests.support.launchers import Team, Worker
 from tests.support.worlds import job as job_of
@@ -98,7 +98,7 @@ class Deciding:
                 workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
             ),
             life=Life(start_time=self.runtime.now()),
-            gpus=GpuHealth(nodes=tuple(record.node for record in records)),
+            gpus=GpusSeen(nodes=tuple(record.node for record in records)),
         )
         band = (self.job.spec.detection.straggler_slowdown - 1) / 2
         self.team.give(Plan(version=1, membership=1, members=members, figures_band=band))
@@ -114,10 +114,8 @@ class Deciding:
             if thought.draft != self._jobs.draft:
                 await self._jobs.publish(thought.draft, "1")
             pause = SUSPECT_SECONDS if thought.draft.state.adaptation.suspicion else Settings.sample_seconds
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._jobs.wake.wait(), pause)
-            except TimeoutError:
-                pass
 
 
 class Line:

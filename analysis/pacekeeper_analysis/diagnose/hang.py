@@ -139,7 +139,8 @@ def _holders(case: _Case) -> HangVerdict | None:
 def _is_elsewhere(rank: RankState) -> bool:
     """It is not where ranks wait for collectives."""
     innermost = _innermost(rank)
-    return rank.device == Device.NONE.name and bool(innermost) and not any(part in innermost for part in _WAITS_IN)
+    told = rank.device == Device.NONE.name and innermost.startswith("File ")
+    return told and not any(part in innermost for part in _WAITS_IN)
 
 
 _WAITS_IN = ("/torch/", "/torchinductor", "/pacekeeper/")

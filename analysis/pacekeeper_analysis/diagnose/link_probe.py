@@ -25,6 +25,8 @@ SLOW = 1.5
 it than to the controls: how many times the usual they take is at least the root of what the suspect takes."""
 SLOW_PING, LEAST_PING_SECONDS = 4.0, 0.001
 """× a control's time for a ping, and so much more than it at least."""
+CEILING = 1e9
+"""Bytes a second: faster transfers are limited by the launchers' own processors, and are as good as each other."""
 MOST_OTHERS = 4
 
 
@@ -151,7 +153,7 @@ def _failed(probes: Sequence[LinkProbe]) -> bool:
 
 
 def _rate(probes: Sequence[LinkProbe]) -> float:
-    return max(probe.bytes_per_second for probe in probes)
+    return min(CEILING, max(probe.bytes_per_second for probe in probes))
 
 
 def _ping(probes: Sequence[LinkProbe]) -> float:

@@ -9,7 +9,7 @@ belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses i
 and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
 
 Busy is a connection until it has been acknowledged, and acknowledgements stand in the queue of what is slow the other
-way: of a place and its way back only the hotter one is told.
+way: of a place and its way back only the slower one is told.
 A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
 """
 
@@ -29,8 +29,8 @@ from ..reports import Evidence, LinkWindow
 LEAST_BYTES, SLOW_BYTES, SLOW_BUSY_SECONDS = 8_000_000, 1_000_000, 0.5
 """That a cell has carried in a window, or that it has needed so long for: less tells of single messages, not of a link.
 """
-TICK_SECONDS = 0.004
-"""In which the kernel counts busy time."""
+LEAST_COUNTED_SECONDS = 0.02
+"""Busy time that is told from less: the kernel counts it in ticks of 4 ms."""
 LEAST_BUSY_SECONDS = 0.1
 """A cell that was busy for less is not what anybody waits for, and its time is coarse."""
 HOT = 1.5
@@ -76,7 +76,7 @@ class Cell:
     @property
     def bytes_per_second(self) -> float:
         """While it was busy."""
-        return self.acked_bytes / max(self.busy_seconds, TICK_SECONDS)
+        return self.acked_bytes / max(self.busy_seconds, LEAST_COUNTED_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -246,15 +246,16 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
         for spots in seen.values()
         if len(spots) >= WINDOWS_NEEDED
     ]
-    found.sort(key=lambda spot: -spot.ratio)
+    found.sort(key=lambda spot: spot.bytes_per_second)
     causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
-    return tuple(causes[:NAMED])
+    return tuple(sorted(causes, key=lambda spot: -spot.ratio)[:NAMED])
 
 
 def _answers(spot: HotSpot, cause: HotSpot) -> bool:
-    """Whether `spot` is only the way back of a hotter one. What is sent is busy until it is acknowledged, and the
-    acknowledgements stand in the queue of what is slow the other way."""
-    return _touch(spot.source, cause.destination) and _touch(spot.destination, cause.source)
+    """Whether `spot` is hot only because its acknowledgements stand in the queue of a slower one. Behind a pair there
+    may be the source's or the destination's side, through which those of other pairs pass."""
+    by_source, by_destination = _touch(spot.destination, cause.source), _touch(spot.source, cause.destination)
+    return by_source or by_destination if cause.kind is Kind.PAIR else by_source and by_destination
 
 
 def _touch(one: int, other: int) -> bool:

@@ -31,9 +31,6 @@ EXCEPTIONAL = 0.1
 DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
-NEWEST_TRANSFERS = 3
-"""Synchronisations that a transfer is judged by: those before them say how the links were, not how they are."""
-
 Seconds = npt.NDArray[np.float64]
 
 
@@ -183,15 +180,12 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
 def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     """What a synchronisation takes once all ranks are there; None: there were too few.
 
-    Whoever comes last waits for nobody, so its time inside is the transfer alone. Synchronisations are counted from
-    the newest; a rank that is one ahead changes little, as they are much alike.
+    Whoever comes last waits for nobody, so its time inside is the transfer alone. It is the newest that counts: those
+    before, which may be minutes old, say how the links were. A rank that is one ahead changes little.
     """
-    known = min((len(window.transfers) for window in windows), default=0)
-    if known < 2:
+    if min((len(window.transfers) for window in windows), default=0) < 2:
         return None
-    newest = min(known, NEWEST_TRANSFERS)
-    inside = np.array([window.transfers[-newest:] for window in windows], dtype=np.float64)
-    return float(np.median(inside.min(axis=0)))
+    return min(window.transfers[-1] for window in windows)
 
 
 def _dealt_by_cost(window: Window) -> Window:

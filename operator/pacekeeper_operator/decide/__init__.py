@@ -23,6 +23,7 @@ from . import (
     news,
     node_lost,
     preflight,
+    profile,
     round_failed,
     stages,
     stale,
@@ -51,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     gpu_warning.check,
     straggler.check,
     links.check,
+    profile.check,
 )
 """In order of certainty: what has gone explains why others crash or stall, so it is asked first."""
 
@@ -74,6 +76,8 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("way back", way_back.step),
     # A probe of what is slow between workers, for the incident that has just been written down.
     ("link probe", links.probe),
+    # Behaviour windows: what the last one has come to is written down by now.
+    ("profile", profile.step),
     # What the user wants of the mode goes before what the operator has chosen.
     ("wish", wish.step),
     # Nodes that failed before any rank is on them.

@@ -42,11 +42,12 @@ class Warned:
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     """Spares go first: a worker must not be moved to one that is warned of, too."""
-    seated = {member.worker for member in observation.plan.members}
+    nodes = {value.node for value in observation.metrics.gpu_signs}
     for view in (*observation.spares, *observation.members):
-        found = None if view.record.leaving else _warned(observation, view)
+        shows = view.record.node in nodes or (view.heartbeat is not None and any(g.signs for g in view.heartbeat.gpus))
+        found = _warned(observation, view) if shows and not view.record.leaving else None
         if found is not None:
-            decision = _decide(observation, policy, found, seated=view.name in seated)
+            decision = _decide(observation, policy, found)
             if _is_news(observation, policy, decision):
                 return decision
     return None
@@ -111,8 +112,10 @@ def _is_news(observation: Observation, policy: Policy, decision: Decision) -> bo
     return policy.acts or name not in incidents.recommended
 
 
-def _decide(observation: Observation, policy: Policy, found: Warned, *, seated: bool) -> Decision:
+def _decide(observation: Observation, policy: Policy, found: Warned) -> Decision:
     view, words = found.view, found.words
+    rank = next((member.ranks[0] for member in observation.plan.members if member.worker == view.name), None)
+    seated = rank is not None
     open_ = [i for i in observation.state.incidents.open if i.cause is Cause.GPU_WARNING and i.worker == view.name]
     option = replace_option(observation, policy, refused=_why_not_move(observation, view, seated=seated))
     if not seated and option.refused == NO_SPARE:
@@ -126,7 +129,6 @@ def _decide(observation: Observation, policy: Policy, found: Warned, *, seated: 
         against = "; ".join(sign.words for sign in found.vouched)
         blamed = blame.propose(observation, policy, view.record.node, against, Witness.GPU_SERIES)
         actions = (moved, blamed) if found.vouched else (moved,)
-    rank = next((member.ranks[0] for member in observation.plan.members if member.worker == view.name), None)
     return Decision(
         subject=_subject(observation, view),
         class_=Class.INFRASTRUCTURE,

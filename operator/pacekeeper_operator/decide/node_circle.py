@@ -17,7 +17,7 @@ FEWEST = 3
 """Nodes of a circle that can tell which of them is slow."""
 MOST = 8
 HOST_SECONDS = 10.0
-"""So long a host may take to have an address; the others then start without it."""
+"""So long a host may take to run; the others then start without it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def launches(circle: Sequence[Seat], pods: Mapping[str, ProbePod], waited: float
             yield Launch(seat, dict(peers), len(circle) - 1 - i if i < HOSTS else 0)
         if i >= HOSTS:
             continue
-        if pod is not None and pod.address and not pod.ended:
+        if pod is not None and pod.address and pod.phase == "Running":
             peers[seat.node] = pod.address
         elif (pod is None or not pod.ended) and waited < HOST_SECONDS * (i + 1):
             return

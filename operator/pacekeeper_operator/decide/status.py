@@ -41,7 +41,8 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         for view in observation.members
     )
     conditions = tuple(
-        _dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase)
+        _dated(found, before, job.generation, observation.now)
+        for found in _conditions(observation, policy, phase, before)
     )
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
@@ -78,6 +79,7 @@ def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStat
     return replace(before, phase=phase, conditions=(*others, _dated(found, before, generation, now)))
 
 
+_REASONS = frozenset(map(str, Reason))
 _MAIN = {
     JobPhase.COMPLETE: Condition.COMPLETE,
     JobPhase.FAILED: Condition.FAILED,
@@ -111,7 +113,7 @@ def phase_of(observation: Observation) -> JobPhase:
     return JobPhase.STARTING if not state.life.training_since else JobPhase.RECOVERING
 
 
-def _conditions(observation: Observation, policy: Policy, phase: JobPhase) -> Iterator[_Found]:
+def _conditions(observation: Observation, policy: Policy, phase: JobPhase, before: JobStatus) -> Iterator[_Found]:
     state = observation.state
     yield _running(observation, phase)
     yield _degraded(observation, policy, phase)
@@ -146,7 +148,7 @@ def _conditions(observation: Observation, policy: Policy, phase: JobPhase) -> It
     )
     yield _hindered(observation)
     if observation.job.spec.preflight.enabled:
-        yield _preflight(observation)
+        yield _preflight(observation, before)
     yield _metrics(observation)
 
 
@@ -161,10 +163,14 @@ def _hindered(observation: Observation) -> _Found:
     return _Found(Condition.HINDERED, bool(hindrances), reason, f"{words}{more}")
 
 
-def _preflight(observation: Observation) -> _Found:
-    """True where the nodes have passed that were looked at; what is not known does not hold the job up."""
-    unmet = preflight.unmet(observation)
-    avoided = observation.state.preflight.avoided
+def _preflight(observation: Observation, before: JobStatus) -> _Found:
+    """True where the nodes have passed that were looked at; what is not known does not hold the job up. An operator
+    that finds the job training has not looked at its nodes: what was said of them stays."""
+    unmet, avoided = preflight.unmet(observation), observation.state.preflight.avoided
+    said = next((c for c in before.conditions if c.type == Condition.PREFLIGHT), None)
+    if said is not None and observation.plan.members and not observation.checks and said.reason in _REASONS:
+        holds = {"True": True, "False": False}.get(said.status)
+        return _Found(Condition.PREFLIGHT, holds, Reason(said.reason), said.message)
     failed = [
         f"{one.node}: {one.why}" + (" (there was no room without it)" if one.tolerated else "") for one in avoided
     ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
+from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
@@ -24,7 +25,7 @@ from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
-from . import gpu_warning, links
+from . import gpu_warning, links, waits
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -34,7 +35,7 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 2.0, 120.0
+ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
@@ -297,7 +298,9 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
     slow_links = suspicion.shown is Trouble.COMMUNICATION
-    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if slow_links else ()))
+    collectives = bool(suspicion.request) or draft.plan.world_size <= waits.ASKED_AT_ONCE
+    asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
+    parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
@@ -313,7 +316,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
-    if culprit is not None and (view is None or view.record.leaving):
+    if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
         return None
     subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
     choice, action = _weigh(observation, policy, found, culprit)
@@ -340,8 +343,20 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
-        finding=links.finding(observation, found),
+        finding=_finding(observation, found, culprit),
     )
+
+
+def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
+    return found.trouble is not Trouble.COMPUTE or waits.holds_up(observation, found, culprit)
+
+
+def _finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
+    of_links = links.finding(observation, found)
+    if of_links is None:
+        return waits.finding(observation, found, culprit)
+    of_groups = waits.slow_groups(observation)
+    return of_links if of_groups is None else join(of_groups, of_links)
 
 
 def _weigh(
@@ -381,6 +396,7 @@ def _weigh(
 
 
 def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 

@@ -19,7 +19,7 @@ from ..effects import (
 )
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
-from . import STEPS, preflight, workforce
+from . import STEPS, preflight, profile, workforce
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def effects(observation: Observation, policy: Policy, written: Mapping[str, Inci
         *_template(observation),
         *_pods(observation),
         *_preflight(observation),
+        *profile.errands(observation),
         *(AskForQuarantine(wanted) for wanted in observation.state.incidents.quarantines),
         *(
             WriteIncident(incident, written.get(incident.name))

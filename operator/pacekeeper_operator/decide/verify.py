@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pacekeeper_analysis import price
+from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
 
 from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
@@ -17,6 +18,8 @@ MEASURE_SECONDS = 120.0
 """A live remedy that has not shown in the step time by then has not helped."""
 SETTLED_WINDOWS = 1.5
 """So many windows after a live change its figures are its own."""
+SETTLED_SECONDS = 2.0
+"""So much of the time with new shares tells what they have mended, and MINIMAL_STEPS."""
 HELPED = 0.98
 """A slowdown that has fallen by less is noise."""
 HORIZON_SECONDS = 600.0
@@ -89,7 +92,7 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, evidence=words, outcome=Outcome.NOT_HELPED)
     window = SETTLED_WINDOWS * window_steps(observation)
     before, after = incident.slowdown_before or 1.0, _slowdown(observation, incident)
-    if after is not None and observation.step >= incident.last_step + window:
+    if after is not None and _has_settled(observation, incident):
         after = max(1.0, after)
         limit = observation.job.spec.detection.straggler_slowdown
         outcome = Outcome.RECOVERED if after < limit else Outcome.MITIGATED
@@ -111,6 +114,15 @@ def _is_probed(observation: Observation, incident: Incident) -> bool:
     """Its remedy, if there is any, waits for what a probe of the link tells."""
     seen = observation.state.adaptation.link
     return seen is not None and bool(seen.probe) and seen.incident == incident.name
+
+
+def _has_settled(observation: Observation, incident: Incident) -> bool:
+    """Whether the figures are of the time since. Those of other shares say themselves how many steps they are of."""
+    if incident.remedy == Remedy.REBALANCE and observation.plan.shares is not None:
+        seconds = observation.metrics.steps * observation.step_seconds
+        enough = observation.metrics.steps >= MINIMAL_STEPS and seconds >= SETTLED_SECONDS
+        return enough and observation.now > incident.decided  # before, they were held against another plan
+    return observation.step >= incident.last_step + SETTLED_WINDOWS * window_steps(observation)
 
 
 def _slowdown(observation: Observation, incident: Incident) -> float | None:

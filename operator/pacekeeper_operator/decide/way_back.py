@@ -13,7 +13,7 @@ from ..api import Remedy
 from ..observation import Observation, Policy
 from ..state import Draft, LocalSgd
 from . import links
-from .straggler import WILD, pause_between_questions, steady
+from .straggler import ASK_SECONDS, WILD, pause_between_questions, steady
 
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
@@ -62,7 +62,8 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
 
 def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
     now = observation.now
-    if now - max(adaptation.asked_at, adaptation.since) < pause_between_questions(now - adaptation.since):
+    pause = ASK_SECONDS if adaptation.over else pause_between_questions(now - adaptation.since)
+    if now - max(adaptation.asked_at, adaptation.since) < pause:
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"
     parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if links.wanted(observation) else ()))

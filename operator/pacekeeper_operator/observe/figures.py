@@ -57,7 +57,7 @@ def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
         if len(rows) < len(member.ranks):
             untold.append(member.worker)
     rows = np.concatenate(told) if told else NOTHING
-    return replace(_of_rows(rows, known), untold=tuple(untold))
+    return replace(_of_rows(rows, known), steps=_steps(rows, plan), untold=tuple(untold))
 
 
 def matters(before: Rows, now: Rows, last: Metrics, slow: float) -> bool:
@@ -95,6 +95,13 @@ def _of_rows(rows: Rows, known: Metrics) -> Metrics:
         throughput=float((stepping["share"] / stepping["step_seconds"]).sum()) if len(shares) else None,
         uniform=float((grown["step_seconds"] / grown["first_steps_seconds"]).min()) if len(grown) else None,
     )
+
+
+def _steps(rows: Rows, plan: Plan) -> int:
+    """That the figures of the rank with the fewest are of; 0: some rank tells of another share than the plan's."""
+    if not len(rows) or (plan.shares is not None and (rows["share"] != np.array(plan.shares)[rows["rank"]]).any()):
+        return 0
+    return int(rows["steps"].min())
 
 
 _values = attrgetter(*(ROW.names or ()))

@@ -83,6 +83,8 @@ def observe(
         surroundings=surroundings,
         template=memory.template,
         rulings=memory.rulings,
+        patterns=len(memory.patterns),
+        localised=memory.localised,
         checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )

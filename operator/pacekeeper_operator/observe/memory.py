@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import Metrics, NodeCheck, Ruling, TemplateVerdict
+from ..observation import Localised, Metrics, NodeCheck, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
@@ -52,6 +52,8 @@ class JobMemory:
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
+    patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out
+    localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
@@ -65,6 +67,8 @@ class JobMemory:
         wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
         settled = frozenset(draft.state.incidents.settled)
         async with self.written:
+            if self.plan is None or self.plan.profile != draft.plan.profile:
+                self.patterns = {}
             self.draft, self.resource_version = draft, resource_version
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}

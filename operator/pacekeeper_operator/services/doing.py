@@ -17,6 +17,8 @@ from ..effects import (
     DeletePod,
     Effect,
     GuardNetwork,
+    KeepBehaviour,
+    Localise,
     LookAtNodes,
     TryTemplate,
     WriteIncident,
@@ -25,7 +27,7 @@ from ..manifests import refused_template, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..state import Incident
-from . import events, incidents, preflight, quarantine
+from . import behaviour, events, incidents, preflight, quarantine
 from .desk import Desk
 from .operator import Operator
 
@@ -51,6 +53,12 @@ async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
             return await _ask_for_quarantine(operator, desk, effect)
         case LookAtNodes(nodes, since):
             await _look_at_nodes(operator, desk, dict(nodes), since)
+            return 0.0
+        case Localise():
+            await behaviour.localise(operator, desk, effect)
+            return 0.0
+        case KeepBehaviour():
+            await behaviour.keep(operator, desk, effect)
             return 0.0
         case WriteIncident(incident, before):
             await _write_incident(operator, desk, incident, before)

@@ -78,6 +78,7 @@ def policy(operator: Operator, job: Job) -> Policy:
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
         link_probes_an_hour=settings.link_probes_an_hour,
+        profiles_an_hour=settings.profiles_an_hour,
     )
 
 
@@ -165,6 +166,7 @@ def _failures(thought: Thought) -> tuple[Hindrance, ...]:
 def _swept(desk: Desk, draft: Draft) -> Draft:
     """Incidents that are over, and whose end is written in the cluster, need no bookkeeping any more."""
     over = frozenset(name for name, incident in desk.told.items() if incident.outcome is not None)
+    over -= {draft.state.profiling.incident}  # somebody still looks into it
     left = draft.state.incidents.sweep(over)
     if left is draft.state.incidents:
         return draft

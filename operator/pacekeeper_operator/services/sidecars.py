@@ -26,6 +26,8 @@ TAKE_SECONDS = 2.0
 CALLS_AT_ONCE = 64
 CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
+MAX_PATTERN_BYTES = 256 * 2**20
+"""Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
 MAX_NAME = 253
 """Characters of a fault's name."""
 FAULT_REACH_SECONDS = 3600.0
@@ -156,6 +158,28 @@ class Sidecars:
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
         job.evidence[caller.worker] = replace(evidence, windows=own, links=links)
         if len(job.evidence) >= len(job.plan.members):
+            job.wake.set()
+
+    def awaits_pattern(self, caller: Caller, window: str, rank: int) -> bool:
+        """Whether this behaviour window is out, and the rank is the caller's. Raises NotYet where too many patterns are
+        held."""
+        job = self._job(caller)
+        profile = None if job.plan is None else job.plan.profile
+        if job.plan is None or profile is None or profile.name != window:
+            return False
+        member = _member(job.plan, caller)
+        if member is None or rank not in member.ranks:
+            return False
+        if sum(len(data) for _, each in self._memory for data in each.patterns.values()) > MAX_PATTERN_BYTES:
+            raise NotYet("other jobs' behaviour windows are being looked into")
+        return True
+
+    def take_pattern(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
+        job = self._job(caller)
+        if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
+            return
+        job.patterns[rank] = data
+        if len(job.patterns) >= job.plan.world_size:
             job.wake.set()
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A steered job whose ranks sleep for each sample, as long as their files say: FOLDER/seconds-<rank>, read in each step.
+"""A steered job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, which is read in each step.
 
 Environment: FOLDER; SECONDS_A_SAMPLE where a rank has no such file; PARAMETERS: of the model, about.
 """
@@ -36,7 +36,7 @@ def seconds_a_sample(rank: int) -> float:
 
 job = pk.init()
 net = job.replicate(nn.Linear(WIDTH, int(os.environ.get("PARAMETERS", "4096")) // WIDTH))
-optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=1e-6))
+optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=1e-6), warmup_steps=0)
 loader = job.dataloader(Zeros(), global_batch_size=GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH)
 job.register(net=net, optimizer=optimizer, loader=loader)
 job.restore()

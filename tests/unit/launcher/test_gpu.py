@@ -86,7 +86,7 @@ class Watching:
     def goes_on(self) -> None:
         """NVML is asked again and again."""
         before = self.double.state.calls
-        self.until(lambda: self.double.state.calls > before + 20, "further calls")
+        self.until(lambda: self.double.state.calls > before + 200, "further calls")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +23,18 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from pacekeeper_analysis.diagnose.gpu_health import Sign
 from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.reports import MOST_RANKS, Evidence, Heartbeat, LauncherState, RankState, RankWindow
+from pacekeeper_analysis.reports import (
+    MOST_GPUS,
+    MOST_RANKS,
+    Evidence,
+    GpuHealth,
+    Heartbeat,
+    LauncherState,
+    RankState,
+    RankWindow,
+)
 from pacekeeper_operator import certificates, connections, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.connections import Connections
@@ -302,6 +312,12 @@ class TestBodies:
     async def test_the_marks_inside_of_words_do_not_count(self, client: Client) -> None:
         words = '{"[,\\' * 2000
         assert (await client.post("/v1/plan", json=BEAT | {"refused": words}, **W0)).status == 200
+
+    async def test_a_worker_whose_gpus_all_show_all_signs_has_room(self, client: Client) -> None:
+        most = 2**53
+        gpu = GpuHealth(f"GPU-{36 * 'f'}", tuple(map(str, Sign)), *(most,) * 8, 0.123456789, most, 1e6 / 3)
+        beat = BEAT | {"gpus": [asdict(gpu)] * MOST_GPUS}
+        assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
 
     async def test_the_fullest_reports_pass(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pacekeeper_analysis.diagnose.finding import WitnessKind
+from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
+from pacekeeper_operator.decide import waits
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
@@ -69,7 +72,28 @@ def answered(
 def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
     thought = think(suspicious(), policy())
     assert thought.draft.plan.evidence_request
+    assert thought.draft.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
     assert not decisions(thought)
+
+
+def test_many_ranks_tell_of_their_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "ASKED_AT_ONCE", 3)
+    asked = think(suspicious(), policy())
+    assert asked.draft.plan.evidence_parts == (EvidencePart.WINDOWS,)
+    again = think(next_pass(asked, suspicious(), 30.0), policy())
+    assert again.draft.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+
+
+def test_two_kinds_of_witnesses_speak_against_a_slow_rank() -> None:
+    (incident,) = judged(2.0).draft.state.incidents.current
+    assert incident.finding is not None
+    assert (incident.finding.culprit, incident.finding.kinds) == ("rank 2", {WitnessKind.TIMES, WitnessKind.WAITS})
+
+
+def test_a_rank_that_nobody_waits_for_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of a stage that has more to do than the others."""
+    monkeypatch.setattr(waits, "holds_up", lambda *_: False)
+    assert not decisions(judged(2.0))
 
 
 def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:

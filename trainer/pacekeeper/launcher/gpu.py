@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,14 +153,19 @@ class GpuWatch:
 
     def _look(self, asking: _Asking, opening: Opening) -> None:
         """Hands on what is seen; raises NVMLError where events cannot be waited for any more."""
-        check_at, events = 0.0, iter(opening.found)
+        check_at = 0.0
+        self._hand_on(asking, opening.found)
         while self._asking is asking:
-            with asking:
-                for event in events:  # one by one: what was seen before an error counts
-                    self._events.put(event)
-            events = opening.wait(self._timing.wait)
             if time.monotonic() >= check_at:
-                check_at, events = time.monotonic() + self._timing.check, opening.check()
+                check_at = time.monotonic() + self._timing.check
+                for gpu in opening.handles:  # each has its own time: a driver in trouble is slow with each call
+                    self._hand_on(asking, opening.check(gpu))
+            self._hand_on(asking, opening.wait(self._timing.wait))
+
+    def _hand_on(self, asking: _Asking, events: Iterable[GpuEvent]) -> None:
+        with asking:
+            for event in events:  # one by one: what was seen before an error counts
+                self._events.put(event)
 
     def _say(self, what: str) -> None:
         """Once: a driver in trouble is asked again and again."""
@@ -278,7 +283,8 @@ class Opening:
         except self._nvml.NVMLError as error:
             if error.value == self._nvml.NVML_ERROR_TIMEOUT:
                 return
-            yield from self.check()
+            for gpu in self.handles:
+                yield from self.check(gpu)
             raise
         ecc = event.eventType == self._nvml.nvmlEventTypeDoubleBitEccError
         xid = DOUBLE_BIT_ECC_XID if ecc else int(event.eventData)
@@ -286,16 +292,16 @@ class Opening:
         what = "double-bit ECC error" if ecc else f"XID {xid}"
         yield from self._census.told(GpuEvent(gpu, xid, f"{what} on {gpu}"))
 
-    def check(self) -> Iterator[GpuEvent]:
-        """How all GPUs are, and whether they still answer: a loss need not come as an event."""
-        for gpu, handle in self.handles.items():
-            try:
-                self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU)
-                sample = read_sample(self._nvml, handle, time.monotonic())
-            except self._nvml.NVMLError as error:
-                yield from self._failed(gpu, error)
-            else:
-                yield from self._census.answered(gpu, sample)
+    def check(self, gpu: str) -> Iterator[GpuEvent]:
+        """How the GPU is, and whether it still answers: a loss need not come as an event."""
+        handle = self.handles[gpu]
+        try:
+            self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU)
+            sample = read_sample(self._nvml, handle, time.monotonic())
+        except self._nvml.NVMLError as error:
+            yield from self._failed(gpu, error)
+        else:
+            yield from self._census.answered(gpu, sample)
 
     def _add(self, index: int) -> Iterator[GpuEvent]:
         nvml = self._nvml

@@ -1,17 +1,18 @@
 """What the operator is told of how the ranks train, and when that cannot wait for the next poll.
 
-Figures are means over a rank's window of steps, and go with every heartbeat. They are news once the *medians* of a
-rank's last steps have left what was told last by more than the plan's band: a single slow step is none. A mean needs as
-long as its window to follow, so that for this long it is told again whenever it has moved by as much.
+Figures are means over a rank's window of steps with its present share, and go with every heartbeat. They are news once
+the *medians* of a rank's last steps have left what was told last by more than the plan's band: a single slow step is
+none. A mean needs as long as its window to follow, so that for this long it is told again whenever it has moved by as
+much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 
 from pacekeeper.observe.windows import RankHistory, StepTimes
 from pacekeeper_analysis.reports import RankFigures
@@ -76,23 +77,25 @@ class FiguresTold:
 
 
 def seen(rank: int, history: RankHistory, share: int) -> RankNow:
-    """One rank now, which takes `share` samples in a step (0: unknown)."""
+    """One rank now, which takes `share` samples in a step (0: unknown): by the steps that it has taken so many in."""
+    steps = [step for step in history.steps if step.samples == share] or history.steps
+    step_seconds, own = _mean(step.step_seconds for step in steps), _mean(step.compute_seconds for step in steps)
     figures = RankFigures(
         rank=rank,
-        steps=len(history.steps),
-        step_seconds=_brief(history.step_seconds),
-        compute_seconds=_brief(history.compute_seconds),
-        compute_seconds_per_sample=_brief(history.compute_seconds_per_sample),
-        wait_seconds=_brief(history.wait_seconds),
+        steps=len(steps),
+        step_seconds=_brief(step_seconds),
+        compute_seconds=_brief(own),
+        compute_seconds_per_sample=_brief(_mean(step.compute_seconds / max(step.samples, 1) for step in steps)),
+        wait_seconds=_brief(max(0.0, step_seconds - own)),
         share=share,
-        first_steps_seconds=_brief(history.first_steps_seconds),
-        synchronisation_seconds=_brief(history.synchronisation_seconds),
+        first_steps_seconds=_brief(history.first_steps_seconds or 0.0),
+        synchronisation_seconds=_brief(history.synchronisation_seconds or 0.0),
     )
     mean = None
     if figures.step_seconds > 0:
         waiting = figures.wait_seconds / figures.step_seconds
         mean = Level(figures.step_seconds, figures.compute_seconds_per_sample, waiting)
-    return RankNow(figures, mean, _lately(history.steps))
+    return RankNow(figures, mean, _lately(steps))
 
 
 def _lately(steps: Sequence[StepTimes]) -> Level | None:
@@ -110,8 +113,13 @@ def _lately(steps: Sequence[StepTimes]) -> Level | None:
     )
 
 
-def _brief(seconds: float | None) -> float:
-    return 0.0 if seconds is None else float(f"{seconds:.{_DIGITS}g}")
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return fmean(found) if found else 0.0
+
+
+def _brief(seconds: float) -> float:
+    return float(f"{seconds:.{_DIGITS}g}")
 
 
 def _has_left(now: Level | None, told: Level | None, band: float) -> bool:

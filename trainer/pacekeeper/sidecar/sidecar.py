@@ -67,6 +67,7 @@ class Sidecar:
         loops = (
             *(self._look, self._look_at_ranks, self._look_at_connections, self._follow_plan),
             *(self._tell_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
+            self._deliver_patterns,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -206,6 +207,23 @@ class Sidecar:
                 delivered = probe.name
             except Unavailable as error:
                 await backoff.sleep("probe not taken", error)
+
+    async def _deliver_patterns(self) -> None:
+        """What ranks have written of behaviour windows, each once."""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for path in self._runtime.patterns.glob("[!.]*.json"):
+                window, _, rank = path.stem.rpartition(".")
+                try:
+                    await self._client.pattern(window, int(rank), path.read_bytes())
+                    backoff.reset()
+                except Unavailable as error:
+                    await backoff.sleep(f"pattern {path.stem} not taken", error)
+                    continue
+                except (Rejected, ValueError) as error:
+                    log.error("pattern %s is dropped: %s", path.stem, error)
+                _forget(path)
 
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version

@@ -18,7 +18,7 @@ def due(*pods: str, waited: float = 0.0, **changed: ProbePod) -> list[Launch]:
 class TestLaunches:
     def test_a_host_comes_before_those_who_are_told_its_address(self) -> None:
         assert due() == [Launch(A, {}, 3)]
-        assert due(a=ProbePod("Pending")) == []
+        assert due(a=ProbePod("Pending", address="10.0.0.0")) == [], "its image is still being pulled"
         assert due("pod-a") == [Launch(B, {"a": "10.0.0.0"}, 2)]
         both = {"a": "10.0.0.0", "b": "10.0.0.1"}
         assert due("pod-a", "pod-b") == [Launch(C, both, 0), Launch(D, both, 0)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Condition, JobStatus, PreflightSpec, Remedy, Verdict, Witness
+from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, PreflightSpec, Remedy, Verdict, Witness
 from pacekeeper_operator.decide import membership, preflight, status, workforce
 from pacekeeper_operator.decide.think import effects, think
 from pacekeeper_operator.effects import AskForQuarantine, CreatePod, LookAtNodes
@@ -94,6 +94,14 @@ class TestBeforeTheStart:
         assert founded(stepped(checked(world, at=made - 86400.0)))
         assert not founded(stepped(checked(world, at=made - 86401.0)))
         assert not founded(stepped(checked(world, None, at=made - preflight.UNKNOWN_SECONDS - 1)))
+
+    def test_an_operator_that_finds_the_job_training_repeats_what_was_said(self) -> None:
+        world = training(2, 0, job=job(2, 0, preflight=WANTED))
+        said = ConditionStatus("Preflight", "Unknown", "NotFoundOut", "node-1: no image")
+        told = status.report(world, policy(), JobStatus(conditions=(said,))).conditions
+        assert [(c.status, c.reason, c.message) for c in told if c.type == "Preflight"] == [
+            ("Unknown", "NotFoundOut", "node-1: no image")
+        ]
 
 
 class TestANodeThatFails:
