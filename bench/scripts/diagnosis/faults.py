@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
 
-from .hosts import HOSTS, RANKS, RANKS_A_HOST, Host, Job, beside, drop, heal, quota, slow
+from .hosts import HOSTS, RANKS, RANKS_A_HOST, Job, beside, drop, heal, quota, slow
 
 PLACES = 3
 VICTIMS = (3, 4, 6)
@@ -86,7 +86,7 @@ def _hangs() -> Iterator[Fault]:
     yield Fault(
         "stopped process",
         lambda job, place: os.kill(job.host_of(VICTIMS[place]).pid_of(VICTIMS[place]), signal.SIGSTOP),
-        lambda job, place: None,
+        lambda _job, _place: None,
         _of_rank(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
         hangs=True,
     )
@@ -96,10 +96,7 @@ def _hangs() -> Iterator[Fault]:
     for name, source, destination in (("pair", 1, 0), ("egress", 2, None), ("ingress", None, 3)):
         truth = Truth(frozenset({FaultClass.NETWORK}), source=source, destination=destination)
 
-        def strike(job: Job, _place: int, source: int | None = source, destination: int | None = destination) -> None:
-            _on_link(job, source, destination, lambda host, egress, to: drop(host, egress=egress, to=to))
-
-        yield Fault(f"dropped {name}", strike, _heal_links, lambda _place, truth=truth: (truth,), hangs=True)
+        yield Fault(f"dropped {name}", _drop(source, destination), _heal_links, _always(truth), hangs=True)
 
 
 def _of_hosts() -> Iterator[Fault]:
@@ -125,7 +122,7 @@ def _of_hosts() -> Iterator[Fault]:
     yield Fault(
         "quota on all hosts",
         lambda job, place: throttle(job, everywhere, QUOTAS[place]),
-        lambda job, place: throttle(job, everywhere, None),
+        lambda job, _place: throttle(job, everywhere, None),
         lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
     )
     yield Fault(
@@ -136,8 +133,8 @@ def _of_hosts() -> Iterator[Fault]:
     )
 
 
-QUOTAS = (0.25, 0.3, 0.2)
-"""Cores for the two ranks of a host, which need about 0.4."""
+QUOTAS = (0.10, 0.11, 0.08)
+"""Cores for the two ranks of a host, which need about 0.14."""
 
 
 def _of_scripts() -> Iterator[Fault]:
@@ -227,14 +224,19 @@ def job_ranks(hosts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rank for host in hosts for rank in range(RANKS_A_HOST * host, RANKS_A_HOST * (host + 1)))
 
 
-def _on_link(
-    job: Job, source: int | None, destination: int | None, do: Callable[[Host, bool, Host | None], None]
-) -> None:
-    if source is None:
-        assert destination is not None
-        do(job.hosts[destination], False, None)
-    else:
-        do(job.hosts[source], True, None if destination is None else job.hosts[destination])
+def _always(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
+    return lambda _place: truths
+
+
+def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], None]:
+    def strike(job: Job, _place: int) -> None:
+        to = None if destination is None else job.hosts[destination]
+        if source is not None:
+            drop(job.hosts[source], to=to)
+        elif to is not None:
+            drop(to, egress=False)
+
+    return strike
 
 
 def _heal_links(job: Job, _place: int) -> None:

@@ -128,7 +128,7 @@ class Job:
         """Returns once all ranks train."""
         for host in self.hosts:
             host.runtime.make()
-            self._start(host, cgroups.entering(host.cgroup, self._launcher()), "launcher")
+            self._start(host, _entering(host.cgroup, self._launcher()), "launcher")
             self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
         self.wait_for(
             lambda: all(host.heartbeat.state is LauncherState.WARM for host in self.hosts), "the launchers are warm"
@@ -309,8 +309,15 @@ def heal(host: Host) -> None:
     quota(host, None)
 
 
+def _entering(path: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The command that enters the cgroup, with processes and processor time, and then becomes `command`."""
+    folders = sorted({str(cgroups.controller(name, path)) for name in ("pids", "cpu", "cpuacct")})
+    enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
+    return ("sh", "-c", f'{enter}; exec "$@"', "sh", *command)
+
+
 def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
-    """So many neighbours copy memory on the one processor that this host then shares with them, and more of it is theirs;
+    """So many neighbours copy memory on the one processor that this host shares with them then, and take most of it;
     the other hosts have the other processors. 0: it is over."""
     cgroups.kill(HOGS)
     processors = os.sched_getaffinity(0)
@@ -321,11 +328,16 @@ def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
     if not hogs:
         return
     cgroups.create(HOGS)
-    weight = "cpu.weight" if cgroups.is_v2() else "cpu.shares"
-    (cgroups.controller("cpu", HOGS) / weight).write_text("8192")
+    _weigh(HOGS, 8)
     for _ in range(hogs):
         command = ("taskset", "--cpu-list", str(first), sys.executable, "-c", HOG)
-        subprocess.Popen(cgroups.entering(HOGS, command), start_new_session=True, stdout=subprocess.DEVNULL)
+        subprocess.Popen(_entering(HOGS, command), start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def _weigh(path: str, times: int) -> None:
+    """Its part of the processors, over that of a usual group beside it."""
+    name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
+    (cgroups.controller("cpu", path) / name).write_text(str(times * usual))
 
 
 def _pin(host: Host, processors: set[int]) -> None:
@@ -336,6 +348,8 @@ def _pin(host: Host, processors: set[int]) -> None:
 
 
 def _make(hosts: Sequence[Host]) -> None:
+    cgroups.create(NAME)
+    _weigh(NAME, 100)  # whatever else the machine is busy with: the faults are ours
     run("ip", "netns", "add", SWITCH)
     run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
     run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")

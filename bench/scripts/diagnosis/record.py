@@ -24,7 +24,7 @@ from .faults import PLACES, Fault, catalogue
 from .hosts import Job, job
 
 HEALTHY = "healthy"
-WARM_SECONDS = 45.0
+WARM_SECONDS = 40.0
 """The job's first steady steps, which are its baseline."""
 BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 20.0
 FLUSH_SECONDS = 16.0
