@@ -17,7 +17,7 @@ from aiohttp import web
 
 from pacekeeper.launcher.sockets import SocketFile
 from pacekeeper.observe.ring import RingWriter, create_ring
-from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper.runtime import Runtime, read_json, write_json, write_text
 from pacekeeper_analysis.plan import EvidencePart, ProbeTarget, ProbeTask, Role, WorkerPlan
 from pacekeeper_analysis.records import Kind, Phase
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, GpuHealth, Heartbeat, LauncherState, LinkProbe
@@ -37,6 +37,7 @@ class Operator:
     heartbeats: list[Heartbeat] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
+    patterns: dict[str, bytes] = field(default_factory=dict)
     refused: int = 0
 
     def application(self) -> web.Application:
@@ -56,6 +57,7 @@ class Operator:
                 web.post("/v1/plan", self._plan),
                 web.post("/v1/faults", self._fault),
                 web.post("/v1/evidence/{request}", self._evidence),
+                web.post("/v1/patterns/{window}/{rank}", self._pattern),
             ]
         )
         return app
@@ -75,6 +77,10 @@ class Operator:
 
     async def _evidence(self, request: web.Request) -> web.Response:
         self.evidence.append(Evidence.from_json(await request.json()))
+        return web.Response(status=202)
+
+    async def _pattern(self, request: web.Request) -> web.Response:
+        self.patterns["/".join(request.match_info.values())] = await request.read()
         return web.Response(status=202)
 
 
@@ -166,6 +172,21 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
     (taken,) = operator.faults
     assert replace(taken, sent_at=0.0) == fault
     assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
+
+
+async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None:
+    operator = Operator(away=True)
+    async with sidecar(tmp_path, operator) as worker:
+        path = worker.runtime.pattern("profile-1.5", 12)
+        write_text(path, '{"any": 1}')
+        early = worker.runtime.early_pattern(12)
+        write_text(early, "kept")
+        await until(lambda: operator.refused >= 3, "tries while the operator is away")
+        assert path.exists()
+        operator.away = False
+        await until(lambda: not path.exists(), "handed on")
+    assert operator.patterns == {"profile-1.5/12": b'{"any": 1}'}
+    assert early.exists()
 
 
 async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
