@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from ..reading import Cut, Longest, Within
 from . import setup as setups
-from .pattern import Owner
+from .pattern import LONGEST_NAME, Owner
 from .table import Figures, Table, read_table
 
 SUSPECT = 5.0
@@ -46,15 +48,20 @@ FEW_RANKS = 64
 """Up to so many, a rank is compared with the others without itself."""
 
 
+Ranks = Annotated[tuple[Annotated[int, Within(0)], ...], Longest(1000)]
+Seconds = Annotated[float, Within(0, 1e6)]
+Part = Annotated[float, Within(0, 1)]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """One cause of a part of the excess."""
 
     finding: Finding
-    function: str  # that is named; "": none
-    ranks: tuple[int, ...]  # on which; (): on all
-    saved_seconds: float  # a step
-    explained: float  # part of the job's excess
+    function: Annotated[str, Longest(LONGEST_NAME)]  # that is named; "": none
+    ranks: Ranks  # on which; (): on all
+    saved_seconds: Seconds  # a step
+    explained: Part  # of the job's excess
 
 
 @dataclass(frozen=True)
@@ -62,15 +69,15 @@ class Localisation:
     """What a window comes to. `finding`: the verdict, Unknown where less than half of the excess is explained."""
 
     finding: Finding
-    explanations: tuple[Explanation, ...] = ()  # those that save most first
-    step_seconds: float = 0.0
-    excess_seconds: float = 0.0  # of a step
-    explained: float = 0.0  # part of the excess
-    heard: int = 0  # ranks whose patterns came
-    expected: int = 0
-    remarks: tuple[str, ...] = ()  # for people: what is missing, and settings that are slow whatever the excess is
-    usual: tuple[int, ...] = ()  # ranks that are like most, to be compared with
-    suspects: tuple[int, ...] = ()
+    explanations: Annotated[tuple[Explanation, ...], Longest(MOST_EXPLANATIONS)] = ()  # those that save most first
+    step_seconds: Seconds = 0.0
+    excess_seconds: Seconds = 0.0  # of a step
+    explained: Part = 0.0  # of the excess
+    heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
+    expected: Annotated[int, Within(0)] = 0
+    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()  # for people: what is missing, and settings that are slow whatever the excess is
+    usual: Ranks = ()  # ranks that are like most, to be compared with
+    suspects: Ranks = ()
 
 
 def localise(answers: Iterable[tuple[int, bytes]], expected: int) -> Localisation:
@@ -104,6 +111,21 @@ def judge(table: Table, expected: int) -> Localisation:
     suspects = tuple(dict.fromkeys(rank for explanation in found for rank in explanation.ranks))
     finding = found[0].finding if found and explained >= EXPLAINED else _unknown(view, found, explained)
     return replace(frame, finding=finding, explanations=tuple(found), explained=explained, suspects=suspects)
+
+
+def sentences(found: Localisation) -> tuple[str, ...]:
+    """For people: what was found, beginning with what saves most, how much of the excess that is, and what is
+    missing."""
+    each = tuple(
+        f"{e.finding.fault}: {e.finding.culprit}; without it a step would take {e.saved_seconds:.3f} s less "
+        f"({e.explained:.0%} of the excess). {'; '.join(witness.words for witness in e.finding.witnesses)}"
+        for e in found.explanations
+    )
+    whole = (
+        f"in a behaviour window of {found.heard} ranks a step took {found.step_seconds:.3f} s, "
+        f"{found.excess_seconds:.3f} s more than usual; {found.explained:.0%} of that is explained",
+    )
+    return (*whole, *each, *found.remarks)
 
 
 class _View:

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import judge
+from pacekeeper_analysis.behaviour.localise import judge, sentences
 from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
 
 from ..api import API_VERSION, LABEL_JOB
 from ..cluster import BEHAVIOURS, INCIDENTS, Conflict, NotFound, Object
-from ..decide.profile import sentences
 from ..effects import KeepBehaviour, Localise
 from ..observation import Localised
 from ..runtime import Runtime

@@ -23,6 +23,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
 from pacekeeper_analysis.diagnose.gpu_health import Sign
 from pacekeeper_analysis.plan import Profile, WorkerPlan
 from pacekeeper_analysis.reports import (
@@ -325,7 +326,9 @@ class TestBodies:
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, 'File "x", line 1, in f(a, b)\n' * 10)
         names = tuple(f"j-w{number}-0" for number in range(64))
+        groups = tuple(Communicator(identity, "0-1023") for identity in range(MOST_COMMUNICATORS))
         fault = replace(crash("j-w0-0", 0), ranks=(rank,) * MOST_RANKS, unreachable=names, missing=names)
+        fault = replace(fault, communicators=groups)
         assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
 
 
