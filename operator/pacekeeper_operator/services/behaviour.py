@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 async def localise(operator: Operator, desk: Desk, effect: Localise) -> None:
     """What it brings back is news for the next pass."""
     answers = dict(sorted(desk.memory.patterns.items()))
-    desk.memory.localised = await operator.runtime.compute(lambda: _localised(effect, _leisurely(operator.runtime, answers), answers))
+    desk.memory.localised = await operator.runtime.compute(
+        lambda: _localised(effect, _leisurely(operator.runtime, answers), answers)
+    )
     found = desk.memory.localised.localisation
     note = "; ".join(sentences(found)[:2])
     await events.tell(operator, desk.job, "BehaviourWindow", note, "ProfileRanks")
