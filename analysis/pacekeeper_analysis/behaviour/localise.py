@@ -75,7 +75,8 @@ class Localisation:
     explained: Part = 0.0  # of the excess
     heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
     expected: Annotated[int, Within(0)] = 0
-    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()  # for people: what is missing, and settings that are slow whatever the excess is
+    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()
+    """For people: what is missing, and settings that are slow whatever the excess is."""
     usual: Ranks = ()  # ranks that are like most, to be compared with
     suspects: Ranks = ()
 
