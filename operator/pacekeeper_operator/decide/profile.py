@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import Localisation
+from pacekeeper_analysis.behaviour.localise import Localisation, sentences
 from pacekeeper_analysis.diagnose.finding import FaultClass, WitnessKind, join
 from pacekeeper_analysis.plan import Profile, Stop, SyncMode
 
@@ -87,21 +87,6 @@ def errands(observation: Observation) -> Iterator[Effect]:
     done = observation.localised
     if done is not None and done.page and done.window == profiling.shown and profiling.shown_in:
         yield KeepBehaviour(done.window, profiling.shown_in)
-
-
-def sentences(found: Localisation) -> tuple[str, ...]:
-    """For people: what was found, beginning with what saves most, how much of the excess that is, and what is
-    missing."""
-    each = tuple(
-        f"{e.finding.fault}: {e.finding.culprit}; without it a step would take {e.saved_seconds:.3f} s less "
-        f"({e.explained:.0%} of the excess). {'; '.join(witness.words for witness in e.finding.witnesses)}"
-        for e in found.explanations
-    )
-    whole = (
-        f"in a behaviour window of {found.heard} ranks a step took {found.step_seconds:.3f} s, "
-        f"{found.excess_seconds:.3f} s more than usual; {found.explained:.0%} of that is explained",
-    )
-    return (*whole, *each, *found.remarks)
 
 
 def _begin(observation: Observation, policy: Policy) -> Draft:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import judge
+from pacekeeper_analysis.behaviour.localise import judge, sentences
 from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
 
 from ..api import API_VERSION, LABEL_JOB
 from ..cluster import BEHAVIOURS, INCIDENTS, Conflict, NotFound, Object
-from ..decide.profile import sentences
 from ..effects import KeepBehaviour, Localise
 from ..observation import Localised
 from . import events
@@ -56,7 +55,7 @@ def _localised(effect: Localise, answers: Mapping[int, bytes]) -> Localised:
 def _leisurely(answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
     """Whoever waits for the interpreter has it between two ranks: polls are answered meanwhile."""
     for item in answers.items():
-        time.sleep(0)
+        os.sched_yield()
         yield item
 
 

@@ -106,7 +106,7 @@ class Kernels:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def stop(self) -> None:
-        torch_internals.stop_profile(self._profile)
+        self._profile.stop()
 
     def spans(self) -> list[Span]:
         """After `stop`."""
