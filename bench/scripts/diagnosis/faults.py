@@ -27,7 +27,8 @@ RATES = ("200mbit", "300mbit", "40mbit")
 SIDES = ((0, "200mbit"), (2, "300mbit"), (3, "150mbit"))
 HOGS = 3
 
-ALL = "all ranks"
+ALL, GROUP = "all ranks", "links of rank"
+"""How findings call all of them, and those of a group."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Truth:
             return True
         return self._names_rank(finding.culprit) if self.ranks else ALL in finding.culprit
 
+    def is_blamed(self, ranks: frozenset[int]) -> bool:
+        """By a rule that knows nothing but ranks."""
+        if self.source is not None or self.destination is not None:
+            return False
+        return ranks <= set(self.ranks) if self.ranks else len(ranks) == RANKS
+
     def is_class(self, finding: Finding) -> bool:
         return finding.fault in self.classes
 
@@ -58,6 +65,9 @@ class Truth:
     def _names_link(self, words: str) -> bool:
         """By a side, or by a pair of ranks: a pair has to have the guilty hosts at its ends."""
         hosts = [int(number) // RANKS_A_HOST for number in re.findall(r"\d+", words)]
+        guilty = {self.source, self.destination} - {None}
+        if words.startswith(GROUP):
+            return guilty <= set(hosts)
         if len(hosts) == 1:
             side = self.source if "sender" in words else self.destination if "receiver" in words else None
             return side == hosts[0] and (self.source is None or self.destination is None)
@@ -230,11 +240,10 @@ def _always(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
 
 def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], None]:
     def strike(job: Job, _place: int) -> None:
-        to = None if destination is None else job.hosts[destination]
-        if source is not None:
-            drop(job.hosts[source], to=to)
-        elif to is not None:
-            drop(to, egress=False)
+        for one in job.hosts:
+            for other in job.hosts:
+                if one is not other and source in (None, one.number) and destination in (None, other.number):
+                    drop(one, other)
 
     return strike
 

@@ -39,6 +39,7 @@ from testcluster.shell import run, succeeds
 NAME = "pacekeeper-diagnosis"
 SWITCH = f"{NAME}-switch"
 INTERFACE = "eth0"
+NOBODY = "02:00:00:00:00:99"
 HOSTS, RANKS_A_HOST = 4, 2
 RANKS = HOSTS * RANKS_A_HOST
 HOGS = f"{NAME}/hogs"
@@ -263,49 +264,34 @@ def quota(host: Host, cores: float | None) -> None:
 
 
 def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
-    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only that to this host."""
+    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
     place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
-    shape = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    tc = ("tc", "-n", place)
     if to is None:
-        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *shape)
+        run(*tc, *_words(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
         return
-    run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "handle", "1:", "prio", "bands", "3", "priomap",
-        *["1"] * 16)  # fmt: skip
-    run("tc", "-n", place, "qdisc", "add", "dev", device, "parent", "1:3", *shape)
-    match = ["match", "ip", "dst", f"{to.address}/32"]
-    run(
-        "tc",
-        "-n",
-        place,
-        "filter",
-        "add",
-        "dev",
-        device,
-        "parent",
-        "1:",
-        "protocol",
-        "ip",
-        "u32",
-        *match,
-        "flowid",
-        "1:3",
-    )
+    run(*tc, *_words(f"qdisc replace dev {device} root handle 1: htb default 1"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
+    match = f"protocol ip u32 match ip dst {to.address}/32 flowid 1:2"
+    run(*tc, *_words(f"filter add dev {device} parent 1: {match}"))
 
 
-def drop(host: Host, *, egress: bool = True, to: Host | None = None) -> None:
-    """As `slow`, but nothing comes through."""
-    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
-    if to is None:
-        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "netem", "loss", "100%")
-        return
-    slow(host, "1gbit", egress=egress, to=to)
-    run("tc", "-n", place, "qdisc", "replace", "dev", device, "parent", "1:3", "netem", "loss", "100%")
+def drop(source: Host, destination: Host) -> None:
+    """What the one sends to the other goes to an address that nobody has."""
+    neighbour = f"neigh replace {destination.address} lladdr {NOBODY} dev {INTERFACE} nud permanent"
+    run("ip", "-n", source.namespace, *_words(neighbour))
+
+
+def _words(command: str) -> list[str]:
+    return command.split()
 
 
 def heal(host: Host) -> None:
     """Its network and its processors, as they were."""
     for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
         succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+    run("ip", "-n", host.namespace, *_words(f"neigh flush dev {INTERFACE} nud permanent"))
     quota(host, None)
 
 

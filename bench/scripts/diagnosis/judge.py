@@ -140,14 +140,15 @@ class _Operator:
 
     async def _hear(self, words: Mapping[str, Any]) -> None:
         caller = Caller(JOB.namespace, JOB.name, words["worker"])
+        sent = words["at"] + words.get("clock", 0.0)  # by its own clock
         if "heartbeat" in words:
-            said = replace(Heartbeat.from_json(words["heartbeat"]), worker=caller.worker, sent_at=words["at"])
+            said = replace(Heartbeat.from_json(words["heartbeat"]), worker=caller.worker, sent_at=sent)
             await self._sidecars.poll(caller, said, -1, 0)
             spare = Heartbeat(worker=SPARE, state=LauncherState.WARM, meeting_port=1, sent_at=words["at"])
             await self._sidecars.poll(replace(caller, worker=SPARE), spare, -1, 0)
         if "fault" in words:
             try:
-                fault = replace(Fault.from_json(words["fault"]), sent_at=words.get("sent_at", words["at"]))
+                fault = replace(Fault.from_json(words["fault"]), sent_at=sent)
                 await self._sidecars.take_fault(caller, fault)
             except NotYet:
                 pass

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ class _Listening:
         return Recording(name, place, began, time.time(), lines, patterns or {}, profiled, load)
 
 
+@cache
 def _hash() -> str:
     found = hashlib.sha256()
     here = Path(__file__).parent
