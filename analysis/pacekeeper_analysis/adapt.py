@@ -39,6 +39,9 @@ NOT_STEERED = "the script does not use the library, so the way it trains cannot 
 SYNCHRONISING = 0.03
 """What synchronisations may cost: the shortest interval is chosen that keeps them within this part of the time."""
 SYNC_SECONDS = (0.5, 30.0)
+SOON_SECONDS, SOON = 20.0, 0.1
+"""So often there is a synchronisation all the same, as long as they stay within this part of the time: each shows
+whether a slow link is well again."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)
 STEPS_BETWEEN = 4
 """Steps that the slowest rank does between two synchronisations at least."""
@@ -424,7 +427,8 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
         level = shares.equal(sum(work.shares), len(pace), work.window.share_grain)
     free, cost = _by_clock(own, transfer)
     least, most = SYNC_SECONDS
-    seconds = round(min(most, max(least, cost / SYNCHRONISING, STEPS_BETWEEN * float(pace.max()))), 2)
+    wanted = min(cost / SYNCHRONISING, max(SOON_SECONDS, cost / SOON))
+    seconds = round(min(most, max(least, wanted, STEPS_BETWEEN * float(pace.max()))), 2)
     after = free * (1 + cost / seconds)
     by_clock = Way(
         LOCAL_SGD,

@@ -51,7 +51,6 @@ FEW_RANKS = 64
 Ranks = Annotated[tuple[Annotated[int, Within(0)], ...], Longest(1000)]
 Seconds = Annotated[float, Within(0, 1e6)]
 Part = Annotated[float, Within(0, 1)]
-Remarks = Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class Localisation:
     explained: Part = 0.0  # of the excess
     heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
     expected: Annotated[int, Within(0)] = 0
-    remarks: Remarks = ()  # for people: what is missing, and settings that are slow whatever the excess is
+    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()
+    """For people: what is missing, and settings that are slow whatever the excess is."""
     usual: Ranks = ()  # ranks that are like most, to be compared with
     suspects: Ranks = ()
 
@@ -133,15 +133,15 @@ class _View:
     """The table, with what all three questions need of it."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table = table = _with_equal_shares(table)
         waits = table.owners == Owner.COLLECTIVE
         self.own = ~waits
         now, early = table.now, table.early
         self.known = np.isfinite(early.step_seconds)
         """Ranks whose early steps are known."""
         self.has_early = 2 * self.known.sum() >= len(table.ranks)
-        self.work = now.step_seconds - now.seconds[:, waits].sum(axis=1)
-        self.early_work = early.step_seconds - early.seconds[:, waits].sum(axis=1)
+        self.work = (now.step_seconds - now.seconds[:, waits].sum(axis=1)) * _to_equal(now)
+        self.early_work = (early.step_seconds - early.seconds[:, waits].sum(axis=1)) * _to_equal(early)
         self.peers_work = _others(self.work[:, None].astype(np.float32))[:, 0]
         self.step = float(np.median(now.step_seconds))
         ahead = self.work - self.peers_work if len(table.ranks) > 1 else np.zeros(1)
@@ -164,6 +164,31 @@ class _View:
             return 0.0
         now, early = self.table.now.seconds[:, waits].sum(axis=1), self.table.early.seconds[:, waits].sum(axis=1)
         return max(0.0, float(now.min()) - float(early[self.known].min()))
+
+
+def _with_equal_shares(table: Table) -> Table:
+    """As if each rank had as many samples: own work, in seconds of such a step. Waits stay as they are: shares that fit
+    slow ranks hide them there."""
+    return replace(table, now=_rescaled(table, table.now), early=_rescaled(table, table.early))
+
+
+def _rescaled(table: Table, figures: Figures) -> Figures:
+    factor = np.where(table.owners == Owner.COLLECTIVE, 1.0, _to_equal(figures)[:, None]).astype(np.float32)
+    return replace(
+        figures,
+        seconds=figures.seconds * factor,
+        errors=figures.errors * factor,
+        busy=figures.busy * factor,
+        spread=figures.spread * factor,
+    )
+
+
+def _to_equal(figures: Figures) -> NDArray[np.float64]:
+    """Of each rank: an equal share over its own; 1 where shares are not known."""
+    samples = figures.samples[np.isfinite(figures.step_seconds)]
+    if not len(samples) or samples.min() <= 0:
+        return np.ones(len(figures.samples))
+    return np.asarray(samples.mean() / np.maximum(figures.samples, 1.0), np.float64)
 
 
 # One rank against its peers

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis import adapt, price, staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
@@ -30,7 +30,8 @@ from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
 BROKEN = 3.0
-"""A rank so many times slower than its peers is broken rather than slow: a spare mends what shares leave of it."""
+"""A rank so many times slower than its peers is broken rather than slow: a spare that is due comes before shares,
+unless they mend it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
@@ -78,8 +79,12 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
+    threshold = observation.job.spec.detection.straggler_slowdown
     if observation.plan.sync_mode is SYNC:
-        return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+        if waits.may_have_stages(observation):
+            return None  # the next answer tells what its ranks do together
+        stages = waits.stages(observation)
+        return adapt.diagnose(windows, threshold) if stages is None else staged.diagnose(stages, windows, threshold)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -298,7 +303,8 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
     slow_links = suspicion.shown is Trouble.COMMUNICATION
-    collectives = bool(suspicion.request) or draft.plan.world_size <= waits.ASKED_AT_ONCE
+    most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
+    collectives = draft.plan.world_size <= most
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
@@ -366,6 +372,7 @@ def _weigh(
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
     since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
+    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     choose = partial(
         price.choose,
         slowdown=found.slowdown,
@@ -374,6 +381,7 @@ def _weigh(
             observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
         ),
         mended=threshold,
+        bearable=threshold if broken else math.inf,
     )
     ways = [
         replace(way, refused=way.refused or _refusal(observation, policy, found, way))
@@ -382,7 +390,6 @@ def _weigh(
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
     best = choose(options).chosen
-    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     after = found.slowdown if best is None else best.option.slowdown_after
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]

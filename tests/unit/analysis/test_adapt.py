@@ -608,11 +608,11 @@ def test_a_transfer_is_what_remains_when_nobody_is_waited_for() -> None:
     assert adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
 
 
-def test_the_newest_transfers_say_how_the_links_are() -> None:
-    well_again = [replace(window, transfers=(0.5,) * 30 + (0.004,) * 2) for window in local(6)]
+def test_the_newest_transfer_says_how_the_links_are() -> None:
+    well_again = [replace(window, transfers=(0.5,) * 31 + (0.004,)) for window in local(6)]
     assert adapt.way_back(well_again, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is not None
-    hardly = [replace(window, transfers=(0.004,) * 30 + (0.5,) * 2 + (0.004,)) for window in local(6)]
-    assert adapt.way_back(hardly, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
+    again = [replace(window, transfers=(0.004,) * 31 + (0.5,)) for window in local(6)]
+    assert adapt.way_back(again, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
 
 
 def test_a_mode_is_held_after_each_change_and_longer_after_each_flap() -> None:

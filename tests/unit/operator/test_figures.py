@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,14 @@ def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> No
     found = of(compute_seconds=0.08, compute_seconds_per_sample=0.02, share=4)
     assert found.pace == pytest.approx(2.0)
     assert found.behind == pytest.approx(0.08 / (0.01 * 7))
+
+
+def test_of_how_many_steps_with_the_plans_shares_they_are() -> None:
+    told = {"w0": read([figures(0), figures(1, steps=9)]), "w1": read([figures(2), figures(3)])}
+    assert metrics(told, PLAN, Metrics()).steps == 9
+    assert metrics(told, replace(PLAN, shares=(8, 8, 8, 8)), Metrics()).steps == 9
+    assert metrics(told, replace(PLAN, shares=(9, 8, 7, 8)), Metrics()).steps == 0
+    assert metrics({}, PLAN, Metrics()).steps == 0
 
 
 def test_what_nobody_knows_is_none() -> None:

