@@ -47,7 +47,7 @@ async def test_a_rank_that_becomes_slow_is_found_and_mended_in_seconds_and_a_hea
     async with deciding(workers, wanted()) as operator:
         await trained(operator)
         await asyncio.sleep(10)
-        assert operator.incidents == ()
+        assert not operator.incidents
         condition = next(c for c in operator.status.conditions if c.type == Condition.METRICS_AVAILABLE)
         assert "prometheus.url" in (condition.message or "")
         (workers.folder / f"seconds-{SLOW_RANK}").write_text(str(SECONDS_A_SAMPLE / 0.5))
