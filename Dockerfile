@@ -8,7 +8,9 @@ ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS source
 WORKDIR /opt/pacekeeper
-COPY pyproject.toml README.md LICENSE ./
+# The compiler is for the package's native parts; without it the wheel is a pure one.
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY analysis analysis
 COPY operator operator
 COPY trainer trainer

@@ -1,4 +1,4 @@
-"""Prometheus, as far as the operator's one query goes: what sidecars export is scraped, and figures follow from it."""
+"""Prometheus, as far as the operator's queries go: what sidecars export is scraped, and figures follow from it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from pacekeeper_analysis.diagnose.gpu_health import Sign
 
 from .network import PROMETHEUS
 
@@ -32,7 +34,7 @@ class Series:
 
 
 class Prometheus:
-    """Answers the operator's query. Unreachable it is by the network."""
+    """Answers the operator's queries. Unreachable it is by the network."""
 
     def __init__(self, world: World) -> None:
         self.silence = ""
@@ -44,7 +46,14 @@ class Prometheus:
         self._world = world
         self._targets: dict[str, tuple[Job, list[Series]]] = {}  # by pod uid
         self._xids: dict[tuple[str, str], int] = {}  # by node and GPU
+        self._pending_rows: dict[tuple[str, str], None] = {}
         world.after(SCRAPES, self._scrape_all)
+
+    def show_pending_rows(self, node: str, gpu: str, pending: bool) -> None:
+        """Whether rows of a GPU's memory wait to be remapped."""
+        self._pending_rows.pop((node, gpu), None)
+        if pending:
+            self._pending_rows[node, gpu] = None
 
     def count_xid(self, node: str, gpu: str, xid: int) -> None:
         """The newest one of a GPU, as DCGM tells it."""
@@ -58,6 +67,8 @@ class Prometheus:
             raise TimeoutError("Prometheus")
         if self.silence == "empty":
             return []
+        if f'"figure", "{Sign.ROWS_PENDING}"' in query:
+            return list(self._sign_rows())
         now = self._world.now()
         rows = [
             self._row({"namespace": job[0], "trainingjob": job[1], "figure": name}, value)
@@ -67,6 +78,10 @@ class Prometheus:
         if '"figure", "gpu"' in query:
             rows += self._gpu_rows()
         return rows
+
+    def _sign_rows(self) -> Iterator[Row]:
+        for node, gpu in self._pending_rows:
+            yield self._row(self._of_gpu(node, gpu, str(Sign.ROWS_PENDING)), 1)
 
     def _row(self, labels: dict[str, str], value: float) -> Row:
         return {"metric": labels, "value": [self._world.wall(PROMETHEUS), repr(float(value))]}
@@ -87,11 +102,14 @@ class Prometheus:
             xids[nodes[0], "0"] = 79
         elif self.lie == "unknown-node":
             xids["node-that-is-not", "0"] = 79
-        place = "node" if self.names_nodes else "Hostname"
         for (node, gpu), xid in xids.items():
-            labels = {"__name__": XID_METRIC, "namespace": EXPORTER, place: node, "gpu": gpu, "figure": "gpu"}
-            yield self._row(labels, xid)
+            yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu")}, xid)
         yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(nodes))
+
+    def _of_gpu(self, node: str, gpu: str, figure: str) -> dict[str, str]:
+        """Labels of a series about it."""
+        place = "node" if self.names_nodes else "Hostname"
+        return {"namespace": EXPORTER, place: node, "gpu": gpu, "figure": figure}
 
     def _scrape_all(self) -> None:
         self._world.after(SCRAPES, self._scrape_all)
@@ -100,6 +118,7 @@ class Prometheus:
         now, reaches = self._world.now(), self._world.network.reaches
         # A machine that boots has an exporter that knows of nothing.
         self._xids = {key: xid for key, xid in self._xids.items() if reaches(key[0], key[0])}
+        self._pending_rows = {key: None for key in self._pending_rows if reaches(key[0], key[0])}
         self._targets = {
             uid: ((worker.namespace, worker.job), list(_scrape(worker, now)))
             for uid, worker in self._world.workers.items()

@@ -79,6 +79,20 @@ def set_cpu_quota(namespace: str, pod: str, container: str, millicores: int) -> 
         raise ValueError(f"millicores={millicores}: the kernel refuses it, more than the pod's own limit?") from error
 
 
+def throttle_node(node: str, millicores: int | None) -> None:
+    """Give all pods of the node together `millicores` / 1000 of a CPU, as a throttled machine does; None: all again.
+
+    The kernel refuses less than what a single pod is limited to (cgroup v1).
+    """
+    folder = cgroups.controller("cpu", cluster.member(node).cgroup)
+    quota_us = -1 if millicores is None else 100 * millicores
+    if cgroups.is_v2():
+        (folder / "cpu.max").write_text(f"{'max' if millicores is None else quota_us} 100000")
+    else:
+        (folder / "cpu.cfs_period_us").write_text("100000")
+        (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+
 def node_down(node: str) -> None:
     """Pull the node's network cable."""
     network.set_link(cluster.member(node), up=False)
@@ -91,6 +105,22 @@ def node_up(node: str) -> None:
 def slow_link(node: str, rate: str) -> None:
     """Slow the node's network down, both ways, to `rate` (in tc's words: 50mbit)."""
     network.set_rate(cluster.member(node), rate)
+
+
+def slow_egress(node: str, rate: str) -> None:
+    """The same of what it sends."""
+    network.set_rate_out(cluster.member(node), rate)
+
+
+def slow_ingress(node: str, rate: str) -> None:
+    """The same of what it receives."""
+    network.set_rate_in(cluster.member(node), rate)
+
+
+def slow_pair(one: str, other: str, rate: str) -> None:
+    """The same of the way between two nodes, both ways; each has its own speed with all others."""
+    for source, destination in ((one, other), (other, one)):
+        network.set_rate_between(cluster.member(source), cluster.member(destination), rate)
 
 
 def clear_link(node: str) -> None:

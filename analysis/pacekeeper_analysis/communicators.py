@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Annotated
 
 from .errors import InputError
@@ -11,6 +12,10 @@ from .reading import Longest, Within
 
 MOST_RANKS = 1 << 20
 """Of one communicator."""
+MOST_INTERLEAVED = 65_536
+"""Of one whose runs overlap."""
+MOST_COMMUNICATORS = 256
+"""Of one rank, or one worker in one message."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,12 @@ class Communicator:
 
     def __post_init__(self) -> None:
         """Raises InputError where `members` are no ranks, or not each of them once."""
+        runs = _runs(self.members)
+        ordered = sorted(runs, key=lambda run: run[0])
+        if all(before[-1] < run[0] for before, run in pairwise(ordered)):
+            return  # nothing to be counted one by one: who sends this may be hostile
+        if sum(map(len, runs)) > MOST_INTERLEAVED:
+            raise InputError(f"Communicator.members: {self.members[:80]!r}: give runs that do not overlap")
         ranks = parse_ranks(self.members)
         if len(set(ranks)) != len(ranks):
             raise InputError(f"Communicator.members: {self.members[:80]!r} names a rank twice")
@@ -53,14 +64,40 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The reverse of `format_ranks`. Raises InputError."""
-    ranks: list[int] = []
+    return tuple(chain.from_iterable(_runs(text)))
+
+
+def _runs(text: str) -> list[range]:
+    runs: list[range] = []
     for piece in text.split(",") if text else ():
         span, _, by = piece.partition(":")
         low, dash, high = span.partition("-")
         if not all(part.isdecimal() and len(part) < 8 for part in (low, high if dash else low, by or "1")):
             raise InputError(f"{piece[:40]!r} is no run of ranks: give them as 0-7, 0-12:4 or 5")
         first, last, stride = int(low), int(high if dash else low), int(by or 1)
-        if last < first or stride < 1 or len(ranks) + (last - first) // stride >= MOST_RANKS:
-            raise InputError(f"{piece[:40]!r} is no run of at most {MOST_RANKS} ranks that rise")
-        ranks += range(first, last + 1, stride)
-    return tuple(ranks)
+        if last < first or stride < 1:
+            raise InputError(f"{piece[:40]!r} is no run of ranks that rise")
+        runs.append(range(first, last + 1, stride))
+    if sum(map(len, runs)) > MOST_RANKS:
+        raise InputError(f"{text[:40]!r} are more than {MOST_RANKS} ranks")
+    return runs
+
+
+def format_entered(sequences: Mapping[int, int]) -> str:
+    """How far a rank has come, by the identity of the group."""
+    return ",".join(f"{identity:x}:{sequence}" for identity, sequence in sequences.items())
+
+
+def parse_entered(text: str) -> dict[int, int]:
+    """The reverse of `format_entered`. Raises InputError."""
+    sequences = {}
+    for piece in text.split(",") if text else ():
+        identity, _, sequence = piece.partition(":")
+        is_identity = 0 < len(identity) <= 8 and set(identity) <= _HEXADECIMAL
+        if not (is_identity and sequence.isdecimal() and len(sequence) < 20):
+            raise InputError(f"{piece[:40]!r} does not say how far a rank has come in a group: give it as 1f:12")
+        sequences[int(identity, 16)] = int(sequence)
+    return sequences
+
+
+_HEXADECIMAL = frozenset("0123456789abcdef")

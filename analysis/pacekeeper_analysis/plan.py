@@ -82,6 +82,13 @@ class ProbeTask:
     targets: tuple[ProbeTarget, ...]
 
 
+class Sources(StrEnum):
+    """How a profile names files that are not of installed packages."""
+
+    SHOW = "Show"
+    HASH = "Hash"  # by a hash of their path, which each rank explains in its own log; functions keep their names
+
+
 @dataclass(frozen=True)
 class Profile:
     """A window in which all ranks profile the same steps: from `first_step` on, for so many steps or seconds at most,
@@ -91,6 +98,7 @@ class Profile:
     first_step: int
     steps: int = 32
     seconds: float = 20.0
+    sources: Sources = Sources.HASH
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,7 @@ class Plan:
                 "stop": Stop(data.get("stop", Stop.NO)),
                 "evidence_parts": _parts(data),
                 "probe": None if data.get("probe") is None else _probe(data["probe"]),
-                "profile": None if data.get("profile") is None else Profile(**data["profile"]),
+                "profile": None if data.get("profile") is None else _profile(data["profile"]),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -276,7 +284,7 @@ class WorkerPlan:
                 "stop": Stop(data.get("stop", Stop.NO)),
                 "evidence_parts": _parts(data),
                 "probe": None if data.get("probe") is None else _probe_task(data["probe"]),
-                "profile": None if data.get("profile") is None else Profile(**data["profile"]),
+                "profile": None if data.get("profile") is None else _profile(data["profile"]),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -311,6 +319,10 @@ def _parts(data: Mapping[str, Any]) -> tuple[EvidencePart, ...]:
 def _probe(data: Mapping[str, Any]) -> Probe:
     targets = tuple(tuple(ProbeTarget(**target) for target in of_source) for of_source in data["targets"])
     return Probe(data["name"], tuple(data["sources"]), targets)
+
+
+def _profile(data: Mapping[str, Any]) -> Profile:
+    return Profile(**{**data, "sources": Sources(data.get("sources", Sources.HASH))})
 
 
 def _probe_task(data: Mapping[str, Any]) -> ProbeTask:

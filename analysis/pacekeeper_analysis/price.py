@@ -76,12 +76,14 @@ def choose(
     remaining_seconds: float = math.inf,
     *,
     mended: float = 1.0,
+    bearable: float = math.inf,
 ) -> Choice:
     """Which option to take now.
 
     slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign, see
     `Loss`. remaining_seconds: expected rest of the fault's duration, over which gains are reckoned, see
     `expected_remaining`; inf: it will not pass by itself. mended: a slowdown below this needs no better free remedy.
+    bearable: a free remedy that leaves this or more comes behind a dear one that is due.
 
     What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due
     once the loss has reached its cost, if it wins something beside what is free; of several, the one with the least
@@ -99,7 +101,8 @@ def choose(
     best_dear = min((price for price in dear if price.due), key=whole_cost, default=None)
     by_kind = iter(free), iter(dear)
     prices = tuple(next(by_kind[option.cost_seconds > 0]) for option in options)
-    return Choice(best_dear if best_free is None else best_free, prices)
+    is_free = best_free is not None and (best_dear is None or left < bearable)
+    return Choice(best_free if is_free else best_dear, prices)
 
 
 _LONG = 86_400.0

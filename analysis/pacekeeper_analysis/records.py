@@ -18,9 +18,9 @@ class Kind(IntEnum):
 
     STEP = 1  # one optimizer step, from the end of the one before to its own end; value = samples of this rank
     COMPUTE = 2  # one a step: as long as the rank's own work in it, waits for its peers excluded; value = its samples
-    COLLECTIVE = (
-        3  # one collective; start = this rank entered, end = its future was done; value = seconds held up by it
-    )
+    # One collective; start = this rank entered, end = its future was done; value = seconds up to its end in which this
+    # rank did nothing but wait for it; 0: it went on meanwhile.
+    COLLECTIVE = 3
     DATA = 4  # waiting for the loader
     PHASE = 5  # a whole phase other than training: compile, evaluation, checkpoint, …
     GARBAGE = 6  # a Python garbage collection
@@ -91,12 +91,12 @@ RECORD = np.dtype(
         ("flags", "u1"),  # of a step: position in plan.SyncMode of the mode that was in force
         ("step", "<u4"),
         ("sequence", "<u4"),  # of the collective inside its group
-        ("group", "<u4"),  # identity of the communicator
+        ("group", "<u4"),  # identity of the communicator; a send's or receive's is that of its channel
         ("start_ns", "<i8"),
         ("end_ns", "<i8"),
         ("bytes", "<i8"),
         ("value", "<f8"),
-        ("peer", "<i4"),  # of a send or receive; -1: none
+        ("peer", "<i4"),  # global rank, of a send or receive; -1: none, or received from whoever comes
         ("reserved", "<i4"),
     ]
 )
@@ -104,6 +104,10 @@ RECORD = np.dtype(
 
 RECORD_FORMAT = "<QBBBBIIIqqqdii"
 """The same for `struct`, which writes one in under a microsecond."""
+
+ENTERED_PLACES = 64
+"""Groups of which a rank's state says how far it has come. The first place is nobody's: there those count in vain that
+find no other free."""
 
 STATE = np.dtype(
     [
@@ -137,9 +141,13 @@ STATE = np.dtype(
         # Of the collectives on the GPU, looked up while the rank makes no progress:
         ("device", "<i4"),  # a Device
         ("device_collective", "<i4"),  # the oldest one that is not complete; meaningful where it is told by `device`
-        ("device_group", "<u4"),  # identity of its communicator, another number than `group`; 0: a send or receive
+        ("device_group", "<u4"),  # identity of its communicator; 0: a send or receive
         ("device_sequence", "<u4"),  # in this group
         ("share_grain", "<i8"),  # samples that each rank's share is a multiple of; 0: unknown
+        ("peer", "<i4"),  # global rank that it sends to or receives from now; -1: whoever comes
+        ("reserved", "<i4"),
+        # How far it has come in each group: so a peer knows whether it has ever entered what others wait in.
+        ("entered", [("group", "<u8"), ("sequence", "<i8")], (ENTERED_PLACES,)),
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

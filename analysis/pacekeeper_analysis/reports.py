@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from .communicators import Communicator
+from .communicators import MOST_COMMUNICATORS, Communicator, parse_entered
 from .errors import InputError
 from .operations import MOST_CHARACTERS
 from .plan import SyncMode
@@ -21,6 +21,8 @@ from .records import Collective, Device, Phase
 LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
 MOST_RANKS = 1024
+"""Of one worker."""
+MOST_GPUS = 32
 """Of one worker."""
 
 Name = Annotated[str, Longest(253)]
@@ -32,6 +34,7 @@ Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
+Groups = Annotated[tuple[Communicator, ...], Longest(MOST_COMMUNICATORS)]
 ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
 
 
@@ -60,6 +63,25 @@ class LauncherState(StrEnum):
     FINISHED = "Finished"  # its ranks ended well
     FAILED = "Failed"  # given up; the faults say why
     LOST = "Lost"  # reached neither operator nor peers for too long, and ended its ranks
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """What NVML says of one GPU, over the last ten minutes; 0: not known, or nothing to tell."""
+
+    gpu: Name  # UUID
+    signs: Annotated[tuple[Annotated[str, Longest(40)], ...], Longest(16)] = ()  # of diagnose.gpu_health.Sign
+    memory_errors: Count = 0  # uncorrected
+    lifetime_errors: Count = 0  # the same in its whole life
+    remapped_rows: Count = 0  # in its whole life
+    pcie_replays: Count = 0
+    pcie_width: Count = 0  # lanes, now
+    pcie_generation: Count = 0  # now
+    nvlink_errors: Count = 0  # replays and recoveries
+    throttled_minutes: Count = 0  # in which the hardware slowed its clocks down
+    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
+    temperature: Count = 0  # °C now: of chip or memory, whichever is hotter
+    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,7 @@ class Heartbeat:
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
     probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
     figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
+    gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
@@ -104,6 +127,11 @@ class Heartbeat:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
         return read(cls, data)
+
+    @property
+    def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """By GPU: what of its health cannot wait to be told."""
+        return tuple((health.gpu, health.signs) for health in self.gpus)
 
 
 class FaultKind(StrEnum):
@@ -139,7 +167,13 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
-    peer: Position = -1  # global rank that it sends to or receives from; -1: neither
+    peer: Position = -1  # global rank that it sends to or receives from; -1: neither, or whoever comes
+    entered: Annotated[str, Longest(2_000)] = ""
+    """How far it has come in each of its groups (`communicators.format_entered`); "": its library does not say."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError where `entered` does not say it."""
+        parse_entered(self.entered)
 
 
 @dataclass(frozen=True)
@@ -161,7 +195,10 @@ class Fault:
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
-    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the groups in `ranks`, of a stall
+    communicators: Groups = ()  # that `ranks` speak of, of a stall
+    # Of a stall, for people; "": nothing is known.
+    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
+    transfers: Words = ""  # what running transfers over NCCL wait for
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
@@ -237,7 +274,7 @@ class LinkProbe:
     """What a launcher measured towards another one, on the operator's request."""
 
     target: Name  # worker
-    bytes_per_second: Seconds = 0.0  # median of the transfers; 0: none came through
+    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
     ping_seconds: Seconds = 0.0  # median; 0: none was answered
     pings_lost: Count = 0
     failed: Words = ""  # why it could not be measured; "": it was
@@ -251,7 +288,7 @@ class Evidence:
     worker: Name
     round: Count
     windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
-    communicators: Annotated[tuple[Communicator, ...], Longest(256)] = ()  # of the ranks here
+    communicators: Groups = ()  # of the ranks here
     operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
     links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
     probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()

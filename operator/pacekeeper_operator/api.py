@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.plan import Sources, SyncMode
+from pacekeeper_analysis.reading import Longest, Within
 
 from .codec import Converters, from_json, to_json, to_patch
 
@@ -34,8 +35,12 @@ LABEL_WORKER = f"{GROUP}/worker"
 """On pods: the worker's ordinal."""
 LABEL_PROBE = f"{GROUP}/probe"
 """On probe pods: the node's UID."""
+LABEL_CIRCLE = f"{GROUP}/circle"
+"""On probe pods: what those have in common that are looked after together."""
 LABEL_NO_QUARANTINE = f"{GROUP}/no-quarantine"
 """On nodes, with any value: the platform team's opt-out."""
+ANNOTATION_PROFILE = f"{GROUP}/profile"
+"""On jobs: another value asks for a behaviour window at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
@@ -49,6 +54,8 @@ TRAINER = "trainer"
 """The container of the template that runs `pacekeeper run`."""
 SIDECAR = "pacekeeper-sidecar"
 MAX_JOB_NAME = 40
+MAX_PROFILE_WANTED = 64
+"""Characters of the annotation that are looked at."""
 MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
@@ -115,6 +122,7 @@ class Condition(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    PREFLIGHT = "Preflight"  # the nodes were looked at before the job began; only where spec.preflight wants it
     METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
     INVALID_TEMPLATE = "InvalidTemplate"  # the API server refuses the pods; the message holds its words
@@ -150,6 +158,11 @@ class Reason(StrEnum):
     METRICS_AWAY = "PrometheusAway"
     FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
+    # Preflight
+    NODES_PASSED = "NodesPassed"
+    NODES_FAILED = "NodesFailed"
+    PROBING = "Probing"
+    NOT_FOUND_OUT = "NotFoundOut"
     # Suspended
     SUSPENDED = "SuspendRequested"
     RESUMED = "Resumed"
@@ -179,11 +192,13 @@ class Cause(StrEnum):
     WORKER_FROZEN = "worker-frozen"  # it is there, but its launcher stands still, or its ranks cannot be killed
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
+    GPU_WARNING = "gpu-warning"  # it works, but a fault is to be expected
     STRAGGLER = "straggler"
     SLOW_COMMUNICATION = "slow-communication"
     VOLATILE = "volatile"  # slow ranks come and go
     GARBAGE = "garbage-collection"  # of different ranks in different steps
     UNEVEN_LENGTHS = "uneven-lengths"  # of sequences, dealt unevenly
+    SLOW_STEPS = "slow-steps"  # on all ranks alike, or as somebody had them looked into by hand
 
 
 class Class(StrEnum):
@@ -257,6 +272,7 @@ class Verdict(StrEnum):
 class Inconclusive(StrEnum):
     """Why a probe has said nothing about its node."""
 
+    SLOW = "Slow"  # beside other nodes, which is to be confirmed: it may have been its neighbours for a moment
     IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
@@ -278,10 +294,16 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
+class ProfileSpec:
+    sources: Sources = Sources.HASH  # how behaviour windows name the job's own files
+
+
+@dataclass(frozen=True)
 class DetectionSpec:
     straggler_slowdown: float = 1.1
     window_steps: int = 32
     hang_seconds: float | None = None  # None: auto, from the job's own steps
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
 
 
 @dataclass(frozen=True)
@@ -300,6 +322,15 @@ class RunPolicySpec:
 
 
 @dataclass(frozen=True)
+class PreflightSpec:
+    """Whether probe pods look at the nodes before ranks start on them. Seconds."""
+
+    enabled: bool = False
+    timeout: float = 300.0  # what has not been found out by then holds nothing up
+    valid_for: float = 86400.0  # a node that was looked at more recently is not looked at again
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """What the user wants of a job."""
 
@@ -315,6 +346,7 @@ class JobSpec:
     detection: DetectionSpec = field(default_factory=DetectionSpec)
     remediation: RemediationSpec = field(default_factory=RemediationSpec)
     run_policy: RunPolicySpec = field(default_factory=RunPolicySpec)
+    preflight: PreflightSpec = field(default_factory=PreflightSpec)
 
     @property
     def fewest_replicas(self) -> int:
@@ -339,6 +371,7 @@ class Job:
     spec: JobSpec
     created_at: float = 0.0
     deleted: bool = False  # deletion was asked for
+    profile_wanted: str = ""  # value of its annotation: another one asks for a behaviour window
 
     @property
     def selector(self) -> str:
@@ -365,6 +398,7 @@ class Job:
             spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
+            profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
         )
 
 
@@ -526,6 +560,40 @@ class QuarantineSpec:
         return to_json(self, {"expires_after": format_duration, "at": format_time})
 
 
+_Seconds = Annotated[float, Within(0.0, 1e6)]
+_Rate = Annotated[float, Within(0.0, 1e15)]
+_Share = Annotated[float, Within(0.0, 1.0)]
+
+
+@dataclass(frozen=True)
+class ProbeLink:
+    """The way from one probe pod to another, as the first has measured it."""
+
+    peer: Annotated[str, Longest(253)]  # its node
+    up: _Rate  # bytes a second
+    down: _Rate
+    ping: _Seconds  # there and back, the median
+
+
+@dataclass(frozen=True)
+class ProbeFigures:
+    """What a probe pod has measured of its node. Others say whether that is slow: `decide.node_figures`."""
+
+    core_seconds: _Seconds  # processor time of a fixed piece of work, the median of the cores
+    slowest_core_seconds: _Seconds = 0.0
+    cores: Annotated[int, Within(0, 4096)] = 0  # that were timed
+    held_back: _Share = 0.0  # of the time the work could not run, and not for its neighbours' work
+    idle_cores: Annotated[float, Within(0.0, 1e5)] = 0.0  # meanwhile
+    throttled: _Share = 0.0  # of the time a quota stood against the pod
+    pressure: _Share = 0.0  # of the last ten seconds something on the node waited for a core
+    frequency: Annotated[float, Within(0.0, 10.0)] = 0.0  # of the first core over its highest; 0: not known
+    memory_bytes_per_second: _Rate = 0.0
+    links: Annotated[tuple[ProbeLink, ...], Longest(8)] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self, _FIGURES_OUT)
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """One look at a node by a pod that was pinned to it."""
@@ -536,6 +604,7 @@ class ProbeResult:
     passed: bool | None = None  # None: it still runs, or has said nothing about the node
     message: str = ""
     inconclusive: Inconclusive | None = None
+    figures: ProbeFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -553,7 +622,26 @@ class QuarantineStatus:
         return from_json(cls, status, "status", _TIMES)
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, _TIMES_OUT)
+        return to_patch(self, {**_TIMES_OUT, **_FIGURES_OUT})
+
+
+@dataclass(frozen=True)
+class NodeProbe:
+    """What the last look at a node before a job's start has come to. Named after its node; goes with it."""
+
+    node_uid: str
+    at: float  # seconds since the epoch
+    passed: bool | None = None  # None: it could not be found out
+    message: str = ""
+    figures: ProbeFigures | None = None
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        """Raises InputError that names the field."""
+        return from_json(cls, spec, "spec", {"at": parse_time})
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self, {"at": format_time, **_FIGURES_OUT})
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -607,6 +695,8 @@ def _parse_hang_seconds(value: str | int) -> float | None:
 
 
 _SPEC_CONVERTERS: Converters = {
+    "timeout": parse_duration,
+    "valid_for": parse_duration,
     "scheduling_timeout": parse_duration,
     "restart_window": parse_duration,
     "hang_seconds": _parse_hang_seconds,
@@ -627,6 +717,11 @@ _TIME_FIELDS = (
 )
 _TIMES: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
 _TIMES_OUT: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
+_FIGURES_OUT: Converters = {
+    **dict.fromkeys(("core_seconds", "slowest_core_seconds", "ping"), lambda seconds: round(seconds, 7)),
+    **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_figure),
+    **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
+}
 _INCIDENT_FIGURES = (
     "gain_seconds",
     "cost_seconds",

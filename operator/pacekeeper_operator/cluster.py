@@ -69,7 +69,9 @@ TOKEN_REVIEWS = Kind("/apis/authentication.k8s.io/v1", "tokenreviews", namespace
 POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
 JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
 STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
+BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
+NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)

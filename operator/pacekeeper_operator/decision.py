@@ -33,6 +33,7 @@ class ReplaceWorker:
     disruption: bool = False  # somebody wanted it: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
     refused: bool = False  # its kubelet has not even begun it
+    patient: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes
 
 
 @dataclass(frozen=True)

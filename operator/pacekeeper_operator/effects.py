@@ -62,6 +62,43 @@ class AskForQuarantine:
 
 
 @dataclass(frozen=True)
+class LookAtNodes:
+    """Find out whether nodes (name, UID) can be used before ranks start there. `since`: when the last of the workers
+    was made that they are for."""
+
+    nodes: tuple[tuple[str, str], ...]
+    since: float
+
+    @property
+    def key(self) -> str:
+        return "look at nodes"
+
+
+@dataclass(frozen=True)
+class Localise:
+    """Find out what a behaviour window's patterns say, in a thread of its own. `expected`: ranks of the job."""
+
+    window: str
+    expected: int
+
+    @property
+    def key(self) -> str:
+        return f"localise {self.window}"
+
+
+@dataclass(frozen=True)
+class KeepBehaviour:
+    """What people may want to see of a window, beside the incident that tells of it."""
+
+    window: str
+    incident: str
+
+    @property
+    def key(self) -> str:
+        return f"behaviour {self.incident}"
+
+
+@dataclass(frozen=True)
 class WriteIncident:
     """Into its own object, with events at its beginning and end. `before`: as it is written there; None: not at all."""
 
@@ -95,4 +132,15 @@ class DeleteJob:
         return f"job {self.uid}"
 
 
-Effect = TryTemplate | CreatePod | DeletePod | AskForQuarantine | WriteIncident | GuardNetwork | DeleteJob
+Effect = (
+    TryTemplate
+    | CreatePod
+    | DeletePod
+    | AskForQuarantine
+    | LookAtNodes
+    | Localise
+    | KeepBehaviour
+    | WriteIncident
+    | GuardNetwork
+    | DeleteJob
+)

@@ -16,7 +16,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
 
 from .codec import camel_case, from_json, to_json
-from .state import Draft, GpuHealth, Placement, State, Worker
+from .state import Draft, GpusSeen, Placement, State, Worker
 
 SCHEMA = 1
 """Of what is written. It grows when an older operator would misread it; new fields alone are passed over."""
@@ -124,7 +124,7 @@ def _write_placement(placement: Placement, job: str) -> Json:
     return content
 
 
-_MARKS = ("leaving", "dead", "force")
+_MARKS = ("leaving", "dead", "force", "patient")
 
 
 def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Json]:
@@ -169,8 +169,8 @@ def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
     return State(**owners), {"state": spoilt} if spoilt else {}
 
 
-def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpuHealth:
-    return GpuHealth(tuple(_from_index(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
+def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpusSeen:
+    return GpusSeen(tuple(_from_index(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
 
 
 def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from .api import (
     API_VERSION,
+    LABEL_CIRCLE,
     LABEL_JOB,
     LABEL_PROBE,
     LABEL_WORKER,
@@ -26,7 +27,9 @@ from .api import (
     Job,
     Object,
 )
+from .probe import SECRET
 
+GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
@@ -68,6 +71,18 @@ class ProbeImage:
     name: str
     pull_policy: str = ""  # "": the API server's default
     pull_secrets: tuple[str, ...] = ()  # names of Secrets in the operator's namespace
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """What a probe pod is to do, together with others of its circle. `peers`: node → address of pods that it measures
+    the way to. `guests`: how many others measure the way to it. `secret`: by which they know each other."""
+
+    circle: str
+    secret: str = ""
+    gpus: int = 0
+    peers: Mapping[str, str] = field(default_factory=dict)
+    guests: int = 0
 
 
 def worker_pod(
@@ -160,24 +175,25 @@ def state_object(job: Job, content: Object, resource_version: str = "") -> Objec
 
 
 def probe_pod(
-    name: str,
-    namespace: str,
-    node: Object,
-    quarantine: Object,
-    image: ProbeImage,
-    command: Sequence[str],
-    resources: Mapping[str, Any] | None = None,
+    name: str, namespace: str, node: Object, owner: Object, kind: str, image: ProbeImage, task: ProbeTask
 ) -> Object:
-    """A short-lived pod on a `node` that is suspected or quarantined: it succeeds if the node can be used.
+    """A short-lived pod on a `node`: it succeeds if the node can be used, and says how fast it is.
 
-    It is bound to the node by name (a cordon keeps the scheduler away) and goes with its NodeQuarantine.
+    It is bound to the node by name (a cordon keeps the scheduler away) and goes with its `owner`: the NodeQuarantine or
+    NodeProbe (`kind`) that it serves.
     """
+    limits = {"memory": "256Mi", **({GPU: str(task.gpus)} if task.gpus else {})}
+    peers = [f"--peer={peer}={address}" for peer, address in task.peers.items()]
     container: Object = {
         "name": "probe",
         "image": image.name,
         **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}),
-        "command": list(command),
-        "resources": dict(resources or {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}),
+        "command": [
+            *("python", "-m", "pacekeeper_operator.probe"),
+            *(*peers, f"--guests={task.guests}", f"--gpus={task.gpus}"),
+        ],
+        "env": [_variable(SECRET, task.secret)],
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": limits},
         "securityContext": dict(_RESTRICTED),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -187,8 +203,8 @@ def probe_pod(
         "metadata": {
             "name": name,
             "namespace": namespace,
-            "labels": {LABEL_PROBE: node["metadata"]["uid"]},
-            "ownerReferences": [_reference(quarantine["metadata"], "NodeQuarantine")],
+            "labels": {LABEL_PROBE: node["metadata"]["uid"], LABEL_CIRCLE: task.circle},
+            "ownerReferences": [_reference(owner["metadata"], kind)],
         },
         "spec": {
             "nodeName": node["metadata"]["name"],

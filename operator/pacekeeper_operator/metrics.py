@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter, Gauge, Histogram
 
 INCIDENTS = Counter("pacekeeper_incidents", "Incidents opened.", ("cause", "class_", "mode"))
@@ -29,3 +31,33 @@ REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sideca
 CERTIFICATE_ENDS = Gauge(
     "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
 )
+HOT_LINKS = Gauge(
+    "pacekeeper_hot_links",
+    "Hot places of the job's delay matrix (links, senders, receivers) when its connections were last looked at.",
+    ("namespace", "trainingjob"),
+)
+LINK_SIDES = Gauge(
+    "pacekeeper_link_side_ratio",
+    "Time for a byte that a rank sends (receives) over the usual, of the slowest sides at that time.",
+    ("namespace", "trainingjob", "rank", "side"),
+)
+_shown_jobs: set[tuple[str, str]] = set()
+_shown_sides: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
+"""(rank, side) that are shown, by namespace and job."""
+
+
+def show_links(namespace: str, job: str, hot: int | None, sides: Iterable[tuple[int, str, float]] = ()) -> None:
+    """What a job's connections showed: a few series a job, however many ranks it has. hot: None, nothing is known."""
+    now = {(str(rank), side): ratio for rank, side, ratio in sides}
+    for gone in _shown_sides.pop((namespace, job), frozenset()) - now.keys():
+        LINK_SIDES.remove(namespace, job, *gone)
+    for place, ratio in now.items():
+        LINK_SIDES.labels(namespace, job, *place).set(ratio)
+    if now:
+        _shown_sides[namespace, job] = frozenset(now)
+    if hot is not None:
+        HOT_LINKS.labels(namespace, job).set(hot)
+        _shown_jobs.add((namespace, job))
+    elif (namespace, job) in _shown_jobs:
+        _shown_jobs.remove((namespace, job))
+        HOT_LINKS.remove(namespace, job)

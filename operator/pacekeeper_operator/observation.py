@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pacekeeper_analysis.behaviour.localise import Localisation
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
@@ -119,17 +120,23 @@ class NodeView:
 
 @dataclass(frozen=True)
 class GpuValue:
-    """One of DCGM's counters that is not zero."""
+    """One of DCGM's counters that is not zero, or what a GPU's series show by the policy of GPU health."""
 
     node: str
     gpu: str
-    metric: str
+    metric: str  # of DCGM; or a gpu_health.Sign, and `value` is its figure
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
+    uuid: str = ""  # of the GPU; "": the exporter does not say
 
     @property
     def key(self) -> str:
         return f"{self.node}/{self.gpu}/{self.metric}"
+
+    @property
+    def gpu_key(self) -> tuple[str, str]:
+        """Which GPU it is."""
+        return self.node, self.gpu
 
 
 NOT_ASKED = "Prometheus has not been asked lately"
@@ -155,6 +162,7 @@ class Metrics:
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
     # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
+    gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
     ranks: float | None = None  # of the job that tell of their steps
@@ -185,6 +193,24 @@ class Ruling:
 
 
 @dataclass(frozen=True)
+class Localised:
+    """What a behaviour window has come to. `page`: what is kept of it for people, as JSON; "": it is kept."""
+
+    window: str
+    localisation: Localisation
+    page: str = ""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What a look at a node before a job's start has found."""
+
+    at: float  # seconds since the epoch
+    passed: bool | None  # None: it could not be found out
+    words: str = ""
+
+
+@dataclass(frozen=True)
 class TemplateVerdict:
     """The API server's word on the pods of a generation of the job."""
 
@@ -212,6 +238,8 @@ class Policy:
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy
+    link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
+    profiles_an_hour: int = 2  # behaviour windows of one job; 0: by hand only
 
     @property
     def acts(self) -> bool:
@@ -233,10 +261,14 @@ class Observation:
     workers: tuple[WorkerView, ...] = ()
     faults: tuple[Fault, ...] = ()  # not settled yet
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
+    probes: tuple[Evidence, ...] = ()  # answers to the probe of links that is out
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    patterns: int = 0  # ranks that have answered in the behaviour window that is out
+    localised: Localised | None = None  # what the last one has come to
+    checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
     dice: str = ""  # of this pass: what nobody can guess
@@ -260,6 +292,7 @@ class Observation:
             workers=self.workers if records is self.state.placement.workers else self._under(records),
             faults=self._without(draft.state.incidents.settled),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
+            probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
         )
 
     def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:

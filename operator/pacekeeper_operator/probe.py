@@ -1,17 +1,62 @@
-"""What a probe pod runs on a node that is suspected or quarantined; it ends well if the node can be used.
+"""What a probe pod runs on a node: it ends well if the node can be used, and says how fast the node is.
 
-That it runs at all shows that kubelet, container runtime and image are well. Standard library only.
+That it runs at all shows that kubelet, container runtime and image are well. Its figures are one line of JSON in the
+pod's termination message; whether they are slow is not said here, since only other nodes can tell: those whose probe
+pods this one measures the way to (`--peer`), and those that measure the way to this one (`--guests`).
+Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hmac
+import json
 import os
 import socket
+import statistics
+import struct
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 TIMEOUT_SECONDS = 20
+PORT = 9465
+"""Where a probe pod lets its guests measure the way to it."""
+SECRET = "PACEKEEPER_PROBE_SECRET"
+"""Environment variable: what the probe pods of one circle show each other."""
+MESSAGE = Path("/dev/termination-log")
+
+MAX_CORES = 8
+"""So many cores are timed, spread over those that there are: a node of two hundred would take a minute."""
+PIECE = 60_000
+"""Rounds of a loop, about 3 ms."""
+TRIES = 5
+STRETCH_PIECES = 300
+"""Of work in a row: many periods (100 ms, mostly) of a quota that somebody has set."""
+BUFFER_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+PATTERNS = (b"\x00", b"\xff", b"\x55", b"\xaa")
+BLOCK_BYTES, BLOCK_SECONDS = 8 << 20, 0.5
+"""Of a slow way as much of a block is measured as comes through in time."""
+BLOCKS, SHORTEST_SECONDS, LONGEST_SECONDS = 3, 0.3, 2.0
+"""A throughput is the best of so many blocks: of more on a fast way, where each is over in a moment and another process
+may have had the core just then; of fewer on a slow one, which nobody's moment explains."""
+PINGS = 50
+HELLO_SECONDS = 2.0
+GUEST_SECONDS = 40.0
+"""A guest on a slow node takes its time: without its host nobody would see how slow."""
+MAX_GUESTS = 64
+_FRAME = struct.Struct("!I")
+_FRAME_BYTES = 64 << 10
+_SOCKET_BYTES = 1 << 20
+"""Of a socket's buffers: what they hold of a slow way must be through soon, too."""
 
 
 class Unfit(Exception):
@@ -21,14 +66,25 @@ class Unfit(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pacekeeper_operator.probe", description=__doc__)
     parser.add_argument("--gpus", type=int, default=0, help="how many GPUs of the node the pod was given")
-    gpus = parser.parse_args().gpus
+    parser.add_argument("--peer", action="append", default=[], metavar="NODE=ADDRESS", help="measure the way there")
+    parser.add_argument("--guests", type=int, default=0, help="so many probe pods measure the way here")
+    parser.add_argument("--wait", type=float, default=GUEST_SECONDS, help="so long guests are waited for")
+    arguments = parser.parse_args()
+    peers = [peer.partition("=")[::2] for peer in arguments.peer]
+    secret = os.environ.get(SECRET, "")
     try:
-        check_network(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))
-        if gpus:
-            check_gpus(gpus, _nvidia_smi())
+        with Host(secret, arguments.guests) if arguments.guests else contextlib.nullcontext() as host:
+            check_network(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))
+            if arguments.gpus:
+                check_gpus(arguments.gpus, _nvidia_smi())
+            figures = {**compute(), "memory_bytes_per_second": check_memory(), "links": list(_links(peers, secret))}
+            if host is not None:
+                host.serve(arguments.wait)
     except Unfit as error:
         print(error, file=sys.stderr)
+        _tell({"unfit": str(error)[:1000]})
         return 1
+    _tell(figures)
     return 0
 
 
@@ -48,6 +104,298 @@ def check_gpus(expected: int, listed: str) -> None:
     for uuid, errors in gpus:
         if errors.isdecimal() and int(errors) > 0:
             raise Unfit(f"{uuid} has {errors} uncorrected memory errors since its last reset")
+
+
+def compute() -> dict[str, float]:
+    """How fast a fixed piece of work is done on the node's cores, in seconds; and for which share of the time it was
+    kept from running by nobody's work, as a quota, a cap of the cloud's or a throttled machine does.
+
+    What neighbours take of the cores counts for nothing: on a core by the thread's own processor time, best of several;
+    beyond that only time counts in which the node had cores to spare, or a quota stood against the pod.
+    """
+    cores = _core_seconds()
+    before, idle_before, throttled_before = time.perf_counter(), _idle_seconds(), _throttled_seconds()
+    ran = time.thread_time()
+    for _ in range(STRETCH_PIECES):
+        _work()
+    wall, ran = time.perf_counter() - before, time.thread_time() - ran
+    idle, throttled = _idle_seconds() - idle_before, _throttled_seconds() - throttled_before
+    held_back = max(0.0, min(wall - ran, max(idle, throttled))) / wall
+    return {
+        "core_seconds": statistics.median(cores),
+        "slowest_core_seconds": max(cores),
+        "cores": len(cores),
+        "held_back": held_back,
+        "idle_cores": idle / wall,
+        "throttled": min(1.0, throttled / wall),
+        "pressure": _pressure(),
+        "frequency": _frequency(),
+    }
+
+
+def check_memory() -> float:
+    """Patterns are written into a buffer and read back. Bytes a second of the best pass over it."""
+    buffer = bytearray(BUFFER_BYTES)
+    view = memoryview(buffer)
+    best = 0.0
+    for pattern in PATTERNS:
+        chunk = pattern * CHUNK_BYTES
+        began = time.thread_time()
+        for start in range(0, BUFFER_BYTES, CHUNK_BYTES):
+            view[start : start + CHUNK_BYTES] = chunk
+        best = max(best, BUFFER_BYTES / max(time.thread_time() - began, 1e-6))
+        for start in range(0, BUFFER_BYTES, CHUNK_BYTES):
+            if bytes(view[start : start + CHUNK_BYTES]) != chunk:
+                raise Unfit(f"memory does not keep what is written: pattern {pattern.hex()} at {start} of a buffer")
+    return best
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to a peer. Bytes a second, best of several; seconds there and back, the median."""
+
+    up: float
+    down: float
+    ping: float
+
+
+def measure(address: str, port: int, secret: str) -> Link:
+    """The way to the probe pod that hosts there. Raises OSError where it cannot be measured."""
+    with socket.create_connection((address, port), timeout=TIMEOUT_SECONDS) as connection:
+        _prepare(connection)
+        connection.sendall(_hello(secret))
+        if _exactly(connection, 1) != b"+":
+            raise OSError("the peer does not know the secret")
+        pings = []
+        for _ in range(PINGS):
+            sent = time.perf_counter()
+            connection.sendall(b"p")
+            _exactly(connection, 1)
+            pings.append(time.perf_counter() - sent)
+        up: list[float] = []
+        down: list[float] = []
+        began = time.perf_counter()
+        while not up or time.perf_counter() - began < (LONGEST_SECONDS if len(up) < BLOCKS else SHORTEST_SECONDS):
+            up.append(_rate(partial(_send, connection)))
+            down.append(_rate(partial(_fetch, connection)))
+        connection.sendall(b".")
+    return Link(max(up), max(down), statistics.median(pings))
+
+
+class Host:
+    """Lets guests measure the way here, one at a time: two would share it.
+
+    Whoever calls before `serve` waits: what a guest takes of the processor would be held against the node.
+    """
+
+    def __init__(self, secret: str, guests: int, port: int = PORT) -> None:
+        self._hello = _hello(secret)
+        self._left = guests
+        self._served = threading.Condition()
+        self._turn = threading.Lock()
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", port), family=family, backlog=MAX_GUESTS, dualstack_ipv6=family == socket.AF_INET6
+        )
+        self.port: int = self._listener.getsockname()[1]
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def serve(self, seconds: float) -> None:
+        """Until all guests have been served, and for no longer than so many seconds."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        with self._served:
+            self._served.wait_for(lambda: self._left <= 0, timeout=seconds)
+
+    def _listen(self) -> None:
+        strangers = threading.Semaphore(MAX_GUESTS)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if strangers.acquire(blocking=False):
+                threading.Thread(target=self._welcome, args=(connection, strangers), daemon=True).start()
+            else:
+                connection.close()
+
+    def _welcome(self, connection: socket.socket, strangers: threading.Semaphore) -> None:
+        with strangers, connection, contextlib.suppress(OSError):
+            _prepare(connection)
+            connection.settimeout(HELLO_SECONDS)
+            if not hmac.compare_digest(_exactly(connection, len(self._hello)), self._hello):
+                return
+            connection.settimeout(TIMEOUT_SECONDS)
+            try:
+                with self._turn:
+                    connection.sendall(b"+")
+                    _serve(connection)
+            finally:
+                with self._served:
+                    self._left -= 1
+                    self._served.notify_all()
+
+
+def _serve(connection: socket.socket) -> None:
+    while True:
+        match _exactly(connection, 1):
+            case b"p":
+                connection.sendall(b"p")
+            case b"u":
+                _receive_block(connection)
+                connection.sendall(b"+")
+            case b"d":
+                _send_block(connection)
+            case _:
+                return
+
+
+def _links(peers: Sequence[Sequence[str]], secret: str) -> Iterator[dict[str, Any]]:
+    """A way that cannot be measured is left out: a policy may forbid it, and whether the network works at all is
+    checked elsewhere."""
+    for node, address in peers:
+        try:
+            link = measure(address, PORT, secret)
+        except OSError as error:
+            print(f"the way to {node} at {address} cannot be measured: {error}", file=sys.stderr)
+        else:
+            yield {"peer": node, "up": link.up, "down": link.down, "ping": link.ping}
+
+
+def _rate(move: Callable[[], int]) -> float:
+    """Bytes a second, there and confirmed: what still lies in a buffer has not come through."""
+    began = time.perf_counter()
+    count = move()
+    return count / max(time.perf_counter() - began, 1e-6)
+
+
+def _send(connection: socket.socket) -> int:
+    connection.sendall(b"u")
+    count = _send_block(connection)
+    _exactly(connection, 1)
+    return count
+
+
+def _fetch(connection: socket.socket) -> int:
+    connection.sendall(b"d")
+    return _receive_block(connection)
+
+
+def _send_block(connection: socket.socket) -> int:
+    """In frames that begin with their length; an empty one ends it. Bytes."""
+    frame = _FRAME.pack(_FRAME_BYTES) + bytes(_FRAME_BYTES)
+    began, count = time.perf_counter(), 0
+    while count < BLOCK_BYTES and time.perf_counter() - began < BLOCK_SECONDS:
+        connection.sendall(frame)
+        count += _FRAME_BYTES
+    connection.sendall(_FRAME.pack(0))
+    return count
+
+
+def _receive_block(connection: socket.socket) -> int:
+    count = 0
+    while length := _FRAME.unpack(_exactly(connection, _FRAME.size))[0]:
+        if length > _FRAME_BYTES or count > BLOCK_BYTES:
+            raise OSError("no frame of a block")
+        count += len(_exactly(connection, length))
+    return count
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise OSError("the peer has hung up")
+        data += part
+    return bytes(data)
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    connection.settimeout(TIMEOUT_SECONDS)
+
+
+def _hello(secret: str) -> bytes:
+    return hmac.digest(secret.encode(), b"probe", "sha256")
+
+
+def _core_seconds() -> list[float]:
+    """Processor time of a piece of work on each core (or some of them), best of several."""
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[:: -(-len(allowed) // MAX_CORES)]
+    times = []
+    try:
+        for core in chosen:
+            os.sched_setaffinity(0, {core})
+            times.append(min(_timed(_work) for _ in range(TRIES)))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return times
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+def _work() -> int:
+    value = 1
+    for _ in range(PIECE):
+        value = value * 5 & 0xFFFFFFF
+    return value
+
+
+def _idle_seconds() -> float:
+    """Of all cores of the node, since it was started; what a hypervisor takes of them is none of its neighbours'."""
+    fields = _read("/proc/stat").partition("\n")[0].split()
+    ticks = [int(fields[i]) for i in (4, 5, 8) if i < len(fields)]  # idle, iowait, steal
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _throttled_seconds() -> float:
+    """For which a quota has stood against the pod, its own or one of a group that it is in (Linux 6.6 and later)."""
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/cpu"):
+        found = dict(line.split() for line in _read(f"{folder}/cpu.stat.local").splitlines())
+        if "throttled_usec" in found:
+            return int(found["throttled_usec"]) / 1e6
+        if "throttled_time" in found:
+            return int(found["throttled_time"]) / 1e9
+    return 0.0
+
+
+def _pressure() -> float:
+    """Share of the last ten seconds in which something on the node waited for a core; 0 also where nobody tells."""
+    words = _read("/proc/pressure/cpu").split()
+    found = next((word for word in words if word.startswith("avg10=")), "avg10=0")
+    return float(found.removeprefix("avg10=")) / 100
+
+
+def _frequency() -> float:
+    """Of the first core, over its highest; 0: nobody tells, as in most VMs."""
+    folder = "/sys/devices/system/cpu/cpu0/cpufreq"
+    now, highest = _read(f"{folder}/scaling_cur_freq").strip(), _read(f"{folder}/cpuinfo_max_freq").strip()
+    return int(now) / int(highest) if now.isdecimal() and highest.isdecimal() and int(highest) else 0.0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _tell(words: dict[str, Any]) -> None:
+    line = json.dumps(words, separators=(",", ":"))
+    print(line)
+    with contextlib.suppress(OSError):
+        MESSAGE.write_text(line)
 
 
 def _nvidia_smi() -> str:

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -48,6 +48,14 @@ class Runtime:
     def identifier(self) -> str:
         """32 hexadecimal digits that nobody else has."""
         return uuid.uuid4().hex
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, in a thread of its own: it takes seconds, and touches nothing that others change."""
+        return await asyncio.to_thread(work)
+
+    def give_way(self) -> None:
+        """Within such work: whoever else wants to run may, at once rather than after the interpreter's own interval."""
+        time.sleep(0)
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run `work` beside everything else; should it die of an error, the process ends."""

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import kopf
 from aiohttp import web
 
+from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
@@ -36,10 +37,11 @@ MAX_FAULT_BYTES = 2**20
 MAX_EVIDENCE_BYTES = 4 * 2**20
 """Evidence holds a window a rank."""
 MAX_HEARTBEAT_MARKS = 4_096
-MAX_FAULT_MARKS = 20_000
+MAX_FAULT_MARKS = 24_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
-a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70 and 11 a rank, the fullest fault 18,600.
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70, 11 a rank and 38 a GPU, the fullest
+fault 21,700.
 """
 RANK_BYTES, RANK_MARKS = 264, 11
 """A rank's part of a heartbeat: its figures, and its number should it be unkillable."""
@@ -131,6 +133,7 @@ def application(sidecars: Sidecars, runtime: Runtime, connections: Connections |
             web.post("/v1/plan", _plan),
             web.post("/v1/faults", _fault),
             web.post("/v1/evidence/{request}", _evidence),
+            web.post("/v1/patterns/{window}/{rank}", _pattern),
             web.get("/healthz", _healthy),
         ]
     )
@@ -173,6 +176,18 @@ async def _evidence(request: web.Request) -> web.StreamResponse:
     return web.Response(status=202)
 
 
+async def _pattern(request: web.Request) -> web.StreamResponse:
+    """Read only when the window is looked into, in a thread of its own."""
+    caller = await _caller(request)
+    window, text = request.match_info["window"], request.match_info["rank"]
+    if not text.isdecimal() or len(text) > 8:
+        raise InputError(f"rank: {text[:40]!r} must be a whole number")
+    if request.app[SIDECARS].awaits_pattern(caller, window, int(text)):
+        data = await _body(request, caller, MOST_ANSWER_BYTES, MAX_HEARTBEAT_MARKS, parse=_uncrowded)
+        request.app[SIDECARS].take_pattern(caller, window, int(text), data)
+    return web.Response(status=202)
+
+
 async def _healthy(_request: web.Request) -> web.StreamResponse:
     return web.Response(text="ok")
 
@@ -190,22 +205,29 @@ async def _caller(request: web.Request) -> Caller:
     return caller
 
 
-async def _body(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
-    """Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, Spent."""
+async def _body(
+    request: web.Request, caller: Caller, most: int, most_marks: int, parse: Callable[[bytes, int], Any] | None = None
+) -> Any:
+    """`parse`: of the bytes and `most_marks`; None: as a JSON object.
+
+    Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, Spent."""
     if (request.content_length or 0) > most:
         raise _TooLarge(f"{request.path} takes {most} bytes at most")
     try:
-        return await request.app[RUNTIME].within(BODY_SECONDS, _in_turn(request, caller, most, most_marks))
+        reading = _in_turn(request, caller, most, most_marks, parse or _parse)
+        return await request.app[RUNTIME].within(BODY_SECONDS, reading)
     except TimeoutError as error:
         raise _TooSlow(f"the body must come within {BODY_SECONDS:.0f} s") from error
 
 
-async def _in_turn(request: web.Request, caller: Caller, most: int, most_marks: int) -> dict[str, Any]:
+async def _in_turn(
+    request: web.Request, caller: Caller, most: int, most_marks: int, parse: Callable[[bytes, int], Any]
+) -> Any:
     """Once the caller's other bodies are read, and while there is room for this one."""
     length = most if request.content_length is None else request.content_length
     async with request.app[TURNS].turn(caller):
         with request.app[BODIES].lent(length):
-            return _parse(await _read(request, most), most_marks)
+            return parse(await _read(request, most), most_marks)
 
 
 async def _read(request: web.Request, most: int) -> bytes:
@@ -217,9 +239,15 @@ async def _read(request: web.Request, most: int) -> bytes:
     return bytes(data)
 
 
-def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
+def _uncrowded(data: bytes, most_marks: int) -> bytes:
+    """As it stands. Raises InputError where it would become too much."""
     if _crowded(data, most_marks):
         raise InputError(f"the body holds more than {most_marks} values")
+    return data
+
+
+def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
+    _uncrowded(data, most_marks)
     try:
         body = json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError as error:

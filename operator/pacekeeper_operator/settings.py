@@ -12,6 +12,9 @@ from pacekeeper_analysis.errors import InputError
 from .api import Mode, parse_duration
 from .policies import Peer, parse_peers, peers_of_url
 
+MAX_RELEASE_PROBES = 5
+"""A NodeQuarantine keeps its last ten probes, those in vain among them."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -65,8 +68,16 @@ class Settings:
     """So many nodes that are blamed at once are a network's or a power's fault, not theirs: no quarantines."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
+    release_probes: int = 3
+    """So many probes in a row must pass on a quarantined node before it is released."""
     paused: bool = False
     """Cluster-wide: decide and write down, but apply no remedy. The ConfigMap `pacekeeper-pause` does it live."""
+
+    link_probes_an_hour: int = 2
+    """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
+
+    profiles_an_hour: int = 2
+    """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""
 
     incident_retention: float = 30 * 86400.0
     grace_after_start: float = 10.0
@@ -84,6 +95,10 @@ class Settings:
         if not 0 <= self.quarantine_max_share <= 1:
             raise InputError(
                 f"PACEKEEPER_QUARANTINE_MAX_SHARE: {self.quarantine_max_share} must lie between 0 and 1, like 0.1"
+            )
+        if not 1 <= self.release_probes <= MAX_RELEASE_PROBES:
+            raise InputError(
+                f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed

@@ -12,6 +12,8 @@ from typing import Any
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
+from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
+from pacekeeper_analysis.diagnose.links import Kind
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.price import Loss
 
@@ -39,6 +41,7 @@ class Worker:
     leaving: str = ""  # why it is given up; "": it stays
     dead: bool = False  # does not train any more: nobody waits for its checkpoint
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
+    patient: bool = False  # nothing forces it out: it stays until the checkpoint that was asked for is there
     starting_since: float = 0.0  # when its trainer's container was first seen to run; 0: it does not, or is warm
 
 
@@ -142,12 +145,50 @@ class LocalSgd:
 
 
 @dataclass(frozen=True)
+class LinkLook:
+    """What the job's connections showed, and the probe of the hottest place. Ranks: -1, none."""
+
+    at: float
+    request: str  # evidence request that told it
+    kind: Kind | None = None  # of the hottest place; None: none is hot
+    source: int = -1
+    destination: int = -1
+    hot: tuple[str, ...] = ()  # all hot places, for people, hottest first
+    known: bool = False  # enough connections could be told apart to be compared
+    sides: tuple[LinkSide, ...] = ()  # slowest ones
+    incident: str = ""  # for which it is, or was, probed
+    probe: str = ""  # that is out; "": none
+    probed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkSide:
+    """All that a rank sends, or receives: its time for a byte over the usual."""
+
+    rank: int
+    sends: bool
+    ratio: float
+
+
+@dataclass(frozen=True)
+class LinkVerdict:
+    """What a probe of a link came to."""
+
+    at: float
+    verdict: ProbeVerdict
+    worker: str = ""  # whose side is slow
+    node: str = ""
+
+
+@dataclass(frozen=True)
 class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
     suspicion: Suspicion | None = None
     loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
     vain: Vain | None = None
+    link: LinkLook | None = None
+    link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
     mode_reason: str = ""  # of the last change of mode
@@ -162,11 +203,30 @@ class Adaptation:
 
 
 @dataclass(frozen=True)
-class GpuHealth:
+class GpusSeen:
     """What the GPUs of the job's nodes showed when they were looked at."""
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
     values: Mapping[str, float] = field(default_factory=dict)  # "<node>/<gpu>/<metric>" → last value seen
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """A node that failed the job's preflight."""
+
+    node: str
+    at: float
+    why: str
+    attempts: int = 0  # at placing the job, of those that had failed by then
+    tolerated: bool = False  # there was no room without it
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """How looking at the nodes goes."""
+
+    began: float = 0.0  # since when nodes are looked at that no verdict is known of; 0: there are none
+    avoided: tuple[Avoided, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +255,7 @@ class Incident:
     slowdown_before: float | None = None
     slowdown_after: float | None = None
     reference_seconds: float | None = None  # a step without this trouble, as the evidence says
+    predicted_after: float | None = None  # what its remedy was expected to leave of the slowdown
     predicted_gain: float | None = None
     measured_gain: float | None = None
     outcome: Outcome | None = None
@@ -260,6 +321,23 @@ class Incidents:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Behaviour windows: the one that is out, and what has been looked into."""
+
+    incident: str = ""  # for which the window is; "": for none that was open
+    round: int = 0  # in which it was asked for
+    asked_at: float = 0.0
+    until: float = 0.0  # so long answers are waited for
+    reason: str = ""  # for people
+    asked: tuple[float, ...] = ()  # when windows were asked for within the last hour, by the operator's own choice
+    looked_into: tuple[str, ...] = ()  # incidents, the newest last
+    uniform: float = 1.0  # how slow all ranks were when that was looked into
+    answered: str = ""  # the annotation that was followed last
+    shown: str = ""  # the last window that has told something
+    shown_in: str = ""  # the incident that tells it
+
+
+@dataclass(frozen=True)
 class State:
     """All that the operator remembers of a job, by what it is about."""
 
@@ -267,8 +345,10 @@ class State:
     placement: Placement = field(default_factory=Placement)
     budget: Budget = field(default_factory=Budget)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    gpus: GpuHealth = field(default_factory=GpuHealth)
+    gpus: GpusSeen = field(default_factory=GpusSeen)
     incidents: Incidents = field(default_factory=Incidents)
+    preflight: Preflight = field(default_factory=Preflight)
+    profiling: Profiling = field(default_factory=Profiling)
 
 
 @dataclass(frozen=True)
@@ -299,6 +379,12 @@ class Draft:
 
     def with_incidents(self, **changes: Any) -> Draft:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
+
+    def with_profiling(self, **changes: Any) -> Draft:
+        return self._with_state(profiling=replace(self.state.profiling, **changes))
+
+    def with_preflight(self, **changes: Any) -> Draft:
+        return self._with_state(preflight=replace(self.state.preflight, **changes))
 
     def with_worker(self, changed: Worker) -> Draft:
         """`changed` in the place of the worker of its name."""

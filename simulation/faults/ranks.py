@@ -91,12 +91,23 @@ class LossIsBad(WorkerFault):
 
 @dataclass(frozen=True)
 class GpuFails(WorkerFault):
-    """An XID: 13 and 31 are the application's, 48, 79 and 95 the hardware's. The rank crashes of it."""
+    """An XID: 13 and 31 are the application's, 48, 79 and 95 the hardware's, 94 is contained: it costs one
+    process. The rank crashes of it."""
 
     xid: int = 79
 
     def strike(self, scene: Scene) -> None:
         self.worker(scene).gpu_error(self.xid)
+
+
+@dataclass(frozen=True)
+class GpuWarns(WorkerFault):
+    """Rows of a GPU's memory wait to be remapped, until somebody resets it: everything works on."""
+
+    def strike(self, scene: Scene) -> Heal:
+        worker = self.worker(scene)
+        worker.gpu_warns(True)
+        return lambda: worker.gpu_warns(False)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ KINDS: dict[str, Kind] = {
         _custom("trainingjobs", "TrainingJob"),
         _custom("trainingjobstates", "TrainingJobState", status=False),
         _custom("incidents", "Incident"),
+        _custom("behaviourwindows", "BehaviourWindow", status=False),
         _custom("nodequarantines", "NodeQuarantine", namespaced=False),
+        _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )
 }
 KINDS_BY_NAME: dict[tuple[str, str], Kind] = {(kind.group, kind.name): kind for kind in KINDS.values()}

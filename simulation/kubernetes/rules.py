@@ -95,6 +95,8 @@ RULES: Mapping[str, Rule] = {
     _bounded("1s", "8760h"): _within(1, 8760 * 3600),
     _bounded("10s", "168h"): _within(10, 168 * 3600),
     _bounded("1m", "720h"): _within(60, 720 * 3600),
+    _bounded("10s", "1h"): _within(10, 3600),
+    _bounded("1m", "8760h"): _within(60, 8760 * 3600),
     # TrainingJob
     "self.metadata.name.size() <= 40 && self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')": (
         lambda job, _: len(job["metadata"]["name"]) <= 40 and _NAME.fullmatch(job["metadata"]["name"]) is not None

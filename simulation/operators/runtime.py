@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.runtime import Result, Runtime
 
 if TYPE_CHECKING:
     from ..world import World
@@ -25,6 +26,9 @@ class SimulatedRuntime(Runtime):
 
     def monotonic(self) -> float:
         return self._booted + self._world.now()
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return work()
 
     def identifier(self) -> str:
         return f"{self._random.getrandbits(128):032x}"

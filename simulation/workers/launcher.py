@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pacekeeper.launcher.gpu import GpuEvent
+from pacekeeper.launcher.gpu import GpuEvent, Timing
 from pacekeeper.launcher.heartbeat import next_beat
 from pacekeeper.launcher.launcher import gpu_fault
 from pacekeeper.launcher.rounds import (
@@ -29,7 +29,7 @@ from pacekeeper.launcher.watch import BETWEEN_LOOKS, Look, Watch
 from pacekeeper.launcher.words import describe
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, LauncherState
+from pacekeeper_analysis.reports import Fault, GpuHealth, LauncherState
 
 from ..loop import Process
 from .meeting import Guest, Host
@@ -59,6 +59,7 @@ _PHASE_DEADLINE = 150.0
 """Seconds that a rank may take for what its steps say nothing of, such as the first of them. By itself it is half an
 hour, whose end no run would live to see."""
 _GPU_PERIOD = 1.0
+_GPU_LOOKS = Timing().check
 _LINGER, _LOOKS_AROUND = 5.0, 0.1
 
 
@@ -90,6 +91,7 @@ class Launcher(Process):
         self._inspection = 0
         self._inspecting = False
         self._gpu_faults: dict[str, None] = {}
+        self._gpus: tuple[GpuHealth, ...] = ()
         self._exit: Exit | None = None
 
     def start(self) -> None:
@@ -138,6 +140,11 @@ class Launcher(Process):
 
     def gpu_error(self, event: GpuEvent) -> None:
         self.after(self._random.uniform(0.0, _GPU_PERIOD), self._take_gpu_error, event)
+
+    def gpu_health(self, gpus: tuple[GpuHealth, ...]) -> None:
+        """As NVML says from now on, whenever it is asked."""
+        self._gpus = gpus
+        self.after(self._random.uniform(0.0, _GPU_LOOKS), self._look_at_gpus)
 
     def sign(self) -> float | None:
         """When it has given its last sign of life (virtual seconds); None: none is expected."""
@@ -352,7 +359,7 @@ class Launcher(Process):
         if inspection == self._inspection:
             self._inspecting = False
             now, wall = self._world.now(), self._world.wall(self._worker.node)
-            self._notify(watch.report(state, states, (first, self._look(now)), unreachable, now, wall))
+            self._notify(watch.report(state, states, (first, self._look(now)), unreachable, (), now, wall))
 
     def _stop_watching(self) -> None:
         self._inspection += 1
@@ -371,6 +378,11 @@ class Launcher(Process):
 
     def _is_stopped(self, local: int) -> bool:
         return Stand.STOPPED in self.ranks[local].still
+
+    def _look_at_gpus(self) -> None:
+        if self._follows and not self.over:
+            self._folder.heartbeat = replace(self._folder.heartbeat, gpus=self._gpus)
+            self._worker.sidecar.look_at_heartbeat()
 
     def _take_gpu_error(self, event: GpuEvent) -> None:
         if not self._follows or self.over:

@@ -134,6 +134,7 @@ class Sidecar(Process):
         seconds = self._silence.seconds
         return {
             **vars(self._folder.heartbeat),
+            "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
             "figures": [asdict(each) for each in self._as_told(self._figures.tell())],
             "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
             "sent_at": self._world.wall(self._worker.node),
@@ -149,8 +150,8 @@ class Sidecar(Process):
 
     def _loud(self) -> tuple[Any, ...]:
         """The heartbeat without what can wait."""
-        silence = _silence_to_tell(self._silence.seconds)
-        return _loud_fields(self._folder.heartbeat), silence, self._figures.news
+        beat, silence = self._folder.heartbeat, _silence_to_tell(self._silence.seconds)
+        return _loud_fields(beat), beat.gpu_signs, silence, self._figures.news
 
     # Its loops.
 

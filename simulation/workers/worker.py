@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.launcher.gpu import GpuEvent
-from pacekeeper_analysis.reports import Heartbeat
+from pacekeeper_analysis.diagnose.gpu_health import Sign
+from pacekeeper_analysis.reports import GpuHealth, Heartbeat
 from pacekeeper_operator.api import LABEL_JOB, TRAINER
 
 from .folder import Folder
@@ -222,6 +223,13 @@ class Worker:
         for rank in self._victims(local, "loses its GPU"):
             error = f"RuntimeError: CUDA error: uncorrectable error (XID {xid})"
             self._world.after(self._random.uniform(*_CRASHES), rank.end, 1, error)
+
+    def gpu_warns(self, warns: bool, local: int = 0) -> None:
+        """NVML tells the launcher, and DCGM tells of the node, for whoever comes there, too."""
+        gpu = f"GPU-{self.uid[:8]}-{local}"
+        self._world.story.tell(self.name, f"rows of {gpu} {'wait' if warns else 'no longer wait'} to be remapped")
+        self.launcher.gpu_health((GpuHealth(gpu, (str(Sign.ROWS_PENDING),) if warns else ()),))
+        self._world.prometheus.show_pending_rows(self.node, str(local), warns)
 
     def _victims(self, local: int, words: str, *, seen: bool = False) -> list[Rank]:
         """The rank at this place, if one runs there; `seen`: only where its launcher sees what it does. One that stands

@@ -227,8 +227,9 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
 def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
     rdma = worker(hostNetwork=True, containers=container(capabilities={"add": ["IPC_LOCK"]}))
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
-    probe = owned_pod("probe", owner("NodeQuarantine", "node-1"))
-    tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
+    for kind in ("NodeQuarantine", "NodeProbe"):
+        probe = owned_pod("probe", owner(kind, "node-1"))
+        tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
     state = STATE | {"metadata": {"name": "books", "ownerReferences": [owner("TrainingJob")]}}
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=state)
     tenant.write(OPERATOR, *node_patch(tenant, {"unschedulable": True}, taint(OURS)), DRY_RUN)
@@ -265,7 +266,7 @@ def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
 
 
 def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
-    probes = [owned_pod("probe", owner("NodeQuarantine")) for _ in range(2)]
+    probes = [owned_pod("probe", owner(kind)) for kind in ("NodeQuarantine", "NodeProbe")]
     probes[0]["spec"]["hostNetwork"] = True
     probes[1]["spec"]["serviceAccountName"] = RELEASE
     words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(probes), namespace=SYSTEM)

@@ -183,7 +183,7 @@ def make_stand_in(cluster: Cluster) -> str:
 
 
 class TestLife:
-    async def test_from_creation_to_a_passed_probe(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_from_creation_to_three_passed_probes(self, api: Api, cluster: Cluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         found = cluster.get("nodequarantine", NODE)
         assert found["spec"]["nodeUID"] == uid(cluster)
@@ -191,9 +191,16 @@ class TestLife:
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
         assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
-        await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
+        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        await settle(api, settings, now=expiry)
+        (first,) = cluster.get("nodequarantine", NODE)["status"]["probes"]
+        assert first["passed"], first
+        assert len(first["figures"]["links"]) == 2, "the ways to both nodes that kept it company"
+        await settle(api, settings, now=expiry + 10)
+        assert is_held(cluster)
+        await settle(api, settings, now=expiry + 20)
 
-        assert is_free(cluster)
+        assert is_free(cluster), cluster.get("nodequarantine", NODE)["status"]
         assert cluster.get("nodequarantine", NODE) is None
         assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
@@ -202,10 +209,12 @@ class TestLife:
         settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=Mode.ACT)
         await hold(api, cluster, settings)
         expiry = time.time() + HOUR + HOLD_SECONDS + 1
-        await reconcile(api, At(expiry), settings, NODE)
+        for seconds in (0, 11, 21):  # the two that keep it company have no image either, and are done without
+            await reconcile(api, At(expiry + seconds), settings, NODE)
 
         def waits() -> bool:
-            return any("ImagePull" in json.dumps(pod["status"]) for pod in cluster.list("pods", namespace))
+            pods = [pod for pod in cluster.list("pods", namespace) if pod["spec"]["nodeName"] == NODE]
+            return any("ImagePull" in json.dumps(pod["status"]) for pod in pods)
 
         wait_for(waits, 30, "a probe pod without an image")
         await settle(api, settings, now=expiry + 61)
@@ -439,7 +448,7 @@ async def release(api: Api, settings: Settings) -> None:
 
 
 async def expire(api: Api, settings: Settings) -> None:
-    await settle(api, settings, now=time.time() + HOUR + HOLD_SECONDS + 1)
+    await settle(api, replace(settings, release_probes=1), now=time.time() + HOUR + HOLD_SECONDS + 1)
 
 
 class TestKilled:
@@ -456,7 +465,7 @@ class TestKilled:
 
         assert await kill_after_each_write(api, settings, stage, check) == 6
 
-    @pytest.mark.parametrize(("stage", "writes"), [(release, 4), (expire, 9)], ids=["deletion", "expiry"])
+    @pytest.mark.parametrize(("stage", "writes"), [(release, 4), (expire, 13)], ids=["deletion", "expiry"])
     async def test_while_it_releases_the_node(
         self, api: MortalApi, cluster: Cluster, settings: Settings, stage: Stage, writes: int
     ) -> None:

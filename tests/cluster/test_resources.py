@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pacekeeper_operator.api import Job
-from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
+from pacekeeper_operator.manifests import Installation, ProbeImage, ProbeTask, probe_pod, worker_pod
 from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster, scratch_namespace
 
@@ -105,6 +105,9 @@ MISTAKES = {
     "bad duration": ("spec.schedulingTimeout", "5 minutes", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
     "duration without unit": ("spec.schedulingTimeout", 300, "spec.schedulingTimeout.*with their units, like 1h30m"),
     "empty duration": ("spec.schedulingTimeout", "", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
+    "preflight too short": ("spec.preflight", {"enabled": True, "timeout": "1s"}, "timeout.*between 10s and 1h"),
+    "preflight for ever": ("spec.preflight", {"validFor": "9000h"}, "validFor.*between 1m and 8760h"),
+    "preflight without unit": ("spec.preflight", {"timeout": 60}, "timeout.*with their units"),
     "duration out of range": ("spec.schedulingTimeout", "1s", "spec.schedulingTimeout.*between 10s and 168h"),
     "bad restart window": ("spec.remediation.restartWindow", "1d", "spec.remediation.restartWindow.*like 1h30m"),
     "restart window out of range": ("spec.remediation.restartWindow", "10s", "restartWindow.*between 1m and 720h"),
@@ -209,6 +212,7 @@ def test_defaults(cluster: Cluster) -> None:
         "syncMode": "Auto",
         "schedulingTimeout": "5m",
         "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3},
+        "preflight": {"enabled": False, "timeout": "5m", "validFor": "24h"},
         "detection": {"stragglerSlowdown": 1.1, "windowSteps": 32, "hangSeconds": "auto"},
         "remediation": {
             "mode": "Act",
@@ -463,10 +467,10 @@ def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, restric
     path = REPOSITORY / "examples/gpt.yaml"
     (example,) = [found for found in yaml.safe_load_all(path.read_text()) if found["kind"] == "TrainingJob"]
     example["metadata"] |= {"namespace": restricted_namespace, "uid": "u"}
-    node = {"metadata": {"name": "node-1", "uid": "u"}}
+    node, image = {"metadata": {"name": "node-1", "uid": "u"}}, ProbeImage("pacekeeper.dev/operator:dev")
     pods = [
         worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
-        probe_pod("probe", restricted_namespace, node, node, ProbeImage("pacekeeper.dev/operator:dev"), ["true"]),
+        probe_pod("probe", restricted_namespace, node, node, "NodeProbe", image, ProbeTask("circle")),
     ]
     for pod in pods:
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))

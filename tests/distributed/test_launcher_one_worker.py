@@ -12,7 +12,7 @@ import pytest
 
 from pacekeeper.keep.news import NewsFile
 from pacekeeper.launcher import command, launcher
-from pacekeeper.launcher.gpu import GpuEvents, open_gpus
+from pacekeeper.launcher.gpu import Gpus, open_gpus
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime import Runtime, read_json
@@ -43,7 +43,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
 ) -> None:
     library, double = build(tmp_path), NvmlDouble(tmp_path, gpus=2)
 
-    def open_double() -> GpuEvents:
+    def open_double() -> Gpus:
         ctypes.CDLL(str(library))  # pynvml then finds it under NVML's name
         return open_gpus()
 
@@ -53,6 +53,8 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         one_worker(one)
         one.wait_for_step(2)
         one.wait_for(lambda: double.state.gpus[1].registered, "events are asked for")
+        double.state.gpus[0].rows_pending = 1
+        one.wait_for(lambda: "RowsPending" in str(one.workers["a"].heartbeat().gpus), "its health in the heartbeat")
         double.state.gpus[1].error = GPU_IS_LOST
         double.tell(1, XID, 79)
         worker = one.workers["a"]

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_on_new_process_group() -> None:
         return {id(group) for group in groups} <= {id(group) for group in made}
 
     assert run_ranks(rank_main, 2) == [True, True]
+
+
+def test_ranks_of() -> None:
+    def rank_main(rank: int) -> list[tuple[int, ...]]:
+        group = _alone()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        alone: Any = dist.new_group([rank], use_local_synchronization=True)
+        groups = [group, mesh.get_group("b"), alone, object()]
+        dist.barrier()
+        return [torch_internals.ranks_of(group) for group in groups]
+
+    assert run_ranks(rank_main, 2) == [[(0, 1), (0, 1), (rank,), ()] for rank in range(2)]
 
 
 def test_stand_in_front() -> None:
@@ -437,3 +450,23 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
     assert (where.relative_path, where.offset) == ("__0_0.distcp", 0)
     (plan,) = FileSystemWriter(tmp_path).prepare_global_plan([SavePlan([])])
     assert plan.storage_data == torch_internals.StoragePrefix("__0_")
+
+
+def test_device_activities() -> None:
+    """Of the host's activities here, where there is no GPU: a device's are told in the same way."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    began = time.time_ns()
+    profile.start()
+    torch.ones(64) + 1
+    profile.stop()
+    assert list(torch_internals.device_activities(profile)) == []
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]  # it has run
+    assert all(began <= event.start_ns() <= time.time_ns() for event in events)
+    assert "aten::ones" in {event.name() for event in events}
+    assert all(event.duration_ns() >= 0 for event in events)
+
+
+def test_start_kernel_profile() -> None:
+    """Here, where there is no GPU, it says so."""
+    with pytest.raises(RuntimeError, match="activities"):
+        torch_internals.start_kernel_profile()

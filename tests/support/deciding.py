@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from pacekeeper.sidecar.client import OperatorClient, Unavailable
+from pacekeeper.sidecar.connections import Connections
 from pacekeeper.sidecar.ranks import RankRings
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import Sidecar
@@ -32,7 +33,7 @@ from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.reconcile import SUSPECT_SECONDS
 from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State
+from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State
 from pacekeeper_operator.state import Worker as Record
 from tests.support.launchers import Team, Worker
 from tests.support.worlds import job as job_of
@@ -98,7 +99,7 @@ class Deciding:
                 workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
             ),
             life=Life(start_time=self.runtime.now()),
-            gpus=GpuHealth(nodes=tuple(record.node for record in records)),
+            gpus=GpusSeen(nodes=tuple(record.node for record in records)),
         )
         band = (self.job.spec.detection.straggler_slowdown - 1) / 2
         self.team.give(Plan(version=1, membership=1, members=members, figures_band=band))
@@ -164,4 +165,4 @@ def _sidecar(operator: Deciding, worker: Worker) -> Sidecar:
     window = operator.job.spec.detection.window_steps
     settings = SidecarSettings(worker.runtime, operator.job.name, worker.name, "", "", Path(), window_steps=window)
     line = cast(OperatorClient, Line(operator, worker.name))
-    return Sidecar(settings, line, RankRings(worker.runtime, window))
+    return Sidecar(settings, line, RankRings(worker.runtime, window), Connections(worker.runtime))

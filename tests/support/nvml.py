@@ -13,7 +13,7 @@ GPUS, EVENTS = 8, 64
 
 ECC, XID = 2, 8
 """Types of events: nvmlEventTypeDoubleBitEccError and nvmlEventTypeXidCriticalError."""
-LIBRARY_RM_MISMATCH, DRIVER_NOT_LOADED, GPU_IS_LOST, UNKNOWN = 18, 9, 15, 999
+NOT_SUPPORTED, LIBRARY_RM_MISMATCH, DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 18, 9, 13, 15, 999
 """NVML's errors."""
 
 
@@ -25,7 +25,15 @@ class Gpu(ctypes.Structure):
         ("event_types", ctypes.c_uint64),
         ("registered", ctypes.c_uint64),
         ("error", ctypes.c_uint32),
-        ("temperature", ctypes.c_uint32),
+        ("health_error", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("uncorrected_errors", "lifetime_errors", "slowdown")),
+        *((name, ctypes.c_uint64) for name in ("nvlink_replays", "nvlink_recoveries")),
+        *((name, ctypes.c_uint32) for name in ("remapped_rows", "rows_pending", "rows_failed")),
+        *((name, ctypes.c_uint32) for name in ("clock", "clock_maximum", "temperature", "memory_temperature")),
+        *((name, ctypes.c_uint32) for name in ("power", "state", "pcie_replays")),
+        *((name, ctypes.c_uint32) for name in ("pcie_width", "pcie_width_maximum")),
+        *((name, ctypes.c_uint32) for name in ("pcie_generation", "pcie_generation_maximum")),
+        *((name, ctypes.c_uint32) for name in ("nvlinks", "nvlinks_active")),
     ]
 
 
@@ -70,7 +78,12 @@ class NvmlDouble:
         self.state.count = gpus
         for index in range(GPUS):
             gpu = self.state.gpus[index]
-            gpu.uuid, gpu.event_types, gpu.temperature = f"GPU-{index}".encode(), ECC | XID, 40
+            gpu.uuid, gpu.event_types = f"GPU-{index}".encode(), ECC | XID
+            gpu.temperature, gpu.memory_temperature, gpu.power = 40, 50, 300_000
+            gpu.clock, gpu.clock_maximum = 1800, 2000
+            gpu.pcie_width = gpu.pcie_width_maximum = 16
+            gpu.pcie_generation = gpu.pcie_generation_maximum = 5
+            gpu.nvlinks = gpu.nvlinks_active = 18
 
     @property
     def environment(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pacekeeper_operator.api import Job, JobSpec
-from pacekeeper_operator.manifests import Installation, ProbeImage, probe_pod, worker_pod
+from pacekeeper_operator.manifests import Installation, ProbeImage, ProbeTask, probe_pod, worker_pod
 from simulation.kubernetes.containers import KILLED, Exited
 from simulation.kubernetes.nodes import Node
 from simulation.loop import Process
@@ -130,7 +130,8 @@ class Machines:
         quarantine = self._own("nodequarantines", {"name": f"node-{number}"}, {"nodeUID": "uid", "reason": "a test"})
         name = f"probe-{number}"
         node = self.api.get("nodes", f"node-{number}") or {"metadata": {"name": f"node-{number}", "uid": "gone"}}
-        self.api.create("pods", probe_pod(name, NAMESPACE, node, quarantine, ProbeImage("probe:1"), ["probe"]))
+        image, task = ProbeImage("probe:1"), ProbeTask("circle")
+        self.api.create("pods", probe_pod(name, NAMESPACE, node, quarantine, "NodeQuarantine", image, task))
         return name
 
     def pod(self, name: str) -> Object | None:

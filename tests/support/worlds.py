@@ -11,7 +11,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, L
 from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
 from pacekeeper_operator.decide.think import Thought
 from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
-from pacekeeper_operator.state import Draft, GpuHealth, Incident, Life, Placement, State, Worker
+from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State, Worker
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
@@ -48,7 +48,7 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
             workers=tuple(records), incarnations={str(n): 0 for n in range(replicas + spares)}, template_accepted=1
         ),
         life=Life(training_since=NOW - 300, start_time=NOW - 400),
-        gpus=GpuHealth(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
+        gpus=GpusSeen(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
     )
     beat = Heartbeat(
         state=LauncherState.RUNNING,

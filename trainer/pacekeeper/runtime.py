@@ -26,7 +26,8 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        for folder in (self.root, self.faults, self.rings, self.snapshots, self.stacks):
+        folders = (self.faults, self.rings, self.communicators, self.snapshots, self.stacks, self.patterns)
+        for folder in (self.root, *folders):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -59,12 +60,26 @@ class Runtime:
         return self.root / "checkpoints.json"
 
     @property
+    def sockets(self) -> Path:
+        """Written by the launcher: which rank holds which socket, by inode. Its sidecar sees the sockets alone."""
+        return self.root / "sockets.json"
+
+    @property
+    def probes(self) -> Path:
+        """Written by the launcher: what it measured of its links, on the operator's request."""
+        return self.root / "probes.json"
+
+    @property
     def faults(self) -> Path:
         return self.root / "faults"
 
     @property
     def rings(self) -> Path:
         return self.root / "rings"
+
+    @property
+    def communicators(self) -> Path:
+        return self.root / "communicators"
 
     @property
     def snapshots(self) -> Path:
@@ -74,11 +89,31 @@ class Runtime:
     def stacks(self) -> Path:
         return self.root / "stacks"
 
+    @property
+    def patterns(self) -> Path:
+        return self.root / "patterns"
+
     def ring(self, local_rank: int) -> Path:
         return self.rings / str(local_rank)
 
+    def transport(self, local_rank: int) -> Path:
+        """Written by NCCL's profiler plugin in the rank, where it runs."""
+        return self.rings / f"{local_rank}.transport"
+
+    def communicators_of(self, local_rank: int) -> Path:
+        """Written by the rank: which ranks are in its groups."""
+        return self.communicators / f"{local_rank}.json"
+
     def stack(self, local_rank: int) -> Path:
         return self.stacks / str(local_rank)
+
+    def pattern(self, name: str, rank: int) -> Path:
+        """Of the behaviour window of this name: what the rank sends of it (`behaviour.pattern.Answer`)."""
+        return self.patterns / f"{name}.{rank}.json"
+
+    def early_pattern(self, rank: int) -> Path:
+        """Of the rank's early steps; it outlives the rank."""
+        return self.patterns / f"early.{rank}"
 
     def fault(self, name: str) -> Path:
         return self.faults / f"{name}.json"

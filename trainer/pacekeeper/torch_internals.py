@@ -104,15 +104,23 @@ def backends() -> list[str]:
 
 
 def on_new_process_group(made: Callable[[Any], None]) -> None:
-    """Calls `made` with each process group that is made from now on."""
-    create = distributed_c10d._new_process_group_helper
+    """Calls `made` with each process group of this rank that is made or split off from now on, before its first use.
 
-    def create_and_tell(*args: Any, **options: Any) -> Any:
-        group, store = create(*args, **options)
+    Which ranks it has is not known yet: ask `ranks_of` later.
+    """
+    module: Any = distributed_c10d
+    register = module._register_process_group
+
+    def register_and_tell(name: Any, group: Any) -> None:
+        register(name, group)
         made(group)
-        return group, store
 
-    distributed_c10d._new_process_group_helper = create_and_tell
+    module._register_process_group = register_and_tell
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group, in its order; () where torch does not know them."""
+    return tuple(distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
 def flight_record() -> bytes | None:
@@ -259,3 +267,21 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # the one that a torch before had
+
+
+def start_kernel_profile() -> Any:
+    """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs, or
+    torch cannot."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    try:
+        profile.start()
+    except AssertionError as error:  # no such activity in this build
+        raise RuntimeError(str(error)) from error
+    return profile
+
+
+def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
+    """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() != torch.profiler.DeviceType.CPU:
+            yield event.name(), event.start_ns(), event.duration_ns()

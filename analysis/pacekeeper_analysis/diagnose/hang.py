@@ -9,13 +9,13 @@ culprit has not begun the oldest of them, since a kernel before it never ends.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..records import Collective, Device, Phase
 from ..reports import Fault, FaultKind, RankState
+from .waiting import Meeting, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
 """So long all ranks must have been inside the same collective before it is taken for one that never ends."""
@@ -40,6 +40,8 @@ class HangVerdict:
     kind: HangKind
     ranks: tuple[int, ...]
     evidence: tuple[str, ...]
+    waits: str = ""  # who waits for whom, for people; "": nothing of the kind was looked at
+    members: tuple[int, ...] = ()  # of the group in which it comes to nothing, where no rank is to blame
 
 
 def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
@@ -51,76 +53,129 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
     rank that stays in such a phase without moving for `ceiling_seconds`, or for longer than its launcher allows, is
     blamed all the same.
     """
-    ranks = _latest(faults)
+    stalls, ranks = _latest(faults)
     if len(ranks) < world_size:
         return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
-    for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _never_entered, _mismatch, _communication):
-        found = judge(ranks, ceiling_seconds)
+    newest = _newest(ranks)
+    waits = [rank.rank for rank in ranks if _waits(rank, newest)]
+    graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
+    case = _Case(ranks, frozenset(waits), graph, ceiling_seconds)
+    for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
+        found = judge(case)
         if found is not None:
             return found if found.evidence else None
     return None
+
+
+@dataclass(frozen=True)
+class _Case:
+    ranks: Sequence[RankState]
+    waits: frozenset[int]
+    """Those inside of a collective, where a rank may stand still for as long as another one does."""
+    graph: WaitGraph
+    ceiling: float
+
+    def blame(self, kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
+        found = _blame(kind, culprits)
+        return None if found is None else replace(found, waits=self.graph.waits_for(found.ranks))
 
 
 _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
 """An answer without evidence ends the questioning: somebody has a good reason to be slow."""
 
 
-def _stopped(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state in ("T", "t", "Z", "X", "")])
+def _stopped(case: _Case) -> HangVerdict | None:
+    return case.blame(HangKind.STOPPED, [rank for rank in case.ranks if rank.process_state in ("T", "t", "Z", "X", "")])
 
 
-def _beyond_ceiling(ranks: Sequence[RankState], ceiling: float) -> HangVerdict | None:
-    late = [rank for rank in ranks if rank.overdue or rank.phase_seconds > ceiling]
+def _beyond_ceiling(case: _Case) -> HangVerdict | None:
+    late = [rank for rank in case.ranks if rank.overdue or rank.phase_seconds > case.ceiling]
     stuck = [rank for rank in late if _has_own_deadline(rank) and not rank.moving]
-    return _blame(HangKind.NEVER_ENTERED, stuck)
+    return case.blame(HangKind.NEVER_ENTERED, stuck)
 
 
-def _busy(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+def _busy(case: _Case) -> HangVerdict | None:
     """A rank in a long phase, or one that works outside of collectives, keeps the others waiting rightly."""
-    newest = _newest(ranks)
-    busy = [rank for rank in ranks if _has_own_deadline(rank) or (not _waits(rank, newest) and rank.moving)]
+    busy = [rank for rank in case.ranks if _has_own_deadline(rank) or (rank.rank not in case.waits and rank.moving)]
     return _NO_VERDICT if busy else None
 
 
-def _not_looked_at(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
+def _not_looked_at(case: _Case) -> HangVerdict | None:
     """How far a GPU is, its rank tells a moment after it has stopped to make progress."""
-    unknown = [rank for rank in ranks if rank.device == Device.RUNNING.name and rank.waiting_seconds < LOOK_SECONDS]
+    unknown = [
+        rank for rank in case.ranks if rank.device == Device.RUNNING.name and rank.waiting_seconds < LOOK_SECONDS
+    ]
     return _NO_VERDICT if unknown else None
 
 
-def _kernel(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    return _blame(HangKind.KERNEL, [rank for rank in ranks if rank.device == Device.SCHEDULED.name])
+def _kernel(case: _Case) -> HangVerdict | None:
+    return case.blame(HangKind.KERNEL, [rank for rank in case.ranks if rank.device == Device.SCHEDULED.name])
 
 
-def _never_entered(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    newest = _newest(ranks)
-    behind = [rank for rank in ranks if not _waits(rank, newest)]
-    return _blame(HangKind.NEVER_ENTERED, behind) if len(behind) < len(ranks) else _blame(HangKind.STOPPED, behind)
+def _holders(case: _Case) -> HangVerdict | None:
+    """The sinks of the wait-for graph. A rank that waits for nobody goes before all else: what its peers wait in may
+    look odd because of it.
+
+    With a collective under way a rank counts as inside of it, whatever it does meanwhile: where all its members have
+    come, the stack tells.
+    """
+    sinks = case.graph.sinks()
+    by_rank = {rank.rank: rank for rank in case.ranks}
+    if len(sinks.outside) == len(case.ranks):
+        return case.blame(HangKind.STOPPED, case.ranks)
+    if sinks.outside:
+        return case.blame(HangKind.NEVER_ENTERED, [by_rank[rank] for rank in sinks.outside])
+    elsewhere = [by_rank[rank] for meeting in sinks.meetings for rank in meeting.inside if _is_elsewhere(by_rank[rank])]
+    if elsewhere:
+        moves = any(rank.moving for rank in elsewhere)
+        return _NO_VERDICT if moves else case.blame(HangKind.NEVER_ENTERED, elsewhere)
+    circle = {rank for found in sinks.circles for rank in found}
+    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting)}
+    if circle or odd:
+        return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
+    return _communication(sinks, by_rank)
 
 
-def _mismatch(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    """All are inside a collective, but not the same one: the fewest are wrong; in a group, those that lag behind."""
-    odd: list[RankState] = []
-    groups: dict[tuple[bool, int], list[tuple[RankState, _Place]]] = {}
-    for rank in ranks:
-        if (place := _place(rank)) is not None:
-            groups.setdefault((place.on_gpu, place.group), []).append((rank, place))
-    for inside in groups.values():
-        newest = max(place.sequence for _, place in inside)
-        odd += [rank for rank, place in inside if place.sequence < newest]
-        there = [(rank, place) for rank, place in inside if place.sequence == newest]
-        (usual, _), *others = Counter(place.collective for _, place in there).most_common()
-        odd += [rank for rank, place in there if others and place.collective != usual]
-    return _blame(HangKind.MISMATCH, odd)
+def _is_elsewhere(rank: RankState) -> bool:
+    """It is not where ranks wait for collectives."""
+    innermost = _innermost(rank)
+    told = rank.device == Device.NONE.name and innermost.startswith("File ")
+    return told and not any(part in innermost for part in _WAITS_IN)
 
 
-def _communication(ranks: Sequence[RankState], _ceiling: float) -> HangVerdict | None:
-    """Their bytes may still be on the way, over a link that has become slow: this one has more time than the others."""
-    if min(rank.waiting_seconds for rank in ranks) < COMMUNICATION_SECONDS:
+_WAITS_IN = ("/torch/", "/torchinductor", "/pacekeeper/")
+"""Parts of the paths of files, the innermost of a rank that waits for a collective: torch, what it compiles, and what
+stands around its waits."""
+_MEETS_IN = "/torch/distributed/"
+"""Part of the path of files in which ranks make their groups together, which is no collective."""
+
+
+def _odd(meeting: Meeting) -> Collection[int]:
+    """Its group's others have gone on to later ones, so those inside lag behind; or some take it for another one."""
+    return tuple(meeting.inside) if meeting.was_left else meeting.odd
+
+
+def _communication(sinks: Sinks, ranks: Mapping[int, RankState]) -> HangVerdict | None:
+    """All have entered it. Their bytes may still be on the way, over a link that has become slow: this verdict has more
+    time than the others."""
+    for meeting in sorted(sinks.meetings, key=lambda meeting: -len(meeting.inside)):
+        if min(ranks[rank].waiting_seconds for rank in meeting.inside) >= COMMUNICATION_SECONDS:
+            members = meeting.group.members
+            said = f"all {len(members)} ranks entered {meeting} and {_who_stayed(meeting)}"
+            return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=members)
+    if (
+        sinks.meetings
+        or min((ranks[rank].waiting_seconds for rank in sinks.unknown), default=0) < COMMUNICATION_SECONDS
+    ):
         return None
-    first = _place(ranks[0])
-    what = "a collective" if first is None else f"{first.collective} {first.sequence}"
-    return HangVerdict(HangKind.COMMUNICATION, (), (f"all {len(ranks)} ranks entered {what} and none came out of it",))
+    said = f"{name_ranks(sinks.unknown)} wait, and nobody knows for whom"
+    return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=sinks.unknown)
+
+
+def _who_stayed(meeting: Meeting) -> str:
+    if len(meeting.inside) == len(meeting.group.members):
+        return "none came out of it"
+    return f"{name_ranks(sorted(meeting.inside))} did not come out of it"
 
 
 def _blame(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
@@ -130,11 +185,16 @@ def _blame(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
 
 
 def _describe(rank: RankState) -> str:
-    innermost = rank.stack.strip().splitlines()[-1].strip() if rank.stack.strip() else "no stack"
     return (
         f"rank {rank.rank}: step {rank.step}, {_where(rank)}, no progress for {rank.waiting_seconds:.1f} s, "
-        f"process state {rank.process_state or 'gone'}, {innermost}"
+        f"process state {rank.process_state or 'gone'}, {_innermost(rank) or 'no stack'}"
     )
+
+
+def _innermost(rank: RankState) -> str:
+    """The call that the rank is in; "": it has told no stack."""
+    stack = rank.stack.strip()
+    return stack.splitlines()[-1].strip() if stack else ""
 
 
 def _where(rank: RankState) -> str:
@@ -166,38 +226,17 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
             # It may have left the collective that its host speaks of: on a GPU nobody tells the host of the end.
             return rank.collective != Collective.NONE.name and rank.sequence == newest[rank.group]
         case Device.NONE | Device.RUNNING:
-            return rank.collective != Collective.NONE.name
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The collective that a rank waits in. Numbers of hosts and GPUs do not compare: hosts run ahead."""
-
-    on_gpu: bool
-    group: int
-    sequence: int
-    collective: str
-
-
-def _place(rank: RankState) -> _Place | None:
-    """None: its number compares with no other rank's."""
-    if rank.device == Device.STARTED.name:
-        place = _Place(True, rank.device_group, rank.device_sequence, rank.device_collective)
-        return place if rank.device_group else None
-    if rank.device == Device.RUNNING.name:
-        return None
-    return _Place(False, rank.group, rank.sequence, rank.collective)
+            return rank.collective != Collective.NONE.name or _MEETS_IN in _innermost(rank)
 
 
 def _has_own_deadline(rank: RankState) -> bool:
     return rank.phase != Phase.TRAIN.name
 
 
-def _latest(faults: Sequence[Fault]) -> list[RankState]:
-    """The newest state of every rank that a stall of the newest round speaks of."""
+def _latest(faults: Sequence[Fault]) -> tuple[list[Fault], list[RankState]]:
+    """The stalls of the newest round, oldest first, and the newest state of every rank that they speak of."""
     stalls = [fault for fault in faults if fault.kind is FaultKind.STALLED]
     newest_round = max((fault.round for fault in stalls), default=0)
-    states: dict[int, RankState] = {}
-    for fault in sorted((fault for fault in stalls if fault.round == newest_round), key=lambda fault: fault.noticed_at):
-        states.update((rank.rank, rank) for rank in fault.ranks)
-    return [states[rank] for rank in sorted(states)]
+    of_round = sorted((fault for fault in stalls if fault.round == newest_round), key=lambda fault: fault.noticed_at)
+    states = {rank.rank: rank for fault in of_round for rank in fault.ranks}
+    return of_round, [states[rank] for rank in sorted(states)]

@@ -216,6 +216,9 @@ class _Pipeline:
     def __init__(self, layout: _Layout) -> None:
         self._layout = layout
         self._kinds = [self._kinds_of(rank) for rank in layout.chains[0]]
+        usual = {rank: self._kinds[stage] for rank, stage in layout.stage_of.items()}
+        self._is_usual = {rank: self._kinds_of(rank) == kinds for rank, kinds in usual.items()}
+        """Whether each rank did in the newest step what most do: what is the same as that is quickly compared."""
         self._steps, self._skipped = self._alike()
         self._graph = GraphBuilder()
         self._operations: list[Operation] = []
@@ -329,7 +332,9 @@ class _Pipeline:
         return steps, tuple(skipped)
 
     def _as_usual(self, rank: int, step: int) -> bool:
-        operations = self._layout.ranks[rank].steps[step]
+        operations, newest = (self._layout.ranks[rank].steps[of] for of in (step, self._layout.common[-1]))
+        if self._is_usual[rank] and len(operations) == len(newest):
+            return all(np.array_equal(operations[name], newest[name]) for name in ("collective", "group", "peer"))
         usual = self._kinds[self._layout.stage_of[rank]]
         return len(operations) == len(usual) and self._kinds_of(rank, step) == usual
 

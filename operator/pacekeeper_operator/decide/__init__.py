@@ -16,10 +16,14 @@ from . import (
     crash,
     frozen,
     gpu_error,
+    gpu_warning,
     hang,
+    links,
     membership,
     news,
     node_lost,
+    preflight,
+    profile,
     round_failed,
     stages,
     stale,
@@ -45,7 +49,10 @@ CHECKS: tuple[Check, ...] = (
     crash.check,
     hang.check,
     round_failed.check,
+    gpu_warning.check,
     straggler.check,
+    links.check,
+    profile.check,
 )
 """In order of certainty: what has gone explains why others crash or stall, so it is asked first."""
 
@@ -60,13 +67,21 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("stages", stages.step),
     # Incidents that are over: before new decisions, so that these find a clean table.
     ("verify", verify.step),
+    # What the ranks' connections show, before a decision names it.
+    ("links", links.see),
     # The checks above, and what their answers do.
     ("treat", partial(treat.step, checks=CHECKS)),
     # Whether there is a straggler to be looked into, and the way back from a Local-SGD mode.
     ("suspect", straggler.suspect),
     ("way back", way_back.step),
+    # A probe of what is slow between workers, for the incident that has just been written down.
+    ("link probe", links.probe),
+    # Behaviour windows: what the last one has come to is written down by now.
+    ("profile", profile.step),
     # What the user wants of the mode goes before what the operator has chosen.
     ("wish", wish.step),
+    # Nodes that failed before any rank is on them.
+    ("preflight", preflight.step),
     # Who holds the ranks, now that it is known who cannot; and what launchers may do by themselves until the next pass.
     ("membership", membership.step),
     ("restarts", membership.allow_restarts),

@@ -4,14 +4,16 @@ What launchers report, and series that a target may have labelled itself, choose
 node they raise a suspicion; only series that the platform vouches for are a witness against it.
 
 The gauge of XIDs holds the last one for ever and the counters never fall, so only a change is news, and what a node had
-before the job looked at it for the first time is none.
+before the job looked at it for the first time is none. Whose fault an XID is says
+`pacekeeper_analysis.diagnose.gpu_health`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pacekeeper_analysis.diagnose.gpu_health import Blame, xid_blame, xid_words
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Remedy, Witness
@@ -23,34 +25,16 @@ from . import blame
 from .pricing import choose_at_standstill, replace_option, written
 
 XID = "DCGM_FI_DEV_XID_ERRORS"
+MEMORY_ERRORS = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 COUNTERS: Mapping[str, str] = {
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": "uncorrectable memory error",
+    MEMORY_ERRORS: "uncorrectable memory error",
     "DCGM_FI_DEV_ROW_REMAP_FAILURE": "memory rows could not be remapped",
 }
 """Counters of which any rise is fatal for the GPU."""
 
-FATAL: Mapping[int, str] = {
-    46: "GPU stopped processing",
-    48: "double-bit memory error",
-    62: "internal micro-controller halt",
-    63: "row remapping or page retirement",
-    64: "row remapping or page retirement failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    92: "high rate of single-bit memory errors",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "GSP firmware does not answer",
-    120: "GSP firmware error",
-    136: "link training failed",
-    140: "unrecovered memory error",
-    143: "GPU initialisation failed",
-    154: "GPU needs a recovery action",
-}
-"""XIDs that speak of hardware (NVIDIA's catalogue of XID errors).
-
-All others may come of the application alone, as 13, 31, 43, 45 and 68 do, and never touch a node.
-"""
+MOST_NAMED = 5
+TOGETHER_SECONDS = 60.0
+"""Errors that may come of the application, and come on several nodes within so long, are its own."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,7 @@ class GpuFault:
     node: str
     gpu: str
     words: str
-    fatal: bool
+    blame: Blame
     workers: tuple[str, ...]  # of the job, on this node
     fault: Fault | None = None
     value: GpuValue | None = None
@@ -77,10 +61,18 @@ class GpuFault:
             return f"{self.fault.worker}/{self.fault.xid}"
         return f"{self.value.key}={self.value.value}" if self.value else ""
 
+    @property
+    def fatal(self) -> bool:
+        return self.blame is Blame.HARDWARE
+
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     found = next(_reported(observation), None) or next(_measured(observation), None)
-    return None if found is None else _decide(observation, policy, found)
+    if found is None:
+        return None
+    alike = _of_the_application(observation, found)
+    nodes = {one.node for one in alike} | _nodes_before(observation)
+    return _decide(observation, policy, found) if len(nodes) < 2 or not alike else _alike(observation, alike, nodes)
 
 
 def learn(observation: Observation, _policy: Policy) -> Draft:
@@ -101,7 +93,7 @@ def _reported(observation: Observation) -> Iterator[GpuFault]:
         view = observation.worker(fault.worker)
         node = view.record.node if view is not None else ""
         workers = (fault.worker,) if view is not None else ()
-        yield GpuFault(node, "", _xid_words(fault.xid), fault.xid in FATAL, workers, fault=fault)
+        yield GpuFault(node, "", xid_words(fault.xid), xid_blame(fault.xid), workers, fault=fault)
 
 
 def _measured(observation: Observation) -> Iterator[GpuFault]:
@@ -113,7 +105,43 @@ def _measured(observation: Observation) -> Iterator[GpuFault]:
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
         if workers:
-            yield GpuFault(value.node, value.gpu, _words(value), _fatal(value), workers, value=value)
+            yield GpuFault(value.node, value.gpu, _words(value), _blame(observation, value), workers, value=value)
+
+
+def _of_the_application(observation: Observation, found: GpuFault) -> Sequence[GpuFault]:
+    """All errors that are heard of now and may come of the application alone, where the first one may."""
+    if found.blame is not Blame.APPLICATION or not found.node:
+        return ()
+    heard = (*_reported(observation), *_measured(observation))
+    return [one for one in heard if one.blame is Blame.APPLICATION and one.node]
+
+
+def _nodes_before(observation: Observation) -> set[str]:
+    """On which such errors have come lately."""
+    since = observation.now - TOGETHER_SECONDS
+    return {
+        past.node
+        for past in observation.state.incidents.past
+        if past.cause is Cause.GPU_ERROR and past.class_ is Class.APPLICATION and past.at > since and past.node
+    }
+
+
+def _alike(observation: Observation, found: Sequence[GpuFault], nodes: Collection[str]) -> Decision:
+    """GPUs of several nodes do not break at once: one incident for all of them, and nobody is moved."""
+    faults = [one.fault for one in found if one.fault is not None]
+    where = ", ".join(sorted(nodes)[:MOST_NAMED]) + (" …" if len(nodes) > MOST_NAMED else "")
+    return Decision(
+        subject=Subject(Cause.GPU_ERROR, observation.round, gpu="the application"),
+        class_=Class.APPLICATION,
+        message=f"{found[0].words} on {len(nodes)} nodes at once ({where}): the application's own",
+        first_sign=min((fault.noticed_at for fault in faults), default=observation.now),
+        evidence=tuple(dict.fromkeys(fault.error for fault in faults if fault.error)),
+        node=found[0].node,
+        settles=tuple(fault.name for fault in faults),
+        gpu_seen=tuple(one.value for one in found if one.value is not None),
+        live=True,
+        last_step=observation.step,
+    )
 
 
 def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decision:
@@ -129,8 +157,8 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
         subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.identity),
-        class_=Class.INFRASTRUCTURE if found.fatal else Class.APPLICATION,
-        message=f"{where}: {found.words}" + ("" if found.fatal else "; may come of the application alone"),
+        class_=Class.APPLICATION if found.blame is Blame.APPLICATION else Class.INFRASTRUCTURE,
+        message=f"{where}: {found.words}{_ADVICE[found.blame]}",
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,
         actions=actions,
         remedy=Remedy.REPLACE_WORKER if moved else None,
@@ -146,13 +174,21 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     )
 
 
+_ADVICE: Mapping[Blame, str] = {
+    Blame.HARDWARE: "",
+    Blame.CONTAINED: "; it has cost one process, which is started again",
+    Blame.APPLICATION: "; may come of the application alone",
+}
+
+
 def _words(value: GpuValue) -> str:
-    return _xid_words(int(value.value)) if value.metric == XID else COUNTERS.get(value.metric, value.metric)
+    return xid_words(int(value.value)) if value.metric == XID else COUNTERS.get(value.metric, value.metric)
 
 
-def _fatal(value: GpuValue) -> bool:
-    return int(value.value) in FATAL if value.metric == XID else value.metric in COUNTERS
-
-
-def _xid_words(xid: int) -> str:
-    return f"XID {xid}" + (f" ({FATAL[xid]})" if xid in FATAL else "")
+def _blame(observation: Observation, value: GpuValue) -> Blame:
+    """A memory error that is counted while the GPU's last XID says that it was contained is that error."""
+    if value.metric == XID:
+        return xid_blame(int(value.value))
+    last = next((v.value for v in observation.metrics.gpu if v.metric == XID and v.gpu_key == value.gpu_key), 0.0)
+    contained = value.metric == MEMORY_ERRORS and xid_blame(int(last)) is Blame.CONTAINED
+    return Blame.CONTAINED if contained else Blame.HARDWARE

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pacekeeper_analysis.diagnose import hang
-from pacekeeper_analysis.diagnose.hang import HangVerdict
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
+from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
+from pacekeeper_analysis.records import Phase
+from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
@@ -25,6 +27,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
     if verdict is None:
         return None
+    said = _say(verdict, observation.plan.world_size)
     rank = verdict.ranks[0] if verdict.ranks else None
     worker = None if rank is None else observation.worker_of_rank(rank)
     view = None if worker is None else observation.worker(worker)
@@ -37,7 +40,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     chosen = choice.chosen
     actions: tuple[Action, ...] = ()
     if observation.budget_is_spent(policy):
-        actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {_say(verdict)}"),)
+        actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {said}"),)
         chosen = None
     elif chosen is not None and chosen.option is move and worker is not None:
         actions = (ReplaceWorker(worker, "it hung again", dead=True),)
@@ -52,17 +55,23 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         else Class.INFRASTRUCTURE
         if past.node_is_suspect
         else Class.UNKNOWN,
-        message=_say(verdict) + past.sentence,
+        message=said + past.sentence,
         first_sign=_first_sign(stalls),
         actions=actions,
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=(*verdict.evidence[:NAMED], *_stacks(stalls, verdict.ranks[:NAMED])),
+        evidence=(
+            *verdict.evidence[:NAMED],
+            *((verdict.waits,) if verdict.ranks and verdict.waits else ()),
+            *_stacks(stalls, verdict.ranks[:NAMED]),
+            *_nccl(stalls),
+        ),
         rank=rank,
         worker=worker,
         node=node,
         settles=tuple(fault.name for fault in stalls),
         last_step=observation.step,
+        finding=_finding(verdict, stalls, past),
     )
 
 
@@ -106,7 +115,73 @@ def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str
     return bool(node) and any(past.node == node and past.rank != rank and past.worker != worker for past in hangs)
 
 
-def _say(verdict: HangVerdict) -> str:
+def _finding(verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Finding:
+    states = {state.rank: state for fault in sorted(stalls, key=lambda each: each.noticed_at) for state in fault.ranks}
+    named = [states[rank] for rank in verdict.ranks[:NAMED]]
+    waiting = sum(state.collective != "NONE" for state in states.values())
+    processes = "; ".join(map(_process, named)) or "all processes are there, and none is stopped"
+    witnesses = [
+        Witness(WitnessKind.WAITS, verdict.waits or f"{waiting} ranks stand still inside of collectives"),
+        Witness(WitnessKind.PROCESS, processes),
+    ]
+    if places := _places(named or list(states.values())):
+        witnesses.append(Witness(WitnessKind.STACK, places))
+    if verdict.kind is HangKind.KERNEL:
+        witnesses.append(Witness(WitnessKind.GPU, "its GPU has not begun the collective that its peers wait in"))
+    if not named and (nccl := _nccl(stalls)):
+        witnesses.append(Witness(WitnessKind.TRANSPORT, nccl[-1]))
+    if past.sentence:
+        witnesses.append(Witness(WitnessKind.HISTORY, past.sentence.removeprefix("; ")))
+    culprit = f"rank {listed(verdict.ranks)}" if named else f"links of ranks {listed(verdict.members)}"
+    fault = _class(verdict, named, past)
+    advice = KERNEL_ADVICE if verdict.kind is HangKind.KERNEL else ADVICE[fault]
+    return join(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
+
+
+ADVICE = {
+    FaultClass.CODE: "look at what the stack says that this rank does while its peers are in a collective",
+    FaultClass.DATA: "look at the loader and at the storage that it reads",
+    FaultClass.HARDWARE: "look at the node: its driver, its volumes, its GPU",
+    FaultClass.NETWORK: "look at the paths between these ranks' nodes",
+    FaultClass.UNKNOWN: "look who has stopped or ended the process, and what it did last",
+}
+KERNEL_ADVICE = "look at what the stack has launched last, and at the GPU"
+
+
+def _class(verdict: HangVerdict, culprits: Sequence[RankState], past: _Past) -> FaultClass:
+    """Whose matter it is: by what kept it company before, else by where the culprits stand."""
+    if verdict.kind is HangKind.COMMUNICATION:
+        return FaultClass.NETWORK
+    if past.node_is_suspect:
+        return FaultClass.HARDWARE
+    if verdict.kind is HangKind.MISMATCH or past.follows_rank:
+        return FaultClass.CODE
+    if any(state.process_state == UNINTERRUPTIBLE for state in culprits):
+        return FaultClass.HARDWARE
+    if verdict.kind is not HangKind.NEVER_ENTERED:
+        return FaultClass.UNKNOWN
+    loads = all(state.phase in (Phase.LOAD.name, Phase.DATA.name) for state in culprits)
+    return FaultClass.DATA if loads else FaultClass.CODE
+
+
+UNINTERRUPTIBLE = "D"
+"""Letter of a process that is in a device driver, or waits for a volume."""
+_STATES = {"R": "runs", "S": "sleeps", UNINTERRUPTIBLE: "waits for a device", "T": "is stopped", "": "is gone"}
+
+
+def _process(state: RankState) -> str:
+    return f"the process of rank {state.rank} {_STATES.get(state.process_state, f'is in state {state.process_state}')}"
+
+
+def _places(states: Sequence[RankState]) -> str:
+    """Where they stand, the innermost call of each."""
+    calls = [(state.rank, state.stack.strip().splitlines()[-1].strip()) for state in states if state.stack.strip()]
+    return "; ".join(f"rank {rank}: {call}" for rank, call in calls[:NAMED])
+
+
+def _say(verdict: HangVerdict, world_size: int) -> str:
+    if not verdict.ranks and len(verdict.members) < world_size:
+        return verdict.waits
     if not verdict.ranks:
         return "all ranks wait in the same collective and none comes out of it"
     return f"rank {listed(verdict.ranks)} holds all others ({verdict.kind})"
@@ -119,6 +194,16 @@ def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
         for state in fault.ranks
         if state.rank in ranks and state.stack
     )
+
+
+def _nccl(stalls: Sequence[Fault]) -> tuple[str, ...]:
+    """What NCCL itself says, by the newest reports that have it."""
+    oldest_first = sorted(stalls, key=lambda fault: fault.noticed_at)
+    ras = [f"NCCL's RAS, asked by {fault.worker}:\n{fault.ras}" for fault in oldest_first if fault.ras]
+    transfers = {
+        fault.worker: f"{fault.worker} over NCCL: {fault.transfers}" for fault in oldest_first if fault.transfers
+    }
+    return (*ras[-1:], *list(transfers.values())[:NAMED])
 
 
 def _first_sign(stalls: Sequence[Fault]) -> float:

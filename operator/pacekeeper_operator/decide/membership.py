@@ -12,6 +12,7 @@ from .. import rounds
 from ..api import Job, Remedy
 from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
+from . import preflight
 
 CHECKPOINT_SECONDS = 30.0
 """So long a change that nothing forces waits for the checkpoint it has asked for."""
@@ -71,7 +72,7 @@ def _found(observation: Observation) -> Draft:
     wanted = observation.job.spec.replicas
     views = sorted((view for view in observation.workers if view.usable), key=lambda view: view.record.ordinal)
     seats = views[:wanted]
-    if len(seats) < wanted or not all(view.warm for view in seats):
+    if len(seats) < wanted or not all(view.warm and not preflight.awaited(observation, view) for view in seats):
         return observation.draft
     return rounds.begin(observation, _numbered(observation.job, [_member(view) for view in seats]))
 
@@ -79,7 +80,8 @@ def _found(observation: Observation) -> Draft:
 def _change(observation: Observation) -> Draft:
     draft, plan = observation.draft, observation.plan
     wanted = observation.job.spec.replicas
-    spares = [_member(view) for view in observation.spares if view.warm]
+    warm = (view for view in observation.spares if view.warm)
+    spares = [_member(view) for view in warm if not preflight.awaited(observation, view)]
     seats: list[Member] = []
     for member in plan.members[:wanted]:
         view = observation.worker(member.worker)
@@ -134,7 +136,9 @@ def _await_checkpoint(observation: Observation) -> Draft | None:
         )
     answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= draft.plan.checkpoint_request
-    late = observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
+    forced = any(view.record.leaving and not view.record.patient for view in observation.members)
+    hurried = forced or not any(view.record.leaving for view in observation.members)
+    late = hurried and observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
     return None if answered or late or observation.faults_of(FaultKind.STALLED) else draft
 
 

@@ -1,7 +1,8 @@
 """Probes of a node by a pod of the operator's own: when the next one is due, and what one has come to.
 
 A probe passes, or fails, or says nothing about its node: a registry that is away, a missing pull secret or a full node
-are no reason to quarantine a node, nor to hold one for ever.
+are no reason to quarantine a node, nor to hold one for ever. A node that is only slow beside others fails when a
+second probe says the same: its neighbours may have been busy for a moment.
 """
 
 from __future__ import annotations
@@ -10,26 +11,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..api import Inconclusive, ProbeResult, QuarantineStatus
+from .node_figures import slow
 from .node_steps import ProbePod, Quarantine
 
 PROBE_POLL_SECONDS = 1.0
 FIRST_BACK_OFF = 60.0
 LONGEST_BACK_OFF = 3600.0
+CLEAN_PAUSE = 5.0
+"""Between probes that pass one after the other."""
 MAX_PROBES = 10
 
 
-def result(probe: ProbeResult, pod: ProbePod | None, timeout: float, now: float) -> ProbeResult | None:
-    """The probe as it has ended; None: it goes on. `pod`: None, if there is none (yet)."""
-    ended = replace(probe, finished=now)
-    if pod is not None and pod.phase == "Succeeded":
-        return replace(ended, passed=True, message="passed")
+def result(
+    probe: ProbeResult, pod: ProbePod | None, timeout: float, now: float, *, slow_before: bool = True
+) -> ProbeResult | None:
+    """The probe as it has ended; None: it goes on. `pod`: None, if there is none (yet). `slow_before`: the one before
+    has found the node slow, too."""
+    ended, in_time = replace(probe, finished=now), now < probe.started + timeout
     if pod is not None and pod.phase == "Failed":
         return _judged(ended, pod.inconclusive, pod.message or "failed without a word")
-    if now < probe.started + timeout:
+    if pod is not None and pod.phase == "Succeeded":
+        if in_time and not all(other.ended for other in pod.others):
+            return None
+        return _compared(replace(ended, figures=pod.figures), pod, slow_before)
+    if in_time:
         return None
     waiting = f": {pod.message}" if pod is not None and pod.message else ""
-    reason = Inconclusive.NOT_RUN if pod is None else pod.inconclusive
+    reason = Inconclusive.NOT_RUN if pod is None or not pod.phase else pod.inconclusive
     return _judged(ended, reason, f"did not end within {timeout:.0f} s{waiting}")
+
+
+def slowness(pod: ProbePod) -> str:
+    """Why its node is slow beside those of its circle; "": it is not, or that cannot be told."""
+    figures = {one.node: one.figures for one in (pod, *pod.others) if one.figures is not None}
+    return slow(pod.node, figures)
 
 
 def overtaken(probe: ProbeResult, now: float) -> ProbeResult:
@@ -55,6 +70,12 @@ def finished(quarantine: Quarantine, ended: ProbeResult) -> QuarantineStatus:
     return replace(quarantine.status, probes=(*quarantine.status.probes[:-1], ended))
 
 
+def clean_in_a_row(probes: Sequence[ProbeResult]) -> int:
+    """How many of the last ones have passed; those that have said nothing are passed over."""
+    said = [probe.passed for probe in probes if probe.passed is not None]
+    return len(said) if all(said) else said[::-1].index(False)
+
+
 def due_after(probes: Sequence[ProbeResult]) -> float:
     """When the back-off behind so many probes in vain is over; it doubles with each. 0: there were none."""
     if not probes:
@@ -62,6 +83,14 @@ def due_after(probes: Sequence[ProbeResult]) -> float:
     back_off: float = FIRST_BACK_OFF * 2 ** (len(probes) - 1)
     ended = max(probe.finished or probe.started for probe in probes)
     return ended + min(back_off, LONGEST_BACK_OFF)
+
+
+def _compared(ended: ProbeResult, pod: ProbePod, slow_before: bool) -> ProbeResult:
+    """All checks have passed; whether the node is slow is told by the others of its circle."""
+    words = slowness(pod)
+    if not words:
+        return replace(ended, passed=True, message=f"passed; {pod.message}" if pod.message else "passed")
+    return _judged(ended, None if slow_before else Inconclusive.SLOW, f"slow: {words}")
 
 
 def _judged(ended: ProbeResult, reason: Inconclusive | None, message: str) -> ProbeResult:

@@ -31,6 +31,7 @@ from .node_steps import (
     QuarantineStep,
     Release,
     Report,
+    Rules,
     StartProbe,
     Unguard,
     Wait,
@@ -50,7 +51,7 @@ def decide(
     quarantine: Quarantine, node: Node | None, pod: ProbePod | None, around: Around, now: float
 ) -> QuarantineStep:
     """The next step. `pod`: of the last probe, if it exists. `now`: seconds since the epoch."""
-    why = _why(quarantine, node)
+    why = _why(quarantine, node, around.rules.release_probes)
     if quarantine.deleted or why:
         return _end(quarantine, node, pod, why or "its NodeQuarantine was deleted", now)
     assert node is not None  # _why has dealt with a node that is gone
@@ -62,7 +63,7 @@ def decide(
         return Report(replace(quarantine.status, phase=QuarantinePhase.PENDING, node_uid=node.uid, message="is new"))
     if not quarantine.spec.approved:
         return _await_approval(quarantine, node, now)
-    return _quarantine(quarantine, node, pod, around.rules.probe_timeout, now)
+    return _quarantine(quarantine, node, pod, around.rules, now)
 
 
 def ruling(quarantine: Quarantine, node_uid: str) -> Ruling:
@@ -79,7 +80,7 @@ def ruling(quarantine: Quarantine, node_uid: str) -> Ruling:
     return Ruling(verdict, f"{name} is untouched: {quarantine.status.message or 'its suspicion is new'}")
 
 
-def _why(quarantine: Quarantine, node: Node | None) -> str:
+def _why(quarantine: Quarantine, node: Node | None, wanted: int) -> str:
     """Why the node is to be released; "": it is not."""
     if node is None:
         return "the node does not exist any more"
@@ -87,9 +88,8 @@ def _why(quarantine: Quarantine, node: Node | None) -> str:
         return "the node was created anew: it is not the one that was meant"
     if node.opted_out:
         return f"the node's label {LABEL_NO_QUARANTINE} forbids quarantines"
-    probes = _release_probes(quarantine)
-    if probes and probes[-1].passed:
-        return "a probe pod on the node has passed"
+    if node_probes.clean_in_a_row(_release_probes(quarantine)) >= wanted:
+        return f"{wanted} probe pods in a row on the node have passed"
     if _without_image(quarantine) >= UNPROVEN_PROBES:
         return f"its time is over, and {UNPROVEN_PROBES} probe pods in a row had no image to look at it with"
     return ""
@@ -117,14 +117,14 @@ def _await_approval(quarantine: Quarantine, node: Node, now: float) -> Quarantin
     return unless_known(quarantine, replace(found, event="ApprovalNeeded"), RESYNC_SECONDS)
 
 
-def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, timeout: float, now: float) -> QuarantineStep:
+def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, rules: Rules, now: float) -> QuarantineStep:
     """It is approved."""
     if not node.held:
         return Hold(again=quarantine.status.cordoned_at is not None)
     if quarantine.status.cordoned_at is None:
         return _begin(quarantine, node, now)
     if quarantine.probe_runs:
-        return _watch(quarantine, pod, timeout, now)
+        return _watch(quarantine, pod, rules, now)
     if quarantine.last_probe is not None and pod is not None:
         return EndProbe(quarantine.last_probe.pod)
     return _keep(quarantine, node, quarantine.status.cordoned_at, now)
@@ -157,16 +157,20 @@ def _held(quarantine: Quarantine, node: Node, due: float, now: float) -> Report:
     return replace(found, status=replace(found.status, previously_cordoned=node.cordoned_by_others))
 
 
-def _watch(quarantine: Quarantine, pod: ProbePod | None, timeout: float, now: float) -> QuarantineStep:
+def _watch(quarantine: Quarantine, pod: ProbePod | None, rules: Rules, now: float) -> QuarantineStep:
     """A probe is under way."""
     probe = quarantine.last_probe
     assert probe is not None
-    ended = node_probes.result(probe, pod, timeout, now)
+    ended = node_probes.result(probe, pod, rules.probe_timeout, now)
     if ended is None:
-        return StartProbe(probe.pod) if pod is None else Wait(node_probes.PROBE_POLL_SECONDS)
+        made = pod is not None and pod.phase
+        return Wait(node_probes.PROBE_POLL_SECONDS) if made else StartProbe(probe.pod)
     after = replace(quarantine, status=node_probes.finished(quarantine, ended))
     phase = QuarantinePhase.PROBING if ended.passed else QuarantinePhase.ACTIVE
-    found = told(after, phase, Verdict.QUARANTINED, f"the probe pod {node_probes.in_words(ended)}", now)
+    words = f"the probe pod {node_probes.in_words(ended)}"
+    if ended.passed:
+        words += f"; {node_probes.clean_in_a_row(_release_probes(after))} in a row of {rules.release_probes} wanted"
+    found = told(after, phase, Verdict.QUARANTINED, words, now)
     event = "ProbePassed" if ended.passed else "ProbeInconclusive" if ended.inconclusive else "ProbeFailed"
     return replace(found, event=event, warning=not ended.passed)
 
@@ -180,8 +184,12 @@ def _release_probes(quarantine: Quarantine) -> tuple[ProbeResult, ...]:
 
 
 def _back_off(quarantine: Quarantine) -> float:
-    """When the next probe may come, after others that did not pass (one that passes ends it all)."""
-    return node_probes.due_after(_release_probes(quarantine))
+    """When the next probe may come: soon after one that has passed, ever later after others."""
+    probes = _release_probes(quarantine)
+    passed = [i for i, probe in enumerate(probes) if probe.passed]
+    if passed and passed[-1] == len(probes) - 1:
+        return (probes[-1].finished or 0.0) + node_probes.CLEAN_PAUSE
+    return node_probes.due_after(probes[passed[-1] + 1 :] if passed else probes)
 
 
 def _without_image(quarantine: Quarantine) -> int:

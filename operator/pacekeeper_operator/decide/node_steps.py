@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from pacekeeper_analysis.errors import InputError
+
 from ..api import (
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
@@ -13,6 +15,7 @@ from ..api import (
     TAINT_QUARANTINE,
     ConditionStatus,
     Inconclusive,
+    ProbeFigures,
     ProbeResult,
     QuarantineCondition,
     QuarantinePhase,
@@ -23,6 +26,7 @@ from ..api import (
     Witness,
     format_time,
 )
+from .node_figures import read_figures
 
 MAX_MESSAGE = 1000
 IMAGE_REASONS = frozenset(
@@ -169,20 +173,34 @@ class Node:
 
 @dataclass(frozen=True)
 class ProbePod:
-    """The pod of the last probe."""
+    """A pod that looks at a node."""
 
-    phase: str  # Pending, Running, Succeeded, Failed
+    phase: str  # Pending, Running, Succeeded, Failed; "": it is not there (yet), while others of its circle are
     message: str = ""  # why it failed, or what it waits for
     inconclusive: Inconclusive | None = None  # why it says nothing about the node, should it not succeed
+    node: str = ""
+    address: str = ""
+    figures: ProbeFigures | None = None
+    others: tuple[ProbePod, ...] = ()  # of its circle
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        status = body.get("status", {})
+        status, node = body.get("status", {}), body.get("spec", {}).get("nodeName", "")
         states = [state for c in status.get("containerStatuses", ()) for state in c.get("state", {}).values()]
-        said = [state.get("message") or state.get("reason") for state in states]
+        told = next((state.get("message", "") for state in states if "exitCode" in state), "")
+        try:
+            figures, unfit = read_figures(told)
+            said = [unfit] if figures or unfit else [state.get("message") or state.get("reason") for state in states]
+        except InputError as error:
+            figures, said = None, [f"its words cannot be read: {error}"]
         words = [status.get("reason"), status.get("message"), *said]
         message = ": ".join(word.strip() for word in words if word)[-MAX_MESSAGE:]
-        return cls(status.get("phase", "Pending"), message, _inconclusive(status))
+        phase = status.get("phase", "Pending")
+        return cls(phase, message, _inconclusive(status), node, status.get("podIP", ""), figures)
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
 
 
 def _inconclusive(status: Mapping[str, Any]) -> Inconclusive | None:
@@ -207,6 +225,7 @@ class Rules:
     max_share: float = 0.1
     breaker_nodes: int = 3
     probe_timeout: float = 60.0
+    release_probes: int = 3  # that must pass in a row
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def witness_of(quarantine: Quarantine, node: Node) -> Witness | None:
         return Witness.GPU_SERIES
     if signs and not node.ready:
         return Witness.NODE_CONDITION
+    if any(sign.witness is Witness.PROBE for sign in signs):  # before a job's start: decide.preflight
+        return Witness.PROBE
     return Witness.PROBE if word is not None and word.passed is False else None
 
 
@@ -104,7 +106,8 @@ def allowed_nodes(nodes: int, max_nodes: int, max_share: float) -> int:
 def _is_news(before: Sign, sign: Sign) -> bool:
     if before.incident == sign.incident:
         return False
-    stronger = (before.weak and not sign.weak) or (before.witness, sign.witness) == (Witness.NONE, Witness.GPU_SERIES)
+    confirmed = before.witness is Witness.NONE and sign.witness in (Witness.GPU_SERIES, Witness.PROBE)
+    stronger = (before.weak and not sign.weak) or confirmed
     return stronger or sign.at >= before.at + REPEAT_SECONDS
 
 
@@ -138,9 +141,14 @@ def _watch(
     """A probe is under way."""
     probe = quarantine.last_probe
     assert probe is not None
-    ended = node_probes.result(probe, pod, timeout, now) if witness is None else node_probes.overtaken(probe, now)
-    if ended is None:
-        return StartProbe(probe.pod, share=True) if pod is None else Wait(node_probes.PROBE_POLL_SECONDS)
+    slow_before = any(before.inconclusive is Inconclusive.SLOW for before in quarantine.status.probes[-2:-1])
+    ended = node_probes.overtaken(probe, now)
+    if witness is None:
+        found = node_probes.result(probe, pod, timeout, now, slow_before=slow_before)
+        if found is None:
+            made = pod is not None and pod.phase
+            return Wait(node_probes.PROBE_POLL_SECONDS) if made else StartProbe(probe.pod, share=True)
+        ended = found
     after = replace(quarantine, status=node_probes.finished(quarantine, ended))
     if ended.passed:
         return replace(_cleared(after, now), event="NodeCleared")
@@ -223,7 +231,7 @@ def _suspected(quarantine: Quarantine, words: str, now: float, witness: Witness 
 
 def _evidence(quarantine: Quarantine, witness: Witness) -> str:
     word = quarantine.last_word
-    if witness is Witness.PROBE and word is not None:
+    if witness is Witness.PROBE and word is not None and not word.passed:
         return f"a probe pod {node_probes.in_words(word)}"
     if witness is Witness.NODE_CONDITION:
         return "the node is not Ready"

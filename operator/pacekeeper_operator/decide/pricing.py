@@ -32,7 +32,7 @@ def restart_option(observation: Observation, policy: Policy, *, helps: bool = Tr
 
 def replace_option(observation: Observation, policy: Policy, *, refused: str = "") -> Option:
     """A spare takes the ranks over; the warm-up of the spare's memory and caches comes on top of a restart."""
-    no_spare = "" if _spare_is_warm(observation) else "no spare is warm"
+    no_spare = "" if _spare_is_warm(observation) else NO_SPARE
     return Option(
         Remedy.REPLACE_WORKER,
         observation.restart_cost() + SPARE_SECONDS,
@@ -53,6 +53,7 @@ def _spare_is_warm(observation: Observation) -> bool:
     return any(view.warm for view in observation.spares)
 
 
+NO_SPARE = "no spare is warm"
 SPARE_SECONDS = 1.0
 """What a round with a spare takes longer than one with the same workers: its first steps are cold."""
 NEW_WORKER_SECONDS = 30.0

@@ -12,7 +12,7 @@ from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdi
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost
+from . import node_lost, preflight
 from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
@@ -41,7 +41,8 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         for view in observation.members
     )
     conditions = tuple(
-        _dated(found, before, job.generation, observation.now) for found in _conditions(observation, policy, phase)
+        _dated(found, before, job.generation, observation.now)
+        for found in _conditions(observation, policy, phase, before)
     )
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
@@ -78,6 +79,7 @@ def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStat
     return replace(before, phase=phase, conditions=(*others, _dated(found, before, generation, now)))
 
 
+_REASONS = frozenset(map(str, Reason))
 _MAIN = {
     JobPhase.COMPLETE: Condition.COMPLETE,
     JobPhase.FAILED: Condition.FAILED,
@@ -111,7 +113,7 @@ def phase_of(observation: Observation) -> JobPhase:
     return JobPhase.STARTING if not state.life.training_since else JobPhase.RECOVERING
 
 
-def _conditions(observation: Observation, policy: Policy, phase: JobPhase) -> Iterator[_Found]:
+def _conditions(observation: Observation, policy: Policy, phase: JobPhase, before: JobStatus) -> Iterator[_Found]:
     state = observation.state
     yield _running(observation, phase)
     yield _degraded(observation, policy, phase)
@@ -145,6 +147,8 @@ def _conditions(observation: Observation, policy: Policy, phase: JobPhase) -> It
         state.placement.rejection if rejected else "",
     )
     yield _hindered(observation)
+    if observation.job.spec.preflight.enabled:
+        yield _preflight(observation, before)
     yield _metrics(observation)
 
 
@@ -157,6 +161,37 @@ def _hindered(observation: Observation) -> _Found:
         Reason.POD_DENIED if any(t.pods for t in hindrances) else Reason.NOT_DONE if hindrances else Reason.ALL_DONE
     )
     return _Found(Condition.HINDERED, bool(hindrances), reason, f"{words}{more}")
+
+
+def _preflight(observation: Observation, before: JobStatus) -> _Found:
+    """True where the nodes have passed that were looked at; what is not known does not hold the job up. An operator
+    that finds the job training has not looked at its nodes: what was said of them stays."""
+    unmet, avoided = preflight.unmet(observation), observation.state.preflight.avoided
+    said = next((c for c in before.conditions if c.type == Condition.PREFLIGHT), None)
+    if said is not None and observation.plan.members and not observation.checks and said.reason in _REASONS:
+        holds = {"True": True, "False": False}.get(said.status)
+        return _Found(Condition.PREFLIGHT, holds, Reason(said.reason), said.message)
+    failed = [
+        f"{one.node}: {one.why}" + (" (there was no room without it)" if one.tolerated else "") for one in avoided
+    ]
+    unknown = [
+        f"{view.node}: {check.words}"
+        for view in observation.workers
+        if (check := preflight.check_of(observation, view)) is not None and check.passed is None
+    ]
+    if failed:
+        return _Found(Condition.PREFLIGHT, False, Reason.NODES_FAILED, "; ".join(failed[:8]))
+    if any(preflight.awaited(observation, view) for view in unmet):
+        return _Found(Condition.PREFLIGHT, None, Reason.PROBING, listed([view.node for view in unmet]))
+    if unmet or unknown:
+        words = [*unknown[:8], *(f"{view.node}: not within {_seconds(observation)} s" for view in unmet[:8])]
+        return _Found(Condition.PREFLIGHT, None, Reason.NOT_FOUND_OUT, "; ".join(words))
+    placed = any(view.node for view in observation.workers)
+    return _Found(Condition.PREFLIGHT, True if placed else None, Reason.NODES_PASSED if placed else Reason.PROBING)
+
+
+def _seconds(observation: Observation) -> str:
+    return f"{observation.job.spec.preflight.timeout:.0f}"
 
 
 def _running(observation: Observation, phase: JobPhase) -> _Found:

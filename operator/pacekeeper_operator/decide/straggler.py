@@ -13,10 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis import adapt, price, staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
+from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
@@ -24,11 +25,13 @@ from ..decision import Action, Adapt, Decision, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
+from . import gpu_warning, links, waits
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
 BROKEN = 3.0
-"""A rank so many times slower than its peers is broken rather than slow: a spare mends what shares leave of it."""
+"""A rank so many times slower than its peers is broken rather than slow: a spare that is due comes before shares,
+unless they mend it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
@@ -50,7 +53,7 @@ CAUSES = {
     Trouble.GARBAGE: Cause.GARBAGE,
     Trouble.LENGTHS: Cause.UNEVEN_LENGTHS,
 }
-PRIOR_SECONDS = {Trouble.COMMUNICATION: 1440.0}
+PRIOR_SECONDS = {Trouble.COMMUNICATION: links.PRIOR_SECONDS}
 OTHER_PRIOR_SECONDS = 600.0
 """Mean durations before this cluster has a history: communication 24 minutes, compute 10 (Greyhound, ATC'25)."""
 
@@ -76,8 +79,12 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
+    threshold = observation.job.spec.detection.straggler_slowdown
     if observation.plan.sync_mode is SYNC:
-        return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+        if waits.may_have_stages(observation):
+            return None  # the next answer tells what its ranks do together
+        stages = waits.stages(observation)
+        return adapt.diagnose(windows, threshold) if stages is None else staged.diagnose(stages, windows, threshold)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -239,7 +246,7 @@ def _tolerated(observation: Observation) -> bool:
 
 def _being_measured(observation: Observation) -> bool:
     """A live remedy has been applied, and the metrics are in part of the time before it."""
-    return any(incident.live for incident in observation.state.incidents.open)
+    return any(i.live and i.class_ is Class.PERFORMANCE for i in observation.state.incidents.open)
 
 
 def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
@@ -295,7 +302,12 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    return draft.with_plan(evidence_request=request).with_adaptation(
+    slow_links = suspicion.shown is Trouble.COMMUNICATION
+    most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
+    collectives = draft.plan.world_size <= most
+    asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
+    parts = tuple(part for part, wanted in asked.items() if wanted)
+    return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         suspicion=replace(suspicion, request=request, asked_at=now)
     )
 
@@ -310,7 +322,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
-    if culprit is not None and (view is None or view.record.leaving):
+    if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
         return None
     subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
     choice, action = _weigh(observation, policy, found, culprit)
@@ -326,7 +338,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=written(choice.prices, chosen),
-        evidence=found.evidence,
+        evidence=(*found.evidence, *gpu_warning.words_of(observation, view)),
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,
@@ -337,7 +349,20 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
+        finding=_finding(observation, found, culprit),
     )
+
+
+def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
+    return found.trouble is not Trouble.COMPUTE or waits.holds_up(observation, found, culprit)
+
+
+def _finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
+    of_links = links.finding(observation, found)
+    if of_links is None:
+        return waits.finding(observation, found, culprit)
+    of_groups = waits.slow_groups(observation)
+    return of_links if of_groups is None else join(of_groups, of_links)
 
 
 def _weigh(
@@ -347,6 +372,7 @@ def _weigh(
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
     since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
+    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     choose = partial(
         price.choose,
         slowdown=found.slowdown,
@@ -355,6 +381,7 @@ def _weigh(
             observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
         ),
         mended=threshold,
+        bearable=threshold if broken else math.inf,
     )
     ways = [
         replace(way, refused=way.refused or _refusal(observation, policy, found, way))
@@ -363,7 +390,6 @@ def _weigh(
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
     best = choose(options).chosen
-    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
     after = found.slowdown if best is None else best.option.slowdown_after
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
@@ -377,6 +403,7 @@ def _weigh(
 
 
 def _once(option: Option) -> Option:
+    """The same does not come again while it is measured, and keeps nothing else off."""
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 

@@ -13,12 +13,13 @@ from ..effects import (
     DeletePod,
     Effect,
     GuardNetwork,
+    LookAtNodes,
     TryTemplate,
     WriteIncident,
 )
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
-from . import STEPS, workforce
+from . import STEPS, preflight, profile, workforce
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ def effects(observation: Observation, policy: Policy, written: Mapping[str, Inci
     return (
         *_template(observation),
         *_pods(observation),
+        *_preflight(observation),
+        *profile.errands(observation),
         *(AskForQuarantine(wanted) for wanted in observation.state.incidents.quarantines),
         *(
             WriteIncident(incident, written.get(incident.name))
@@ -75,10 +78,18 @@ def _pods(observation: Observation) -> Iterator[Effect]:
         yield DeletePod(view.name, view.pod.uid, view.record.force)
     for pod in observation.strays:
         yield DeletePod(pod.name, pod.uid)
-    avoid = tuple(sorted(observation.surroundings.suspects))
+    avoid = tuple(sorted({*observation.surroundings.suspects, *preflight.avoided(observation)}))
     for worker in workforce.missing(observation):
         spare = bool(observation.plan.members) or worker.ordinal >= observation.job.spec.replicas
         yield CreatePod(worker, spare, avoid)
+
+
+def _preflight(observation: Observation) -> Iterator[Effect]:
+    nodes, unmet = observation.surroundings.nodes, preflight.unmet(observation)
+    wanted = {(view.node, nodes[view.node].uid) for view in unmet if view.node in nodes}
+    if wanted:
+        made = max(view.pod.created_at for view in unmet if view.pod is not None)
+        yield LookAtNodes(tuple(sorted(wanted)), made)
 
 
 def _end(observation: Observation) -> Iterator[Effect]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pacekeeper_analysis.plan import Stop
 
-from ..api import MAX_EVIDENCE, Class, Mode
+from ..api import MAX_EVIDENCE, Cause, Class, Mode
 from ..decision import Decision
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
@@ -88,7 +88,8 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
         words += [done.words] if done.words else []
         applied = observation.now
     draft = world.draft
-    if decision.class_ is Class.PERFORMANCE and not (policy.acts and decision.actions):
+    measured = decision.class_ is Class.PERFORMANCE and decision.cause is not Cause.SLOW_STEPS
+    if measured and not (policy.acts and decision.actions):
         draft = straggler.left_alone(world, forbidden=not policy.acts)
     incident = _open(observation, policy, decision, applied, words)
     recommended = tuple(name for name in draft.state.incidents.recommended if name != incident.name)
@@ -120,6 +121,7 @@ def _open(
         last_step=decision.last_step,
         slowdown_before=decision.slowdown_before,
         reference_seconds=decision.reference_seconds,
+        predicted_after=decision.slowdown_after,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
         finding=decision.finding or (None if before is None else before.finding),

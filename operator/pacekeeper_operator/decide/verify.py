@@ -11,6 +11,7 @@ from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past
+from . import gpu_warning
 from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
@@ -48,7 +49,20 @@ def judge(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.mode is Mode.RECOMMEND:
         return replace(incident, outcome=Outcome.RECOMMENDED)
+    if incident.cause is Cause.GPU_WARNING:
+        return _judge_warning(observation, incident)
     return _judge_live(observation, incident) if incident.live else _judge_round(observation, incident)
+
+
+def _judge_warning(observation: Observation, incident: Incident) -> Incident:
+    """Over when its worker holds no ranks any more and the others have gone on, or is warned of no longer."""
+    if incident.applied is None:
+        over = replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
+        return incident if gpu_warning.lasts(observation, incident) else over
+    seated = any(member.worker == incident.worker for member in observation.plan.members)
+    if incident.rank is None and not seated:
+        return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.RECOVERED)
+    return incident if seated else _judge_round(observation, incident)
 
 
 def _judge_round(observation: Observation, incident: Incident) -> Incident:
@@ -68,6 +82,8 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if incident.class_ is not Class.PERFORMANCE:
         return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
     if incident.remedy is None:
+        if _is_probed(observation, incident):
+            return incident
         return replace(incident, recovered=observation.now, outcome=Outcome.NOT_HELPED)
     if observation.round > incident.round:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.SUPERSEDED)
@@ -92,6 +108,12 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
+
+
+def _is_probed(observation: Observation, incident: Incident) -> bool:
+    """Its remedy, if there is any, waits for what a probe of the link tells."""
+    seen = observation.state.adaptation.link
+    return seen is not None and bool(seen.probe) and seen.incident == incident.name
 
 
 def _has_settled(observation: Observation, incident: Incident) -> bool:

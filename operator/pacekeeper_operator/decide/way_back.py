@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import EvidencePart, Stop
 
 from .. import modes
 from ..api import Remedy
 from ..observation import Observation, Policy
 from ..state import Draft, LocalSgd
+from . import links
 from .straggler import ASK_SECONDS, WILD, pause_between_questions, steady
 
 ANSWERS = 2
@@ -65,6 +66,7 @@ def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
     if now - max(adaptation.asked_at, adaptation.since) < pause:
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"
-    return observation.draft.with_plan(evidence_request=request).with_adaptation(
+    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if links.wanted(observation) else ()))
+    return observation.draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         local_sgd=replace(adaptation, asked_at=now)
     )

@@ -78,10 +78,14 @@ def observe(
         ),
         faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
+        probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
         metrics=metrics,
         surroundings=surroundings,
         template=memory.template,
         rulings=memory.rulings,
+        patterns=len(memory.patterns),
+        localised=memory.localised,
+        checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
     )
 

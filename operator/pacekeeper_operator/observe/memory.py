@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import Metrics, Ruling, TemplateVerdict
+from ..observation import Localised, Metrics, NodeCheck, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
@@ -47,9 +47,13 @@ class JobMemory:
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
+    probes: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the probe of links that is out
     template: TemplateVerdict | None = None  # the API server's last word
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
+    patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out
+    localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
 
@@ -63,10 +67,14 @@ class JobMemory:
         wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
         settled = frozenset(draft.state.incidents.settled)
         async with self.written:
+            if self.plan is None or self.plan.profile != draft.plan.profile:
+                self.patterns = {}
             self.draft, self.resource_version = draft, resource_version
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
+            probe = "" if draft.plan.probe is None else draft.plan.probe.name
+            self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
             self.rulings = {incident: ruling for incident, ruling in self.rulings.items() if incident in wanted}
             self.written.notify_all()
 

@@ -1,4 +1,5 @@
-"""Prometheus: one query answers for all GPUs, and for all jobs and their ranks, at once.
+"""Prometheus: one query answers for all jobs and their ranks and for GPUs' errors at once, and another one, asked
+seldom, for the signs of all GPUs.
 
 What is counted was scraped from the pod that it speaks for: `namespace`, `pod` and `trainingjob` are set by Prometheus'
 own service discovery (the chart's PodMonitors), and a worker that exports them, too, finds its own renamed. A row that
@@ -14,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_api_client.exceptions import PrometheusApiClientException
@@ -22,10 +23,20 @@ from prometheus_api_client.prometheus_connect import PrometheusConnect
 from requests.exceptions import RequestException
 from urllib3.util.retry import Retry
 
+from pacekeeper_analysis.diagnose.gpu_health import (
+    MINUTES,
+    NVLINK_ERRORS_A_MINUTE,
+    REPLAYS_A_MINUTE,
+    SLOW_CLOCK,
+    THROTTLED_A_MINUTE,
+    Sign,
+)
+
 from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
 from ..observation import NOT_ASKED, GpuValue, Metrics
 
 TIMEOUT_SECONDS = 3
+MAX_UUID = 96
 BY_JOB = "by (namespace, trainingjob)"
 WORKERS = '{pod=~".+-w[0-9]+-[0-9]+",rank=~"[0-9]{1,7}"}'
 """Nobody else's pod speaks for a job, and only of ranks."""
@@ -37,6 +48,10 @@ FIGURES: Mapping[str, str] = {
 }
 """One number a job: signs of life of ranks whose sidecars the operator does not hear. How they train, sidecars tell."""
 GPU_NAMES = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
+BUSY = 0.5
+"""Of the time: a GPU whose cores work less lets its clock fall by itself."""
+GPU_SIGNS_SECONDS = 30.0
+"""Between two questions for the signs of GPUs: they look back ten minutes, at every GPU of the cluster."""
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +65,21 @@ class Sample:
     at: float = 0.0
     figures: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
     gpu: tuple[GpuValue, ...] = ()
+    gpu_signs: tuple[GpuValue, ...] = ()
     unavailable: str = NOT_ASKED
     unvouched: str = ""  # why GPU series are no witness against a node; "": they are
 
     def of(self, namespace: str, job: str) -> Metrics:
         key = (namespace, job)
         figures: dict[str, Any] = {name: values[key] for name, values in self.figures.items() if key in values}
-        return Metrics(**figures, gpu=self.gpu, gpu_unvouched=self.unvouched, unavailable=self.unavailable, at=self.at)
+        return Metrics(
+            **figures,
+            gpu=self.gpu,
+            gpu_signs=self.gpu_signs,
+            gpu_unvouched=self.unvouched,
+            unavailable=self.unavailable,
+            at=self.at,
+        )
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -78,7 +101,9 @@ class Prometheus:
         self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
         self._query = query(dcgm_namespace)
-        self._said = ""
+        self._said: dict[str, str] = {}
+        self._signs: tuple[GpuValue, ...] = ()
+        self._signs_at = -math.inf
         self._ask = ask or (_over_http(url) if url else None)
 
     async def sample(self, now: float) -> Sample:
@@ -86,29 +111,45 @@ class Prometheus:
         if self._ask is None:
             return Sample(now, unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
         try:
-            return self._read(await self._ask(self._query), now)
+            sample = self._read(await self._ask(self._query), now)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
-            return Sample(now, unavailable=reason)
+            return Sample(now, gpu_signs=self._signs, unavailable=reason)
+        if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_SECONDS:
+            self._signs, self._signs_at = await self._ask_for_signs(self._ask), now
+        return replace(sample, gpu_signs=self._signs)
+
+    async def _ask_for_signs(self, ask: Ask) -> tuple[GpuValue, ...]:
+        """That they cannot be had, for whatever the exporters show, costs nothing else: what was known stays."""
+        answer, trouble = _Answer(self._dcgm_node_label), ""
+        try:
+            self._take(answer.take_sign, await ask(gpu_signs_query(self._dcgm_namespace)))
+        except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
+            trouble = f"Prometheus at {self._url} does not tell the signs of GPUs: {error}"
+        self._say("signs", trouble)
+        return self._signs if trouble else tuple(answer.gpu)
 
     def _read(self, rows: Rows, now: float) -> Sample:
         answer = _Answer(self._dcgm_node_label)
+        self._take(answer.take, rows)
+        unvouched = _unvouched(self._dcgm_namespace, answer.gpu_series)
+        GPU_SERIES_VOUCHED.set(not unvouched)
+        self._say("witness", unvouched)
+        return Sample(now, answer.figures, tuple(answer.gpu), unavailable="", unvouched=unvouched)
+
+    def _take(self, take: Callable[[Mapping[str, Any]], None], rows: Rows) -> None:
         for row in rows:
             try:
-                answer.take(row)
+                take(row)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 PROMETHEUS_BAD_ROWS.inc()
                 log.debug("a row of Prometheus' answer is passed over: %r: %s", row, error)
-        unvouched = self._say(_unvouched(self._dcgm_namespace, answer.gpu_series))
-        return Sample(now, answer.figures, tuple(answer.gpu), unavailable="", unvouched=unvouched)
 
-    def _say(self, unvouched: str) -> str:
-        """For the platform team, whenever it changes."""
-        GPU_SERIES_VOUCHED.set(not unvouched)
-        if unvouched and unvouched != self._said:
-            log.warning("%s", unvouched)
-        self._said = unvouched
-        return unvouched
+    def _say(self, about: str, trouble: str) -> None:
+        """For the platform team, whenever it changes; "": there is none."""
+        if trouble and trouble != self._said.get(about):
+            log.warning("%s", trouble)
+        self._said[about] = trouble
 
 
 def _over_http(url: str) -> Ask:
@@ -128,6 +169,42 @@ def query(dcgm_namespace: str) -> str:
         asked["gpu"] = f"{place}}} > 0"
         asked["named"] = f'count({place}, node!=""}})'
         asked["unnamed"] = f'count({place}, node=""}})'
+    return _together(asked)
+
+
+def gpu_signs_query(dcgm_namespace: str) -> str:
+    """The signs that GPUs show, by the policy of `pacekeeper_analysis.diagnose.gpu_health`.
+
+    A counter that was reset in these ten minutes, by a driver or by an exporter that has slipped, says nothing.
+    """
+
+    def of(*names: str) -> str:
+        return f'{{__name__=~"{"|".join(names)}",namespace="{dcgm_namespace}"}}'
+
+    def risen(name: str, least: float) -> str:
+        return f"(increase({of(name)}[{MINUTES}m]) >= {least:g} unless resets({of(name)}[{MINUTES}m]) > 0)"
+
+    reasons, clock = of("DCGM_FI_DEV_CLOCKS_EVENT_REASONS"), of("DCGM_FI_DEV_SM_CLOCK")
+    busy = of("DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE")
+    usual = f"quantile by (modelName) (0.5, {clock})"
+    # Bits 3 (slowdown), 6 (heat) and 7 (power brake); of the lower eight, 6 or 7 make 64 at least.
+    throttled = f"floor({reasons} / 8) % 2 == 1 or {reasons} % 256 >= 64"
+    replays = risen("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", NVLINK_ERRORS_A_MINUTE * MINUTES)
+    recoveries = risen("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", NVLINK_ERRORS_A_MINUTE * MINUTES)
+    return _together(
+        {
+            Sign.ROWS_PENDING: f"{of('DCGM_FI_DEV_ROW_REMAP_PENDING')} > 0",
+            Sign.ROWS_FAILED: f"{of('DCGM_FI_DEV_ROW_REMAP_FAILURE')} > 0",
+            Sign.PCIE_REPLAYS: risen("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", REPLAYS_A_MINUTE * MINUTES),
+            Sign.NVLINK_ERRORS: f"{replays} or {recoveries}",
+            Sign.THROTTLED: f"count_over_time(({throttled})[{MINUTES}m:1m]) >= {THROTTLED_A_MINUTE * MINUTES:g}",
+            Sign.SLOW_CLOCK: f"{clock} < on (modelName) group_left () ({SLOW_CLOCK} * {usual}) "
+            f"and on (UUID) ({busy} > {BUSY})",
+        }
+    )
+
+
+def _together(asked: Mapping[str, str]) -> str:
     return " or ".join(f'label_replace({expression}, "figure", "{name}", "", "")' for name, expression in asked.items())
 
 
@@ -141,21 +218,32 @@ class _Answer:
         self._node_label = node_label
 
     def take(self, row: Mapping[str, Any]) -> None:
-        series, value = row["metric"], float(row["value"][1])
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{value} can be no measurement")
+        series, value = _measured(row)
         match series["figure"]:
             case "gpu":
-                self.gpu.append(self._gpu(series, value))
+                self.gpu.append(self._gpu(series, series["__name__"], value))
             case "named" | "unnamed" as name:
                 self.gpu_series[name] = int(value)
             case figure:
                 self.figures[figure][_job(series)] = value
 
-    def _gpu(self, series: Mapping[str, str], value: float) -> GpuValue:
+    def take_sign(self, row: Mapping[str, Any]) -> None:
+        series, value = _measured(row)
+        self.gpu.append(self._gpu(series, Sign(series["figure"]), value))
+
+    def _gpu(self, series: Mapping[str, str], metric: str, value: float) -> GpuValue:
         node = series.get("node", "")
         known = _name(node or series[self._node_label])
-        return GpuValue(known, series.get("gpu", ""), series["__name__"], value, vouched=bool(node))
+        uuid = series.get("UUID", "")[:MAX_UUID]
+        return GpuValue(known, series.get("gpu", ""), metric, value, vouched=bool(node), uuid=uuid)
+
+
+def _measured(row: Mapping[str, Any]) -> tuple[Mapping[str, str], float]:
+    """Its labels and its value. Raises ValueError where that can be no measurement."""
+    series, value = row["metric"], float(row["value"][1])
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{value} can be no measurement")
+    return series, value
 
 
 def _job(series: Mapping[str, str]) -> tuple[str, str]:

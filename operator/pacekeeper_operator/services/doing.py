@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import kopf
 
@@ -16,6 +17,9 @@ from ..effects import (
     DeletePod,
     Effect,
     GuardNetwork,
+    KeepBehaviour,
+    Localise,
+    LookAtNodes,
     TryTemplate,
     WriteIncident,
 )
@@ -23,7 +27,7 @@ from ..manifests import refused_template, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..state import Incident
-from . import events, incidents, quarantine
+from . import behaviour, events, incidents, preflight, quarantine
 from .desk import Desk
 from .operator import Operator
 
@@ -47,6 +51,15 @@ async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
             return SHOWS_SECONDS
         case AskForQuarantine():
             return await _ask_for_quarantine(operator, desk, effect)
+        case LookAtNodes(nodes, since):
+            await _look_at_nodes(operator, desk, dict(nodes), since)
+            return 0.0
+        case Localise():
+            await behaviour.localise(operator, desk, effect)
+            return 0.0
+        case KeepBehaviour():
+            await behaviour.keep(operator, desk, effect)
+            return 0.0
         case WriteIncident(incident, before):
             await _write_incident(operator, desk, incident, before)
             return 0.0
@@ -113,6 +126,18 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
     desk.memory.rulings[wanted.incident] = ruling
     return RULING_SECONDS
+
+
+async def _look_at_nodes(operator: Operator, desk: Desk, nodes: Mapping[str, str], since: float) -> None:
+    """What it brings back is news for the next pass."""
+    found = await preflight.look(operator, nodes, desk.job.spec.preflight, since)
+    for name, uid in nodes.items():
+        check = found.get(uid)
+        if check is not None and check.passed is not True:
+            verb = "failed" if check.passed is False else "could not be looked at"
+            note = f"{name} {verb}: {check.words}"
+            await events.tell(operator, desk.job, "Preflight", note, "LookAtNodes", warning=True)
+    desk.memory.checks |= found
 
 
 async def _guard_network(operator: Operator, desk: Desk) -> float:

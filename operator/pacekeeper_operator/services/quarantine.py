@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import kopf
@@ -30,7 +30,8 @@ from ..api import (
     Verdict,
     Witness,
 )
-from ..cluster import CONFIG_MAPS, NODES, PODS, QUARANTINES, Cluster, Conflict, Denied, NotFound, Object
+from ..cluster import CONFIG_MAPS, NODES, QUARANTINES, Cluster, Conflict, NotFound, Object
+from ..decide.node_circle import Seat, launches
 from ..decide.node_quarantine import RESYNC_SECONDS, decide, ruling
 from ..decide.node_steps import (
     Approve,
@@ -51,19 +52,17 @@ from ..decide.node_steps import (
     Wait,
 )
 from ..decide.node_suspicion import SUSPICION_SECONDS, with_sign, witness_of
-from ..manifests import ProbeImage, probe_pod
+from ..manifests import ProbeTask
 from ..observation import Ruling
 from ..runtime import Runtime
 from ..settings import Settings
-from . import events
+from . import events, probing
 from .operator import PAUSE
 
 MAX_STEPS = 20
 """Of one call of `reconcile`: what is not done by then is done by the next."""
 AGAIN_SECONDS = 1.0
 RETRY_SECONDS = 5.0
-GPU = "nvidia.com/gpu"
-PROBE_RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 MAX_REASON = 1024
 log = logging.getLogger(__name__)
 
@@ -163,6 +162,8 @@ async def reconcile(
             await _carry_out(cluster, runtime, settings, step, body, node)
         except (Conflict, NotFound) as error:
             log.info("quarantine of %s: looking anew: %s", name, error)
+        if isinstance(step, StartProbe):
+            return AGAIN_SECONDS  # pods of its circle wait for each other's addresses
     return AGAIN_SECONDS
 
 
@@ -304,8 +305,15 @@ async def _next(
     found = Quarantine.parse(body)
     seen = None if node is None else Node.parse(node)
     probe = found.last_probe
-    pod = None if probe is None else await cluster.find(PODS, probe.pod, settings.namespace)
-    return decide(found, seen, None if pod is None else ProbePod.parse(pod), await fleet.around(found, seen), now)
+    pod = None if probe is None else _probe(probe.pod, await probing.pods_of(cluster, settings, probe.pod))
+    return decide(found, seen, pod, await fleet.around(found, seen), now)
+
+
+def _probe(name: str, bodies: Sequence[Object]) -> ProbePod | None:
+    """The pod on the node in question, with those of its circle; None: there is none of them."""
+    pods = {body["metadata"]["name"]: ProbePod.parse(body) for body in bodies}
+    own = pods.pop(name, ProbePod(phase=""))
+    return replace(own, others=tuple(pods.values())) if own.phase or pods else None
 
 
 def _rules(settings: Settings) -> Rules:
@@ -315,6 +323,7 @@ def _rules(settings: Settings) -> Rules:
         max_share=settings.quarantine_max_share,
         breaker_nodes=settings.breaker_nodes,
         probe_timeout=settings.probe_timeout,
+        release_probes=settings.release_probes,
     )
 
 
@@ -353,9 +362,9 @@ async def _carry_out(
         case Report():
             await _report(cluster, runtime, step, body, node)
         case StartProbe(pod, share) if node is not None:
-            await _start_probe(cluster, pod, body, node, settings, share)
+            await _start_probe(cluster, runtime, pod, body, node, settings, share)
         case EndProbe(pod):
-            await cluster.delete(PODS, pod, settings.namespace, grace=0)
+            await probing.end(cluster, settings, pod)
         case Delete():
             await cluster.delete(QUARANTINES, name, uid=body["metadata"]["uid"])
 
@@ -411,30 +420,25 @@ def _applied(node: Object) -> Object:
     return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
 
 
-async def _start_probe(cluster: Cluster, pod: str, body: Object, node: Object, settings: Settings, share: bool) -> None:
-    gpus = int(node["status"].get("allocatable", {}).get(GPU, 0))
-    if (
-        gpus and share
-    ):  # one at least: where none is free the kubelet refuses the pod, which says nothing about the node
-        gpus = max(1, gpus - await _gpus_taken(cluster, node["metadata"]["name"]))
-    resources: Object = PROBE_RESOURCES
-    if gpus:
-        resources = {**resources, "limits": {**PROBE_RESOURCES["limits"], GPU: str(gpus)}}
-    command = ["python", "-m", "pacekeeper_operator.probe", f"--gpus={gpus}"]
-    secrets = tuple(name.strip() for name in settings.image_pull_secrets.split(",") if name.strip())
-    image = ProbeImage(settings.image, settings.image_pull_policy, secrets)
-    await cluster.create(PODS, probe_pod(pod, settings.namespace, node, body, image, command, resources))
-
-
-async def _gpus_taken(cluster: Cluster, node: str) -> int:
-    """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
-    try:
-        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
-    except Denied:
-        return sys.maxsize
-    running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
-    limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
-    return sum(int(limit.get(GPU, 0)) for limit in limits)
+async def _start_probe(
+    cluster: Cluster, runtime: Runtime, pod: str, body: Object, node: Object, settings: Settings, share: bool
+) -> None:
+    """With two other nodes beside it, where the cluster has some of its kind: alone no node is slow."""
+    bodies = await probing.pods_of(cluster, settings, pod)
+    company = probing.company(node, await cluster.list(NODES), pod)
+    known = {found["metadata"]["name"]: found["spec"]["nodeName"] for found in bodies}
+    hosts = [known.get(f"{pod}-{i}", other) for i, other in enumerate(company)]
+    circle = [*(Seat(f"{pod}-{i}", other) for i, other in enumerate(hosts)), Seat(pod, node["metadata"]["name"])]
+    probe = Quarantine.parse(body).last_probe
+    waited = 0.0 if probe is None else runtime.now() - probe.started
+    secret = probing.secret_of(bodies) or runtime.identifier()
+    for launch in launches(circle, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
+        place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
+        if place is None:
+            continue
+        gpus = await probing.gpus(cluster, place, share=share) if launch.seat.pod == pod else 0
+        task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
+        await probing.start(cluster, settings, launch.seat.pod, place, body, "NodeQuarantine", task)
 
 
 async def _tell(

@@ -21,7 +21,7 @@ from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
-from ..state import Draft
+from ..state import Draft, LinkLook
 from . import bookkeeping, events, incidents
 from .desk import Desk
 from .doing import carry_out
@@ -77,6 +77,8 @@ def policy(operator: Operator, job: Job) -> Policy:
         paused=operator.paused,
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,
+        link_probes_an_hour=settings.link_probes_an_hour,
+        profiles_an_hour=settings.profiles_an_hour,
     )
 
 
@@ -85,6 +87,7 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 
     A pod whose node does not confirm its end is struck off without it. The job's incidents stay.
     """
+    _show_links(desk.job, None)
     now, left = operator.runtime.now(), await gather.pods(operator.cluster, desk.job)
     for pod in left:
         node = operator.nodes.get(("", pod.node))
@@ -163,6 +166,7 @@ def _failures(thought: Thought) -> tuple[Hindrance, ...]:
 def _swept(desk: Desk, draft: Draft) -> Draft:
     """Incidents that are over, and whose end is written in the cluster, need no bookkeeping any more."""
     over = frozenset(name for name, incident in desk.told.items() if incident.outcome is not None)
+    over -= {draft.state.profiling.incident}  # somebody still looks into it
     left = draft.state.incidents.sweep(over)
     if left is draft.state.incidents:
         return draft
@@ -175,7 +179,14 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     """Patch the status: at once where phase or conditions change, every 15 s for figures."""
     status = statuses.report(observation, policy(operator, desk.job), _status(desk))
     desk.memory.phase = status.phase
+    _show_links(desk.job, observation.state.adaptation.link)
     await _patch_status(operator, desk, status)
+
+
+def _show_links(job: Job, seen: LinkLook | None) -> None:
+    known = seen if seen is not None and seen.known else None
+    sides = [(side.rank, "sends" if side.sends else "receives", side.ratio) for side in known.sides] if known else ()
+    metrics.show_links(job.namespace, job.name, None if known is None else len(known.hot), sides)
 
 
 async def _report_blind(operator: Operator, desk: Desk, words: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, WorkerPlan
+from pacekeeper_analysis.plan import Member, Plan, Probe, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..cluster import Cluster
@@ -26,6 +26,8 @@ TAKE_SECONDS = 2.0
 CALLS_AT_ONCE = 64
 CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
+MAX_PATTERN_BYTES = 256 * 2**20
+"""Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
 MAX_NAME = 253
 """Characters of a fault's name."""
 FAULT_REACH_SECONDS = 3600.0
@@ -134,18 +136,50 @@ class Sidecars:
     def awaits_evidence(self, caller: Caller, request: str) -> bool:
         """Whether this request is out, and goes to this worker: other answers are of no use to anybody."""
         plan = self._job(caller).plan
-        return plan is not None and request == plan.evidence_request and _member(plan, caller) is not None
+        if plan is None or not request or _member(plan, caller) is None:
+            return False
+        return request == plan.evidence_request or _is_asked(plan.probe, request, caller.worker)
 
     def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
         """Dropped are answers to a request that is no longer out, and words about others' ranks. Raises Forbidden."""
         _speaks_for_itself(caller, evidence.worker)
         job = self._job(caller)
         member = None if job.plan is None else _member(job.plan, caller)
-        if job.plan is None or member is None or evidence.request != job.plan.evidence_request:
+        if job.plan is None or member is None:
+            return
+        probe = job.plan.probe
+        if probe is not None and _is_asked(probe, evidence.request, caller.worker):
+            job.probes[caller.worker] = evidence
+            if len(job.probes) >= len(probe.sources):
+                job.wake.set()
+        if evidence.request != job.plan.evidence_request:
             return
         own = tuple(window for window in evidence.windows if window.rank in member.ranks)
-        job.evidence[caller.worker] = replace(evidence, windows=own)
+        links = tuple(link for link in evidence.links if link.rank in member.ranks)
+        job.evidence[caller.worker] = replace(evidence, windows=own, links=links)
         if len(job.evidence) >= len(job.plan.members):
+            job.wake.set()
+
+    def awaits_pattern(self, caller: Caller, window: str, rank: int) -> bool:
+        """Whether this behaviour window is out, and the rank is the caller's. Raises NotYet where too many patterns are
+        held."""
+        job = self._job(caller)
+        profile = None if job.plan is None else job.plan.profile
+        if job.plan is None or profile is None or profile.name != window:
+            return False
+        member = _member(job.plan, caller)
+        if member is None or rank not in member.ranks:
+            return False
+        if sum(len(data) for _, each in self._memory for data in each.patterns.values()) > MAX_PATTERN_BYTES:
+            raise NotYet("other jobs' behaviour windows are being looked into")
+        return True
+
+    def take_pattern(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
+        job = self._job(caller)
+        if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
+            return
+        job.patterns[rank] = data
+        if len(job.patterns) >= job.plan.world_size:
             job.wake.set()
 
     @asynccontextmanager
@@ -209,6 +243,11 @@ def _member(plan: Plan, caller: Caller) -> Member | None:
 async def _dealt_with(job: JobMemory, fault: Fault) -> None:
     async with job.written:
         await job.written.wait_for(lambda: _settled(job, fault))
+
+
+def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:
+    """Whether it is this probe that the worker answers, and it is to take part."""
+    return probe is not None and request == probe.name and worker in probe.sources
 
 
 def _settled(job: JobMemory, fault: Fault) -> bool:

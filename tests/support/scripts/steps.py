@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper.observe import flight
-from pacekeeper.observe.ring import RingWriter
+from pacekeeper.observe.ring import NO_PLACE, RingWriter
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
@@ -46,7 +46,7 @@ def main() -> None:
         ring.end_load(time.monotonic_ns() - begin)
         fail(step + 1, ring)
         total = torch.ones(1)
-        ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns())
+        ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns(), NO_PLACE)
         dist.all_reduce(total)
         ring.leave_collective()
         assert total.item() == dist.get_world_size()
@@ -86,7 +86,7 @@ def fail(step: int | str, ring: RingWriter) -> None:
                 time.sleep(3600)
             case "kernel":
                 if os.environ["GPU"] == "nccl":  # the host has issued the collective behind it
-                    ring.enter_collective(Collective.ALL_REDUCE, 1, int(step) - 1, time.monotonic_ns())
+                    ring.enter_collective(Collective.ALL_REDUCE, 1, int(step) - 1, time.monotonic_ns(), NO_PLACE)
                 STREAM["held"] = True
                 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # as a synchronisation of CUDA: it spins, in C
 

@@ -24,7 +24,27 @@ def test_ranks_are_written_in_runs_and_read_again(ranks: tuple[int, ...], text: 
     assert parse_ranks(text) == ranks
 
 
-@pytest.mark.parametrize("text", ["x", "3-1", "0-", "-1", "0-9999999", "0-8:0", "0-4,3", "1,1", "0-99999999999"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "0-4,2",
+        "0-8:2,4-6:2",
+        "0-70000:2,1-70001:2,5-70005:2",
+        "3-1",
+        "0-",
+        "-1",
+        "0-9999999",
+        "0-8:0",
+        "0-4,3",
+        "1,1",
+        "0-99999999999",
+    ],
+)
 def test_what_is_no_group_is_refused(text: str) -> None:
     with pytest.raises(InputError):
         Communicator(1, text)
+
+
+def test_a_group_that_is_interleaved_is_none_the_less_one() -> None:
+    assert Communicator(1, "0-6:2,1-7:2").ranks == (0, 2, 4, 6, 1, 3, 5, 7)

@@ -22,6 +22,17 @@ def test_a_free_live_remedy_comes_first() -> None:
     assert [price.option for price in choice.prices] == [REPLACE, SHARES], "in the order in which they were given"
 
 
+def test_what_is_free_and_leaves_more_than_is_bearable_comes_behind_what_is_due() -> None:
+    def taken(lost_seconds: float, bearable: float) -> str:
+        chosen = choose([REPLACE, SHARES], 1.6, lost_seconds, mended=1.1, bearable=bearable).chosen
+        assert chosen is not None
+        return chosen.option.remedy
+
+    assert taken(30.0, 1.05) == "ReplaceWorker"
+    assert taken(30.0, 1.06) == "Rebalance", "it is bearable"
+    assert taken(29.0, 1.05) == "Rebalance", "nothing dear is due"
+
+
 @pytest.mark.parametrize("mended", [1.0, 1.1, 2.0])
 def test_what_a_free_remedy_leaves_is_priced_however_well_it_mends(mended: float) -> None:
     def taken(lost_seconds: float, left: float = 1.05, after: float = 1.0, refused: str = "") -> str | None:

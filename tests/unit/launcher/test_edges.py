@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper import cli
-from pacekeeper.launcher import cgroup, network
+from pacekeeper import cgroup, cli
+from pacekeeper.launcher import network
 from pacekeeper.launcher.launcher import Script, rank_starts
 from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from pacekeeper.launcher.plans import PlanFile

@@ -15,9 +15,21 @@ from threading import Thread
 
 import pytest
 
-from pacekeeper.launcher.gpu import DOUBTS, Census, GpuEvent
+from pacekeeper.launcher.gpu import DOUBTS, Census, GpuEvent, Journal
+from pacekeeper_analysis.diagnose.gpu_health import WINDOW_SECONDS, GpuSample, Sign
+from pacekeeper_analysis.reports import GpuHealth, Heartbeat
 from tests.support.launchers import eventually
-from tests.support.nvml import DRIVER_NOT_LOADED, ECC, GPU_IS_LOST, UNKNOWN, XID, NvmlDouble, build
+from tests.support.nvml import (
+    DRIVER_NOT_LOADED,
+    ECC,
+    FUNCTION_NOT_FOUND,
+    GPU_IS_LOST,
+    NOT_SUPPORTED,
+    UNKNOWN,
+    XID,
+    NvmlDouble,
+    build,
+)
 
 PROGRAM = """
 import dataclasses, json, logging, sys, threading, time
@@ -26,10 +38,16 @@ import pynvml
 from pacekeeper.launcher.gpu import GpuWatch, Timing
 over = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+for name in sys.argv[1:]:
+    delattr(pynvml, name)
+health = ()
 watch = GpuWatch(pynvml, Timing(wait=0.02, check=0.05, hung=0.2, pause=0.02, longest_pause=0.1))
 while not over.wait(0.01):
     for event in watch.poll(time.monotonic()):
         print(json.dumps(dataclasses.asdict(event)), flush=True)
+    if watch.health != health:
+        health = watch.health
+        print(json.dumps([dataclasses.asdict(one) for one in health]), flush=True)
     if not any(thread.name == "nvml" for thread in threading.enumerate()):
         print(json.dumps("over"), flush=True)
         break
@@ -44,12 +62,18 @@ class Watching:
     lines: Queue[str] = field(default_factory=Queue)
     said: list[str] = field(default_factory=list)
     events: list[GpuEvent] = field(default_factory=list)
+    health: tuple[GpuHealth, ...] = ()
 
     def has(self, holds: Callable[[], bool]) -> bool:
         try:
             while True:
-                line = json.loads(self.lines.get_nowait())
-                self.said.append(line) if isinstance(line, str) else self.events.append(GpuEvent(**line))
+                match json.loads(self.lines.get_nowait()):
+                    case str(words):
+                        self.said.append(words)
+                    case list(health):
+                        self.health = Heartbeat.from_json({"gpus": health}).gpus
+                    case event:
+                        self.events.append(GpuEvent(**event))
         except Empty:
             return holds()
 
@@ -62,7 +86,7 @@ class Watching:
     def goes_on(self) -> None:
         """NVML is asked again and again."""
         before = self.double.state.calls
-        self.until(lambda: self.double.state.calls > before + 20, "further calls")
+        self.until(lambda: self.double.state.calls > before + 200, "further calls")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +95,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def watching(double: NvmlDouble) -> Iterator[Watching]:
+def watching(double: NvmlDouble, *without: str) -> Iterator[Watching]:
+    """`without`: what this pynvml lacks."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, *without],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=double.environment,
     )  # fmt: skip
     assert process.stdin is not None
@@ -194,5 +219,71 @@ def test_unknown_errors_are_a_loss_only_in_a_row() -> None:
     census = Census()
     for _ in range(2 * DOUBTS):
         assert list(census.failed("GPU-1", lost=False)) == []
-        census.answered("GPU-1")
+        assert list(census.answered("GPU-1", GpuSample(0.0))) == []
     assert [len(list(census.failed("GPU-1", lost=False))) for _ in range(DOUBTS + 2)] == [0, 0, 1, 0, 0]
+
+
+SOUND = GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9, temperature=50, power=300.0)
+
+
+def test_the_health_of_each_gpu_is_told(double: NvmlDouble) -> None:
+    signs = (Sign.ROWS_PENDING, Sign.MEMORY_ERRORS, Sign.PCIE_REPLAYS, Sign.NVLINK_ERRORS, Sign.NVLINK_DOWN)
+    ill = replace(
+        SOUND, signs=signs, memory_errors=2, lifetime_errors=7, remapped_rows=3, pcie_replays=80,
+        nvlink_errors=11, throttled_minutes=1, temperature=91, power=699.6,
+    )  # fmt: skip
+    with watching(double) as one:
+        one.until(lambda: one.health == (replace(SOUND, gpu="GPU-0"), SOUND), "both are sound")
+        gpu = double.state.gpus[1]
+        gpu.rows_pending, gpu.remapped_rows, gpu.temperature, gpu.power = 1, 3, 91, 699_600
+        gpu.pcie_replays, gpu.nvlink_replays, gpu.nvlink_recoveries = 80, 5, 6
+        gpu.lifetime_errors, gpu.uncorrected_errors, gpu.nvlinks_active, gpu.slowdown = 7, 2, 17, 0x48
+        one.until(lambda: one.health == (replace(SOUND, gpu="GPU-0"), ill), "what it shows is told")
+    assert one.events == []
+
+
+def test_rows_that_cannot_be_remapped_any_more_are_an_error_at_once_and_what_was_so_before_is_none(
+    double: NvmlDouble,
+) -> None:
+    double.state.gpus[0].rows_failed = 1
+    with watching(double) as one:
+        one.until(lambda: len(one.health) == 2, "both are looked at")
+        double.state.gpus[1].rows_failed = 1
+        one.until(lambda: bool(one.events), "it is told")
+        one.goes_on()
+    assert one.events == [GpuEvent("GPU-1", 64, "memory rows of GPU-1 could not be remapped (XID 64)")]
+    assert [health.signs for health in one.health] == [(Sign.ROWS_FAILED,)] * 2
+
+
+@pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, UNKNOWN])
+def test_what_a_gpu_does_not_offer_is_no_sign_against_it(double: NvmlDouble, error: int) -> None:
+    double.state.gpus[1].health_error = error
+    with watching(double) as one:
+        one.until(lambda: len(one.health) == 2, "both are looked at")
+        one.goes_on()
+    assert one.health[1] == GpuHealth("GPU-1", temperature=40)
+    assert (one.events, one.said) == ([], [])
+
+
+def test_nor_is_what_an_older_pynvml_cannot_ask(double: NvmlDouble) -> None:
+    double.state.gpus[1].rows_pending = 1
+    lacks = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues", "NVML_FI_DEV_MEMORY_TEMP")
+    with watching(double, *lacks) as one:
+        one.until(lambda: len(one.health) == 2, "both are looked at")
+    assert one.health[1] == replace(SOUND, temperature=40)
+    assert one.said == []
+
+
+def test_a_gpu_that_is_lost_while_its_health_is_read_is_told_and_has_none_any_more(double: NvmlDouble) -> None:
+    with watching(double) as one:
+        one.until(lambda: len(one.health) == 2, "both are looked at")
+        double.state.gpus[1].health_error = GPU_IS_LOST
+        one.until(lambda: len(one.health) == 1, "it has none any more")
+    assert one.events == [OFF_THE_BUS]
+
+
+def test_a_journal_forgets_what_is_older_than_its_window() -> None:
+    journal = Journal("GPU-0")
+    for at in (0.0, 5.0, WINDOW_SECONDS + 4.0):
+        journal.add(GpuSample(at, pcie_replays=int(at)))
+    assert journal.examined().pcie_replays == WINDOW_SECONDS - 1

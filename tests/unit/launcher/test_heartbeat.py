@@ -13,7 +13,7 @@ from pacekeeper.keep.news import CheckpointNews
 from pacekeeper.launcher.heartbeat import HeartbeatFile, next_beat
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper_analysis.records import STATE
-from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from pacekeeper_analysis.reports import GpuHealth, Heartbeat, LauncherState
 
 
 def rank(step: int, snapshot_step: int = -1, **fields: int) -> np.void:
@@ -97,6 +97,21 @@ def test_that_time_passes_is_written_now_and_then_and_a_failure_at_once(tmp_path
     assert written(later, 10.6) == later
     failed = replace(later, checkpoint_error="no room")
     assert written(failed, 10.7) == failed
+
+
+def test_of_gpus_a_sign_is_written_at_once_and_their_figures_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    file = HeartbeatFile(path, "w")
+
+    def written(now: float, *signs: str, temperature: int) -> int:
+        file.write(Heartbeat("w", gpus=(GpuHealth("GPU-1", signs, temperature=temperature),)), now)
+        (gpu,) = Heartbeat.from_json(json.loads(path.read_text())).gpus
+        return gpu.temperature
+
+    assert written(10.0, temperature=60) == 60
+    assert written(10.1, temperature=61) == 60
+    assert written(10.2, "RowsPending", temperature=62) == 62
+    assert written(10.3, temperature=63) == 63
 
 
 def test_ranks_that_cannot_be_killed_are_named_until_they_are_gone() -> None:

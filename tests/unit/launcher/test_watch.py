@@ -13,14 +13,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from pacekeeper.launcher import ras
 from pacekeeper.launcher.inspection import Inspector, is_reachable
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.stacks import StackFile, main_stack, process_state
 from pacekeeper.launcher.watch import Look, Watch, deadline, rank_state, step_seconds_of
-from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
+from pacekeeper_analysis.communicators import Communicator, parse_entered
 from pacekeeper_analysis.records import Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, LauncherState
 
@@ -65,6 +69,7 @@ class Bench:
     stopped: bool = False
     faults: list[Fault] = field(default_factory=list)
     now: float = 1_000.0
+    known: tuple[Communicator, ...] = ()
 
     def __post_init__(self) -> None:
         create_ring(self.path, rank=5, round_=3, capacity=64)
@@ -78,13 +83,23 @@ class Bench:
             self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
             self.writer.end_step(1, end)
 
+    def records(self, local_rank: int) -> NDArray[np.void]:  # noqa: ARG002  # there is one rank
+        return self.reader.records()
+
+    def communicators(self, local_rank: int) -> tuple[Communicator, ...]:  # noqa: ARG002  # as above
+        return self.known
+
+    def transfers(self) -> str:
+        return "rank 5: sends to rank 1"
+
     def look(self, after: float) -> int:
         """How many stalls have been reported after a further look."""
         self.now += after
         ranks = {0: self.reader.state()}
         if self.watch.look(ranks, self.now):
             self.watch.begin_report(self.now)
-            self.faults.append(self.watch.report(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.now, wall=5e9))
+            report = self.watch.report(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.known, self.now, wall=5e9)
+            self.faults.append(report)
         return len(self.faults)
 
 
@@ -136,7 +151,7 @@ def test_a_stopped_process_is_a_stall_whatever_it_was_busy_with(bench: Bench) ->
 
 async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleeper: subprocess.Popen[bytes]) -> None:
     _stop(sleeper)
-    inspector = Inspector(SETTINGS, lambda _: bench.reader.records(), bench.faults.append)
+    inspector = Inspector(SETTINGS, bench, bench.faults.append)
     for now in (0.0, 2.1):
         assert not bench.faults
         stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
@@ -144,6 +159,47 @@ async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleepe
     assert inspector._inspection is not None
     await inspector._inspection
     assert bench.faults[0].ranks[0].process_state == "T"
+
+
+async def test_what_nccl_says_goes_with_the_next_report_and_holds_up_none(
+    bench: Bench, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, questions = asyncio.Event(), []
+
+    async def ask(environment: object) -> str:
+        questions.append(environment)
+        await answered.wait()
+        return "communicator 0xa1 of 8: dead: rank 3"
+
+    monkeypatch.setattr(ras, "ask", ask)
+    _stop(sleeper)
+    bench.writer.state.device = Device.STARTED
+    inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
+    for now in (0.0, 2.1, 5.2):
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        if inspector._inspection is not None:
+            await inspector._inspection
+            answered.set()
+    assert [(fault.ras, fault.transfers) for fault in bench.faults] == [
+        ("", "rank 5: sends to rank 1"),
+        ("communicator 0xa1 of 8: dead: rank 3", "rank 5: sends to rank 1"),
+    ]
+    assert len(questions) == 1, "the first question was under way still"
+
+
+@pytest.mark.parametrize(("device", "rank"), [(Device.NONE, 0), (Device.STARTED, 16)])
+async def test_nccl_is_not_asked_about_ranks_without_a_gpu_nor_by_every_worker(
+    bench: Bench, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, device: Device, rank: int
+) -> None:
+    monkeypatch.setattr(ras, "ask", None)
+    _stop(sleeper)
+    bench.writer.state.device, bench.writer.state.rank = device, rank
+    inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
+    for now in (0.0, 2.1):
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+    assert inspector._inspection is not None
+    await inspector._inspection
+    assert bench.faults[0].ras == ""
 
 
 def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
@@ -189,10 +245,31 @@ def test_what_is_looked_up_on_the_gpu_is_no_progress(bench: Bench) -> None:
     assert told == ("STARTED", "ALL_REDUCE", 4, 17)
 
 
+def test_a_stall_says_who_is_in_the_groups_it_speaks_of_and_how_far_the_rank_has_come_in_each(bench: Bench) -> None:
+    data, tensor = (bench.writer.take_place(identity) for identity in (7, 2**32 - 1))
+    bench.known = (Communicator(7, "0-8:4", "data"), Communicator(9, "4,5"), Communicator(7, "0-8:4", "data"))
+    bench.writer.enter_collective(Collective.ALL_REDUCE, 2**32 - 1, 40, 0, tensor)
+    bench.writer.state.peer = 4
+    bench.writer.enter_collective(Collective.RECV, 7, 12, 0, data)
+    bench.steps(10)
+    bench.look(0.0)
+    assert bench.look(2.1) == 1
+    (rank,) = bench.faults[0].ranks
+    assert parse_entered(rank.entered) == {7: 12, 2**32 - 1: 40}
+    assert (rank.collective, rank.group, rank.peer) == ("RECV", 7, 4)
+    assert bench.faults[0].communicators == (Communicator(7, "0-8:4", "data"),)
+    bench.writer.give_back(tensor)
+    bench.writer.enter_collective(Collective.ALL_REDUCE, 7, 13, 0, data)
+    bench.look(1.0)
+    assert bench.look(2.1) == 2
+    (rank,) = bench.faults[1].ranks
+    assert (parse_entered(rank.entered), rank.peer) == ({7: 13}, -1), "the peer is no longer one"
+
+
 def test_entering_another_collective_is_progress(bench: Bench) -> None:
     bench.steps(10)
     for number in range(10):
-        bench.writer.enter_collective(Collective.ALL_REDUCE, 1, number, 0)
+        bench.writer.enter_collective(Collective.ALL_REDUCE, 1, number, 0, NO_PLACE)
         assert bench.look(after=1.5) == 0
 
 
@@ -200,7 +277,7 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     writer = RingWriter(tmp_path / "0")
     writer.enter_phase(Phase.TRAIN, 90_000_000_000)
-    writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000)
+    writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000, NO_PLACE)
     state = RingReader(tmp_path / "0").state()
     reported = rank_state(state, Look("S", 3, "a"), Look("S", 3, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.phase_seconds, reported.waiting_seconds) == (10.0, 5.0)

@@ -17,7 +17,7 @@ from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.state import (
     MAX_CURRENT,
     Draft,
-    GpuHealth,
+    GpusSeen,
     Incident,
     Past,
     Placement,
@@ -52,7 +52,7 @@ def test_workers_that_were_replaced_and_leave_are_written_as_they_are() -> None:
     )
     plan = Plan(members=(Member("j-w9-4", "10.0.0.1", (1, 0)), Member("j-w1-2", "10.0.0.2", (2,))))
     placement = Placement(workers=workers, incarnations={"0": 0, "1": 2, "3": 7, "10": 1})
-    gpus = GpuHealth(nodes=("elsewhere", "node-a"))
+    gpus = GpusSeen(nodes=("elsewhere", "node-a"))
     draft = Draft(plan, State(placement=placement, gpus=gpus))
     assert ledger.read(on_the_wire(draft), "j").draft == draft
 
@@ -90,7 +90,7 @@ def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
     past = tuple(Past(Cause.CRASH, NOW, 3.0, 7, workers[n].name, workers[n].node, Class.UNKNOWN) for n in range(100))
     state = State(
         placement=Placement(workers=workers, incarnations={str(n): n % 3 for n in range(10_000)}),
-        gpus=GpuHealth(nodes=tuple(sorted({worker.node for worker in workers}))),
+        gpus=GpusSeen(nodes=tuple(sorted({worker.node for worker in workers}))),
     )
     draft = Draft(Plan(version=10**9, members=members), state)
     draft = draft.with_incidents(past=past, settled=tuple(f"{workers[n].name}-rank-{n}-round-7" for n in range(500)))

@@ -13,6 +13,7 @@ from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
     ProbeImage,
+    ProbeTask,
     metrics_port,
     probe_pod,
     refused_template,
@@ -396,8 +397,14 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
-    body = probe_pod("probe", "pacekeeper-system", node, quarantine, ProbeImage("image"), ["check"])
+    task = ProbeTask("circle", "s3cret", gpus=2, peers={"node-1": "10.0.0.1"}, guests=3)
+    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "NodeQuarantine", ProbeImage("image"), task)
     spec = body["spec"]
+    (container,) = spec["containers"]
+    assert container["command"][3:] == ["--peer=node-1=10.0.0.1", "--guests=3", "--gpus=2"]
+    assert container["env"] == [{"name": "PACEKEEPER_PROBE_SECRET", "value": "s3cret"}]
+    assert container["resources"]["limits"] == {"memory": "256Mi", "nvidia.com/gpu": "2"}
+    assert body["metadata"]["labels"] == {"pacekeeper.dev/probe": "uid-of-node", "pacekeeper.dev/circle": "circle"}
     assert spec["nodeName"] == "node-3", "the scheduler would not go there"
     assert {item["key"] for item in spec["tolerations"]} == {
         "pacekeeper.dev/quarantine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ import pytest
 
 import testcluster.prometheus
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample, query
+from pacekeeper_operator.observe.prometheus import Prometheus, Sample, gpu_signs_query, query
 from pacekeeper_operator.settings import Settings
-from tests.support.chart import helm_template
+from tests.support.chart import CHART, helm_template
 
 NOW = 1000.0
 JOB = {"namespace": "ns", "trainingjob": "j"}
@@ -62,7 +63,7 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", Hostname="node-1", gpu="2"),
     ]
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert len(FakePrometheus.queries) == 1
+    assert len(FakePrometheus.queries) == 2, "and another one for the signs of GPUs"
     metrics = sample.of("ns", "j")
     assert (metrics.ranks, metrics.least_step) == (4, 17)
     assert metrics.scrape_age is None  # not a number is no figure
@@ -163,6 +164,16 @@ class TestGpuSeries:
     def test_only_the_platforms_namespace_is_asked(self) -> None:
         assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3
         assert "DCGM" not in query("")
+        signs = gpu_signs_query("gpus")
+        assert signs.count("__name__") == signs.count('namespace="gpus"')
+
+    def test_the_charts_counters_are_all_that_is_asked_for(self) -> None:
+        asked = set(re.findall(r"DCGM_FI_[A-Z_]+", query("gpus") + gpu_signs_query("gpus")))
+        lines = (CHART / "files/dcgm-counters.csv").read_text().splitlines()
+        listed = {line.split(",")[0] for line in lines if line and not line.startswith("#")}
+        assert asked - listed == {"DCGM_FI_PROF_SM_ACTIVE"}, "of two that say the same one is enough"
+        assert listed <= asked
+        assert all(len(line.split(",")) == 3 for line in lines if line and not line.startswith("#"))
 
 
 class TestScrapes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +14,14 @@ from pacekeeper_operator import probe
 from pacekeeper_operator.api import (
     FIELD_MANAGER_CORDON,
     Inconclusive,
+    ProbeFigures,
     ProbeResult,
     QuarantinePhase,
     QuarantineSpec,
     QuarantineStatus,
 )
+from pacekeeper_operator.decide.node_figures import read_figures
+from pacekeeper_operator.decide.node_probes import CLEAN_PAUSE
 from pacekeeper_operator.decide.node_quarantine import decide
 from pacekeeper_operator.decide.node_steps import (
     Around,
@@ -29,6 +35,7 @@ from pacekeeper_operator.decide.node_steps import (
     QuarantineStep,
     Release,
     Report,
+    Rules,
     StartProbe,
     Unguard,
     Wait,
@@ -138,11 +145,11 @@ class TestRelease:
     def test_a_new_node_is_not_touched_by_the_quarantine_of_the_old_one(self) -> None:
         assert next_step(replace(with_status(), deleted=True), Node("uid-2", cordoned_by_others=True)) == Unguard()
 
-    def test_a_passed_probe_releases_and_keeps_releasing(self) -> None:
-        passed = with_status(probes=probed(True))
+    def test_three_passed_probes_in_a_row_release_and_keep_releasing(self) -> None:
+        passed = with_status(probes=probed(True, True, True))
         assert isinstance(next_step(passed, HELD), Release)
         assert isinstance(next_step(passed, replace(HELD, cordoned=False)), Release)
-        assert next_step(passed, FREE, ProbePod("Succeeded")) == EndProbe("p0")
+        assert next_step(passed, FREE, ProbePod("Succeeded")) == EndProbe("p2")
         ended = report(passed, FREE)
         assert ended.status.phase is QuarantinePhase.RELEASED
         assert next_step(replace(passed, status=ended.status), FREE) == Delete()
@@ -215,7 +222,62 @@ class TestProbe:
         begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
         written = report(begun, HELD, ProbePod("Succeeded"), START + 3605)
         assert written.event == "ProbePassed"
-        assert isinstance(next_step(replace(begun, status=written.status), HELD), Release)
+        assert "1 in a row of 3" in (written.status.message or "")
+        held = replace(begun, status=written.status)
+        assert report(held, HELD, now=START + 3606).status.phase is QuarantinePhase.ACTIVE
+        after = report(held, HELD, now=START + 3605 + CLEAN_PAUSE).status
+        assert (after.phase, len(after.probes)) == (QuarantinePhase.PROBING, 2), "the next one does not wait for long"
+
+    def test_a_release_takes_as_many_as_the_platform_wants(self) -> None:
+        once = with_status(probes=probed(True))
+        assert isinstance(decide(once, HELD, None, Around(Rules(release_probes=1)), START + 3700), Release)
+
+    @pytest.mark.parametrize(
+        ("results", "released"),
+        [
+            ((True, True, True), True),
+            ((False, True, True, True), True),
+            ((True, True, False), False),
+            ((True, False, True, True), False),
+            ((True, True, "nothing", True), True),
+            ((True, True, "nothing"), False),
+        ],
+    )
+    def test_one_that_fails_begins_the_row_anew_and_one_that_says_nothing_does_not(
+        self, results: tuple[bool | str, ...], released: bool
+    ) -> None:
+        said = probed(*(result if isinstance(result, bool) else False for result in results))
+        probes = tuple(
+            replace(probe, passed=None, inconclusive=Inconclusive.NOT_RUN) if result == "nothing" else probe
+            for probe, result in zip(said, results, strict=True)
+        )
+        assert isinstance(next_step(with_status(probes=probes), HELD), Release) is released
+
+    def test_a_failure_behind_one_that_passed_is_the_first_again(self) -> None:
+        failed = with_status(probes=probed(False, False, True, False))
+        ended = failed.status.probes[-1].finished or 0
+        assert report(failed, HELD, now=ended + 59).status.phase is QuarantinePhase.ACTIVE
+        assert report(failed, HELD, now=ended + 60).status.phase is QuarantinePhase.PROBING
+
+    def test_the_others_of_its_circle_are_waited_for_and_tell_whether_the_node_is_slow(self) -> None:
+        begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
+        others = tuple(ProbePod("Running", node=name) for name in ("a", "b"))
+        pod = ProbePod("Succeeded", node="node-1", figures=ProbeFigures(0.002), others=others)
+        assert next_step(begun, HELD, pod, START + 3605) == Wait(1)
+        done = tuple(replace(other, phase="Succeeded", figures=ProbeFigures(0.001)) for other in others)
+        written = report(begun, HELD, replace(pod, others=done), START + 3606)
+        assert written.event == "ProbeFailed"
+        assert "2.0 times as long" in (written.status.message or "")
+        assert written.status.probes[-1].figures == pod.figures
+        assert report(begun, HELD, pod, START + 3660).event == "ProbePassed", "nobody is waited for without end"
+
+    def test_a_circle_whose_own_pod_never_came_is_ended(self) -> None:
+        begun = with_status(phase=QuarantinePhase.PROBING, probes=probed(None))
+        without = ProbePod(phase="", others=(ProbePod("Running"),))
+        assert next_step(begun, HELD, without, START + 3605) == StartProbe("p0")
+        written = report(begun, HELD, without, START + 3660)
+        assert written.status.probes[-1].inconclusive is Inconclusive.NOT_RUN
+        assert next_step(replace(begun, status=written.status), HELD, without, START + 3661) == EndProbe("p0")
 
     @pytest.mark.parametrize(("failures", "back_off"), [(1, 60), (2, 120), (5, 960), (10, 3600)])
     def test_failures_back_off(self, failures: int, back_off: float) -> None:
@@ -305,6 +367,38 @@ class TestParsing:
 
 
 class TestProbeProgram:
+    def test_what_it_measures_is_what_the_operator_reads(self) -> None:
+        with probe.Host("s3cret", 1, port=0) as host:
+            serving = threading.Thread(target=host.serve, args=(10,))
+            serving.start()
+            link = probe.measure("127.0.0.1", host.port, "s3cret")
+            serving.join(5)
+            assert not serving.is_alive(), "its only guest is served"
+        links = [{"peer": "node-1", "up": link.up, "down": link.down, "ping": link.ping}]
+        told = {**probe.compute(), "memory_bytes_per_second": probe.check_memory(), "links": links}
+        figures, unfit = read_figures(json.dumps(told))
+        assert not unfit
+        assert figures is not None
+        assert figures.core_seconds > 0
+        assert figures.links[0].up > 1e6
+        assert 0 < figures.links[0].ping < 1
+
+    def test_a_stranger_is_hung_up_on_and_is_no_guest(self) -> None:
+        with probe.Host("s3cret", 1, port=0) as host:
+            serving = threading.Thread(target=host.serve, args=(5,))
+            serving.start()
+            with pytest.raises(OSError, match="hung up"):
+                probe.measure("127.0.0.1", host.port, "guessed")
+            probe.measure("127.0.0.1", host.port, "s3cret")
+            serving.join(4)
+            assert not serving.is_alive()
+
+    def test_a_guest_that_never_comes_is_not_waited_for_without_end(self) -> None:
+        with probe.Host("s3cret", 1, port=0) as host:
+            began = time.monotonic()
+            host.serve(0.1)
+            assert time.monotonic() - began < 2
+
     def test_gpus(self) -> None:
         probe.check_gpus(2, "GPU-a, 0\nGPU-b, [N/A]\n")
         with pytest.raises(probe.Unfit, match="1 of 2 GPUs answer"):

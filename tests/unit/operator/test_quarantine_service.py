@@ -59,7 +59,7 @@ class Cluster(FakeCluster):
 
     async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
         self.lists.append(kind.plural)
-        if kind.plural in self.hidden:
+        if kind.plural in self.hidden and not namespace:
             raise self.hidden[kind.plural]
         return await super().listing(kind, namespace, **named)
 
@@ -199,7 +199,14 @@ class TestProbe:
         if not share:
             place.timeline.now += 3600.0
             await place.reconcile()
-        (body,) = (body for (plural, _, _), body in place.cluster.objects.items() if plural == PODS.plural)
+            await place.reconcile()
+        place.timeline.now += 30.0  # its company never has an address: it goes without
+        await place.reconcile()
+        (body,) = (
+            body
+            for (plural, _, _), body in place.cluster.objects.items()
+            if plural == PODS.plural and body["spec"]["nodeName"] == "node-1"
+        )
         container: Object = body["spec"]["containers"][0]
         return container
 

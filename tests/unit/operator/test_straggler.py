@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pacekeeper_analysis.diagnose.finding import WitnessKind
+from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
+from pacekeeper_operator.decide import waits
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
@@ -69,7 +72,29 @@ def answered(
 def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
     thought = think(suspicious(), policy())
     assert thought.draft.plan.evidence_request
+    assert thought.draft.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
     assert not decisions(thought)
+
+
+def test_many_ranks_tell_of_their_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "ASKED_AT_ONCE", 3)
+    asked = think(suspicious(), policy())
+    assert asked.draft.plan.evidence_parts == (EvidencePart.WINDOWS,)
+    again = think(next_pass(asked, suspicious(), 30.0), policy())
+    assert again.draft.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+
+
+def test_two_kinds_of_witnesses_speak_against_a_slow_rank() -> None:
+    (incident,) = judged(2.0).draft.state.incidents.current
+    assert incident.finding is not None
+    assert incident.finding.culprit == "rank 2"
+    assert set(incident.finding.kinds) == {WitnessKind.TIMES, WitnessKind.WAITS}
+
+
+def test_a_rank_that_nobody_waits_for_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of a stage that has more to do than the others."""
+    monkeypatch.setattr(waits, "holds_up", lambda *_: False)
+    assert not decisions(judged(2.0))
 
 
 def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
@@ -102,25 +127,9 @@ def test_what_shares_have_mended_raises_no_new_suspicion() -> None:
     assert think(worse, policy()).draft.plan.evidence_request
 
 
-def after_shares(slow: float, world: Observation, later: float = 4.0) -> Thought:
-    """When all ranks have answered once more, some seconds later; `slow`: of rank 2, `later`: then."""
-    thought = answered(world, slow)
-    shares = thought.draft.plan.shares
-    assert shares is not None
-    world = replace(world, metrics=replace(world.metrics, pace=later))
-    asked = think(next_pass(thought, world, 6.0), policy())
-    evidence = windows(asked.draft.plan.evidence_request, later, shares)
-    for seconds in (25.0, 31.0, 37.0):  # shares that fit what was seen later may come first
-        asked = think(next_pass(asked, world, seconds, evidence=evidence), policy())
-        evidence = windows(asked.draft.plan.evidence_request, later, asked.draft.plan.shares or shares)
-        if any(incident.remedy is Remedy.REPLACE_WORKER for incident in asked.draft.state.incidents.current):
-            break
-    return asked
-
-
 def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_for() -> None:
     world = suspicious(pace=4.0)
-    replaced = after_shares(4.0, world)
+    replaced = judged(4.0)
     (incident,) = replaced.draft.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.draft.plan.checkpoint_request == 1
@@ -138,7 +147,13 @@ def test_a_broken_rank_gets_shares_where_there_is_no_spare() -> None:
 
 
 def test_a_rank_whose_shares_turn_out_too_little_is_replaced_in_the_same_incident() -> None:
-    replaced = after_shares(2.0, suspicious())
+    world, thought = suspicious(), judged(2.0)
+    worse = replace(world, metrics=replace(world.metrics, pace=4.0))
+    again = think(next_pass(thought, worse, 6.0), policy())
+    assert again.draft.plan.evidence_request
+    assert thought.draft.plan.shares is not None
+    evidence = windows(again.draft.plan.evidence_request, 4.0, thought.draft.plan.shares)
+    replaced = think(next_pass(again, worse, 20.0, evidence=evidence), policy())
     (incident,) = replaced.draft.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.draft.plan.checkpoint_request == 1
@@ -317,7 +332,7 @@ def slow_before(*workers: str) -> Observation:
     ],
 )
 def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
-    (incident,) = after_shares(4.0, slow_before(*workers)).draft.state.incidents.current
+    (incident,) = answered(slow_before(*workers), 4.0).draft.state.incidents.current
     assert incident.remedy is remedy
     if remedy is Remedy.REBALANCE:
         reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
@@ -325,7 +340,7 @@ def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[
 
 
 def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() -> None:
-    assert len(after_shares(4.0, suspicious(pace=4.0)).draft.state.budget.restarts) == 1
+    assert len(judged(4.0).draft.state.budget.restarts) == 1
     world = suspicious(pace=4.0)
     world = world.with_draft(world.draft.with_budget(restarts=(NOW - 10,) * 10))
     (incident,) = answered(world, 4.0).draft.state.incidents.current

@@ -10,11 +10,13 @@ import kopf
 import pytest
 
 from pacekeeper_operator.api import (
+    LABEL_CIRCLE,
     LABEL_NO_QUARANTINE,
     TAINT_QUARANTINE,
     Inconclusive,
     Mode,
     ObjectRef,
+    ProbeFigures,
     ProbeResult,
     QuarantineCondition,
     QuarantinePhase,
@@ -40,7 +42,7 @@ from pacekeeper_operator.decide.node_steps import (
     StartProbe,
     Wait,
 )
-from pacekeeper_operator.decide.node_suspicion import MAX_SIGNS, PROBES_AT_ONCE, with_sign
+from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS, MAX_SIGNS, PROBES_AT_ONCE, with_sign
 from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
@@ -116,6 +118,27 @@ class TestWitnesses:
         failed = after_a_probe(FAILED, seconds=12)
         assert condition(failed, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert settle(failed, now=START + 12)[1] == Approve()
+
+    def test_a_node_that_is_slow_is_confirmed_by_a_second_probe_that_says_so(self) -> None:
+        """Whoever is busy on it for a moment, to have it quarantined or not, is not enough."""
+        others = tuple(ProbePod("Succeeded", node=name, figures=ProbeFigures(0.001)) for name in ("a", "b"))
+        slow = ProbePod("Succeeded", node="node-1", figures=ProbeFigures(0.002), others=others)
+        once = after_a_probe(slow)
+        assert once.status.probes[-1].inconclusive is Inconclusive.SLOW
+        assert condition(once, QuarantineCondition.WITNESSED) == ("Unknown", "ProbeInconclusive")
+        again, step = settle(once, now=START + 65)
+        assert isinstance(step, StartProbe)
+        twice, _ = settle(again, pod=slow, now=START + 70)
+        assert condition(twice, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        well, _ = settle(again, pod=replace(slow, figures=ProbeFigures(0.001)), now=START + 70)
+        assert well.status.phase is QuarantinePhase.CLEARED
+
+    def test_a_probe_before_a_jobs_start_is_a_witness(self) -> None:
+        found, step = settle(suspicion(sign(witness=Witness.PROBE)), now=START + HOLD_SECONDS)
+        assert condition(found, QuarantineCondition.WITNESSED) == ("True", "Probe")
+        assert step == Approve()
+        said = with_sign((sign(),), sign(START + 1, witness=Witness.PROBE))
+        assert [one.witness for one in said] == [Witness.PROBE], "it is news at once"
 
     def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
         begun, _ = settle(suspicion())
@@ -360,6 +383,10 @@ class World(FakeCluster):
         return [body for (plural, _, _), body in self.objects.items() if plural == PODS.plural]
 
 
+def on_node_1(pod: Object) -> bool:
+    return bool(pod["spec"]["nodeName"] == "node-1")
+
+
 class Clock(Runtime):
     def __init__(self) -> None:
         super().__init__(0)
@@ -538,7 +565,7 @@ class TestService:
             world.kubelet[f"node-{i}"] = {"phase": "Running"}
             await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 3)
-        assert len(world.probes()) == PROBES_AT_ONCE
+        assert len({probe["metadata"]["labels"][LABEL_CIRCLE] for probe in world.probes()}) == PROBES_AT_ONCE
 
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
         world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
@@ -563,8 +590,8 @@ class TestService:
         world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
         world.kubelet["node-1"] = {"phase": "Running"}
         await suspect(world, clock, SETTINGS, blame())
-        await run(world, clock, 2)
-        (probe,) = [pod for pod in world.probes() if pod["metadata"]["name"].startswith("probe-")]
+        await run(world, clock, 5)
+        (probe,) = [pod for pod in world.probes() if pod["metadata"].get("labels") and on_node_1(pod)]
         assert probe["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
         assert probe["spec"]["containers"][0]["command"][-1] == "--gpus=2"
 
@@ -572,8 +599,8 @@ class TestService:
         private = replace(SETTINGS, image_pull_secrets="registry, other", image_pull_policy="Always")
         world.kubelet["node-1"] = {"phase": "Running"}
         await suspect(world, clock, private, blame())
-        await run(world, clock, 2, private)
-        (probe,) = world.probes()
+        await run(world, clock, 5, private)
+        (probe,) = [pod for pod in world.probes() if on_node_1(pod)]
         assert probe["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "other"}]
         assert probe["spec"]["containers"][0]["imagePullPolicy"] == "Always"
 

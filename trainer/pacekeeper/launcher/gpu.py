@@ -1,4 +1,4 @@
-"""GPU errors by NVML: XIDs, double-bit ECC errors, and GPUs that have fallen off the bus.
+"""GPUs by NVML: XIDs, double-bit ECC errors, GPUs that have fallen off the bus, and the health of those that have not.
 
 NVML is asked in a thread of its own: a driver in trouble answers late, with errors, or never, and the launcher has to
 go on. Where there is no GPU or no NVML, there is nothing to see.
@@ -12,10 +12,15 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from pacekeeper_analysis.diagnose.gpu_health import ROW_REMAP_FAILED_XID, WINDOW_SECONDS, GpuSample, examine
+from pacekeeper_analysis.reports import MOST_GPUS, GpuHealth
+
+from .gpu_sample import read_sample
 
 DOUBLE_BIT_ECC_XID = 48
 """The XID that goes with a double-bit ECC error, for events that come without a number."""
@@ -39,11 +44,15 @@ class GpuEvent:
     text: str
 
 
-class GpuEvents(Protocol):
-    """Where GPU events come from."""
+class Gpus(Protocol):
+    """What is known of this worker's GPUs."""
 
     def poll(self, now: float) -> Sequence[GpuEvent]:
         """Events since the last call; never waits. `now`: seconds, monotonic."""
+
+    @property
+    def health(self) -> tuple[GpuHealth, ...]:
+        """As it was seen last."""
 
 
 class NoGpus:
@@ -52,8 +61,12 @@ class NoGpus:
     def poll(self, now: float) -> Sequence[GpuEvent]:  # noqa: ARG002  # it sees nothing at any time
         return ()
 
+    @property
+    def health(self) -> tuple[GpuHealth, ...]:
+        return ()
 
-def open_gpus() -> GpuEvents:
+
+def open_gpus() -> Gpus:
     """NVML where it is there; else a stand-in that sees nothing. Starts a thread: nothing is forked after that."""
     try:
         import pynvml  # type: ignore[import-untyped]  # it has no types
@@ -68,7 +81,7 @@ class Timing:
     """How often NVML is asked, and how long it is waited for (seconds)."""
 
     wait: float = 1.0  # for the next event
-    check: float = 5.0  # between two checks whether all GPUs still answer
+    check: float = 5.0  # between two looks at the health of all GPUs
     hung: float = 30.0  # a call that takes longer does not come back
     pause: float = 5.0  # before NVML is opened again; doubles up to `longest_pause`
     longest_pause: float = 300.0
@@ -98,6 +111,10 @@ class GpuWatch:
             while True:
                 found.append(self._events.get_nowait())
         return found
+
+    @property
+    def health(self) -> tuple[GpuHealth, ...]:
+        return self._census.health
 
     def _start_thread(self) -> None:
         self._threads += 1
@@ -136,14 +153,19 @@ class GpuWatch:
 
     def _look(self, asking: _Asking, opening: Opening) -> None:
         """Hands on what is seen; raises NVMLError where events cannot be waited for any more."""
-        check_at, events = 0.0, iter(opening.found)
+        check_at = 0.0
+        self._hand_on(asking, opening.found)
         while self._asking is asking:
-            with asking:
-                for event in events:  # one by one: what was seen before an error counts
-                    self._events.put(event)
-            events = opening.wait(self._timing.wait)
             if time.monotonic() >= check_at:
-                check_at, events = time.monotonic() + self._timing.check, opening.check()
+                check_at = time.monotonic() + self._timing.check
+                for gpu in opening.handles:  # each has its own time: a driver in trouble is slow with each call
+                    self._hand_on(asking, opening.check(gpu))
+            self._hand_on(asking, opening.wait(self._timing.wait))
+
+    def _hand_on(self, asking: _Asking, events: Iterable[GpuEvent]) -> None:
+        with asking:
+            for event in events:  # one by one: what was seen before an error counts
+                self._events.put(event)
 
     def _say(self, what: str) -> None:
         """Once: a driver in trouble is asked again and again."""
@@ -172,11 +194,25 @@ class Census:
         """UUIDs by index."""
         self.addresses: dict[int | None, str] = {}
         """UUIDs by NVML's handle, since a lost GPU does not tell its own any more."""
+        self._health: dict[str, GpuHealth] = {}
+        """Of those that answer; replaced as a whole, since another thread reads it."""
+        self._journals: dict[str, Journal] = {}
         self._doubts: Counter[str] = Counter()
         self._lost: set[str] = set()
 
-    def answered(self, gpu: str) -> None:
+    def answered(self, gpu: str, sample: GpuSample) -> Iterator[GpuEvent]:
+        """What it shows now, and the event where it has broken since."""
         self._doubts.pop(gpu, None)
+        journal = self._journals.setdefault(gpu, Journal(gpu))
+        if journal.last is not None and sample.rows_failed and journal.last.rows_failed is False:
+            xid = ROW_REMAP_FAILED_XID
+            yield from self.told(GpuEvent(gpu, xid, f"memory rows of {gpu} could not be remapped (XID {xid})"))
+        journal.add(sample)
+        self._health = {**self._health, gpu: journal.examined()}
+
+    @property
+    def health(self) -> tuple[GpuHealth, ...]:
+        return tuple(self._health.values())[:MOST_GPUS]
 
     def failed(self, gpu: str, *, lost: bool) -> Iterator[GpuEvent]:
         """A call about the GPU has failed: NVML says that it is lost, or does not know why."""
@@ -192,7 +228,29 @@ class Census:
             if event.gpu in self._lost:
                 return
             self._lost.add(event.gpu)
+            self._health = {gpu: health for gpu, health in self._health.items() if gpu != event.gpu}
         yield event
+
+
+class Journal:
+    """The samples of one GPU."""
+
+    def __init__(self, gpu: str) -> None:
+        self.last: GpuSample | None = None
+        self._gpu = gpu
+        self._samples: deque[GpuSample] = deque()
+        self._busy_first: GpuSample | None = None
+
+    def add(self, sample: GpuSample) -> None:
+        self.last = sample
+        self._samples.append(sample)
+        while sample.at - self._samples[0].at > WINDOW_SECONDS:
+            self._samples.popleft()
+        if self._busy_first is None and sample.busy:
+            self._busy_first = sample
+
+    def examined(self) -> GpuHealth:
+        return examine(self._gpu, tuple(self._samples), self._busy_first)
 
 
 class Opening:
@@ -225,7 +283,8 @@ class Opening:
         except self._nvml.NVMLError as error:
             if error.value == self._nvml.NVML_ERROR_TIMEOUT:
                 return
-            yield from self.check()
+            for gpu in self.handles:
+                yield from self.check(gpu)
             raise
         ecc = event.eventType == self._nvml.nvmlEventTypeDoubleBitEccError
         xid = DOUBLE_BIT_ECC_XID if ecc else int(event.eventData)
@@ -233,15 +292,16 @@ class Opening:
         what = "double-bit ECC error" if ecc else f"XID {xid}"
         yield from self._census.told(GpuEvent(gpu, xid, f"{what} on {gpu}"))
 
-    def check(self) -> Iterator[GpuEvent]:
-        """Whether all GPUs still answer: a loss need not come as an event."""
-        for gpu, handle in self.handles.items():
-            try:
-                self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU)
-            except self._nvml.NVMLError as error:
-                yield from self._failed(gpu, error)
-            else:
-                self._census.answered(gpu)
+    def check(self, gpu: str) -> Iterator[GpuEvent]:
+        """How the GPU is, and whether it still answers: a loss need not come as an event."""
+        handle = self.handles[gpu]
+        try:
+            self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU)
+            sample = read_sample(self._nvml, handle, time.monotonic())
+        except self._nvml.NVMLError as error:
+            yield from self._failed(gpu, error)
+        else:
+            yield from self._census.answered(gpu, sample)
 
     def _add(self, index: int) -> Iterator[GpuEvent]:
         nvml = self._nvml

@@ -62,8 +62,8 @@ class HeartbeatFile:
         return self._beat
 
 
-def _what_is_rare(beat: Heartbeat) -> Heartbeat:
-    return replace(beat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0)
+def _what_is_rare(beat: Heartbeat) -> tuple[Heartbeat, object]:
+    return replace(beat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), beat.gpu_signs
 
 
 def next_beat(

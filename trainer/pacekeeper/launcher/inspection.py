@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.communicators import Communicator
+from pacekeeper_analysis.records import Device
 from pacekeeper_analysis.reports import Fault
 
+from . import ras
 from .rounds import RoundState
 from .settings import LauncherSettings
 from .stacks import StackFile, look_at, process_state
@@ -22,13 +28,23 @@ STOPPED = "T"
 _PROBE_TIMEOUT = 1.0
 
 
+class LocalRanks(Protocol):
+    """What the ranks here have written (`ranks.RankProcesses`)."""
+
+    def records(self, local_rank: int) -> NDArray[np.void]: ...
+
+    def communicators(self, local_rank: int) -> Iterable[Communicator]: ...
+
+    def transfers(self) -> str: ...
+
+
 class Inspector:
-    """Of one round. `records`: the ring of a local rank; `notify`: takes a stall."""
+    """Of one round. `notify`: takes a stall."""
 
     def __init__(
         self,
         settings: LauncherSettings,
-        records: Callable[[int], NDArray[np.void]],
+        ranks: LocalRanks,
         notify: Callable[[Fault], None],
         earlier_step_seconds: float = 0.0,
     ) -> None:
@@ -37,9 +53,12 @@ class Inspector:
         self._notify = notify
         self._pids: Mapping[int, int] = {}
         self._watch = Watch(
-            settings, lambda local: step_seconds_of(records(local)), self._is_stopped, earlier_step_seconds
+            settings, lambda local: step_seconds_of(ranks.records(local)), self._is_stopped, earlier_step_seconds
         )
+        self._ranks = ranks
         self._inspection: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[str] | None = None
+        self._answer = ""
 
     def look(
         self,
@@ -54,17 +73,31 @@ class Inspector:
         self._pids = pids
         if self._watch.look(ranks, now) and (self._inspection is None or self._inspection.done()):
             self._watch.begin_report(now)
+            self._ask_ras(ranks)
             inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
             self._inspection = asyncio.create_task(inspection)
 
     def stop(self) -> None:
         """The round is over."""
-        if self._inspection is not None:
-            self._inspection.cancel()
+        for task in (self._inspection, self._question):
+            if task is not None:
+                task.cancel()
 
     def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
         """For the next round, as the watch's."""
         return self._watch.step_seconds(ranks)
+
+    def _ask_ras(self, ranks: Mapping[int, np.void]) -> None:
+        """NCCL may take seconds to answer: the report does not wait, the next one of the stall has it."""
+        uses_gpus = any(rank["device"] != Device.NONE for rank in ranks.values())
+        if uses_gpus and ras.is_asked_by([int(rank["rank"]) for rank in ranks.values()]) and self._question is None:
+            self._question = asyncio.create_task(ras.ask(os.environ))
+
+    def _ras_words(self) -> str:
+        """The newest answer so far."""
+        if self._question is not None and self._question.done():
+            self._answer, self._question = self._question.result(), None
+        return self._answer
 
     def _is_stopped(self, local_rank: int) -> bool:
         pid = self._pids.get(local_rank)
@@ -85,7 +118,10 @@ class Inspector:
         second = await _look_at_all(pids, stacks)
         reachable = await probes
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
-        self._notify(self._watch.report(state, ranks, (first, second), unreachable, time.monotonic(), time.time()))
+        known = [each for local in ranks for each in self._ranks.communicators(local)]
+        now, wall = time.monotonic(), time.time()
+        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall)
+        self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
 
 
 async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:

@@ -12,23 +12,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
-from . import cgroup, processes
+from . import processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
+from .nccl import has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
 from .plans import PlanFile
+from .probe import ProbeHost, Prober
 from .rank import RankStart
 from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
 from .settings import LauncherSettings
+from .sockets import SocketFile
 from .warm import Warm
 from .wire import MeetingClient, MeetingHost
 from .words import describe
@@ -84,7 +89,12 @@ class Launcher:
         self._held: socket.socket | None = bind(settings.address)  # until a plan wants the meeting to be here
         self._meeting_port: int = self._held.getsockname()[1]
         self._store: TCPStore | None = None  # of the newest round that is hosted here
-        self._inspector = Inspector(settings, self._ranks.records, self.notify)
+        self._probe_listener = bind(settings.address)
+        self._probe_host = ProbeHost()
+        self._prober = Prober(runtime.probes)
+        self._sockets = SocketFile(runtime.sockets)
+        self._inspector = Inspector(settings, self._ranks, self.notify)
+        self._profiler = usable_plugin() if has_gpus() else None
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
@@ -98,6 +108,7 @@ class Launcher:
             loop.add_signal_handler(signum, self._end)
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         loop.add_reader(self._warm.connection, self._wake.set)
+        await self._probe_host.serve(self._probe_listener)
         try:
             while self._exit is None:
                 await self._turn()
@@ -110,6 +121,8 @@ class Launcher:
         finally:
             loop.remove_reader(self._warm.connection)
             self._inspector.stop()
+            self._prober.close()
+            self._probe_host.close()
             self._ranks.close()
             self._sign.end()
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
@@ -148,7 +161,9 @@ class Launcher:
         checkpoints = read_news(self._runtime.checkpoints)
         last, ranks = self._heartbeat.last, states.values()
         beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
-        self._heartbeat.write(replace(beat, meeting_port=self._meeting_port), now)
+        ports = {"meeting_port": self._meeting_port, "probe_port": self._probe_listener.getsockname()[1]}
+        self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health), now)
+        self._sockets.look(self._ranks.pids_by_rank(), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
@@ -215,6 +230,8 @@ class Launcher:
         if plan is None or plan.role is not Role.MEMBER or self._state.membership != plan.membership:
             self._client.leave()
             return
+        self._probe_host.admit(plan.membership, plan.secret)
+        self._prober.follow(plan.probe, plan.membership, plan.secret)
         address, port = _split(plan.store)
         if plan.serves_store:
             if self._hosting != plan.store:
@@ -268,8 +285,9 @@ class Launcher:
         self._inspector.stop()
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
-        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime))
-        self._inspector = Inspector(self._settings, self._ranks.records, self.notify, earlier)
+        self._profiler = plugin_after(self._profiler, self._ranks.exit_codes())
+        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
+        self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
         """The host of a meeting that has finished stays until the others have heard so."""
@@ -299,8 +317,13 @@ def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings, wa
     )
 
 
-def rank_starts(command: Start, script: Script, settings: LauncherSettings, runtime: Runtime) -> list[RankStart]:
-    """The ranks of a round, with the environment that torchrun would give them."""
+def rank_starts(
+    command: Start, script: Script, settings: LauncherSettings, runtime: Runtime, profiler: Path | None = None
+) -> list[RankStart]:
+    """The ranks of a round, with the environment that torchrun would give them.
+
+    profiler: NCCL's plugin, where the ranks are to run with it.
+    """
     plan = command.plan
     host, _ = _split(plan.store)
     environment = {
@@ -333,6 +356,7 @@ def rank_starts(command: Start, script: Script, settings: LauncherSettings, runt
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
+                **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
             },
             ring=str(runtime.ring(local_rank)),
             stack=str(runtime.stack(local_rank)),

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper import cgroup
+from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
+from pacekeeper.observe.transport import TransportReader, open_transport
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.crash import lost_a_peer
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.transport import running_in_words
 
-from . import cgroup, processes
+from . import processes
 from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
@@ -23,6 +31,8 @@ from .stacks import StackFile
 from .warm import Exited, Forked, Warm
 
 _SIGKILL = -signal.SIGKILL
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +43,7 @@ class _Rank:
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
     ring: RingReader | None = None
+    transport: TransportReader | None = None
 
     @property
     def gone(self) -> bool:
@@ -54,7 +65,8 @@ class RankProcesses:
         self._close_output()
         self._oom_kills = cgroup.oom_kills()
         self._ranks = []
-        for start in starts:
+        for local, start in enumerate(starts):
+            self.runtime.transport(local).unlink(missing_ok=True)
             prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
             stdout, stderr = OutputPipe(sys.stdout.buffer, prefix), OutputPipe(sys.stderr.buffer, prefix)
             self.warm.fork(start, stdout.write_end, stderr.write_end)
@@ -106,6 +118,10 @@ class RankProcesses:
             local: rank.pid for local, rank in enumerate(self._ranks) if rank.pid is not None and rank.exit_code is None
         }
 
+    def pids_by_rank(self) -> dict[int, int]:
+        """The same by global rank."""
+        return {self._ranks[local].start.rank: pid for local, pid in self.pids().items()}
+
     def stack_files(self) -> dict[int, StackFile]:
         return {local: StackFile(self.runtime.stack(local)) for local in range(len(self._ranks))}
 
@@ -114,6 +130,28 @@ class RankProcesses:
         ring = self._ranks[local_rank].ring
         assert ring is not None
         return ring.records()
+
+    def communicators(self, local_rank: int) -> tuple[Communicator, ...]:
+        """Those that a rank has used in this round."""
+        return read_communicators(self.runtime.communicators_of(local_rank))
+
+    def exit_codes(self) -> list[int | None]:
+        """In local order; None: it runs."""
+        return [rank.exit_code for rank in self._ranks]
+
+    def transfers(self) -> str:
+        """What the ranks' transfers over NCCL wait for that have not ended; "": nothing, or that is unknown."""
+        words = []
+        for local, rank in enumerate(self._ranks):
+            if rank.transport is None:
+                try:
+                    rank.transport = open_transport(self.runtime.transport(local))
+                except InputError as error:
+                    log.warning("%s", error)
+            if rank.transport is not None:
+                running, communicators = rank.transport.operations(), rank.transport.communicators()
+                words.append(running_in_words(rank.start.rank, running, communicators, time.monotonic_ns()))
+        return "\n".join(filter(None, words))
 
     def seen(self) -> list[RankSeen]:
         """The ranks as the state machine wants them."""

@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_entered
 from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
@@ -126,13 +127,15 @@ class Watch:
         ranks: Mapping[int, np.void],
         looks: tuple[Mapping[int, Look], Mapping[int, Look]],
         unreachable: Collection[str],
+        communicators: Collection[Communicator],
         now: float,
         wall: float,
     ) -> Fault:
         """The stall that the last `begin_report` was for.
 
-        `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer; `wall`:
-        seconds since the epoch.
+        `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer;
+        `communicators`: that the ranks know of, of which those are told that they are in now; `wall`: seconds since the
+        epoch.
         """
         first, second = looks
         states = tuple(
@@ -157,6 +160,7 @@ class Watch:
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
             unreachable=tuple(unreachable),
+            communicators=_named(communicators, states),
         )
 
     def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
@@ -216,7 +220,22 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
         device_collective=Collective(int(rank["device_collective"])).name,
         device_group=int(rank["device_group"]),
         device_sequence=int(rank["device_sequence"]),
+        peer=int(rank["peer"]) if collective in (Collective.SEND, Collective.RECV) else -1,
+        entered=format_entered(_entered(rank)),
     )
+
+
+def _entered(rank: np.void) -> dict[int, int]:
+    """How far the rank has come in each of its groups."""
+    places = rank["entered"][1:]
+    return {int(place["group"]): int(place["sequence"]) for place in places[places["group"] > 0]}
+
+
+def _named(communicators: Collection[Communicator], states: Collection[RankState]) -> tuple[Communicator, ...]:
+    """Those that `states` speak of."""
+    named = {group for state in states for group in (state.group, state.device_group)}
+    known = {each.identity: each for each in communicators if each.identity in named}
+    return tuple(known.values())[:MOST_COMMUNICATORS]
 
 
 def step_seconds_of(records: NDArray[np.void]) -> float:

@@ -16,29 +16,33 @@ import atexit
 import itertools
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper.torch_internals import ProcessGroup, Work, engine
-from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Kind, Phase
+from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Collective, Kind, Phase
 
 from .clock import HostMark, Mark
+from .communicators import channel_of, identity_of, name_of
 from .hooks import collective_of, hook, unhook
 from .recorder import Recorder
+from .ring import NO_PLACE
 
-_Entry = tuple[int, int, int, int, int, int, Phase, bool]
-"""Collective, group, sequence, start (ns), bytes, step, phase, whether it is of tensors on the host."""
+_Entry = tuple[int, int, int, int, int, int, Phase, int, bool]
+"""Collective, group, sequence, start (ns), bytes, step, phase, peer, whether it is of tensors on the host."""
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
 _SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
 _RECORD = int(Kind.COLLECTIVE)
+_SEND, _RECEIVE = int(Collective.SEND), int(Collective.RECV)
+_POINT_TO_POINT = min(_SEND, _RECEIVE)
+"""From this number on it is one."""
 
 _RESOLUTION_NS = 1_000_000
 """Ends that are noticed late are looked for no more often than this: buckets may follow each other in microseconds."""
@@ -67,9 +71,35 @@ def unwatch(group: dist.ProcessGroup) -> None:
     unhook(group)
 
 
-def group_identity(group: dist.ProcessGroup) -> int:
-    """The same number on all ranks of the group, another one for other groups."""
-    return zlib.crc32(f"{group.group_name}:{group.group_desc}:{group.size()}".encode())
+def introduce(group: dist.ProcessGroup | None, recorder: Recorder) -> Place:
+    """Where the rank's collectives of this group are counted. Launcher and sidecar know its ranks from now on."""
+    assert group is not None, "its hooks are called while it is there"
+    ranks = torch_internals.ranks_of(group)
+    identity = identity_of(group.group_name, group.group_desc, ranks or range(group.size()))
+    recorder.communicators.add(identity, ranks, name_of(group.group_desc))
+    return _place(group, identity, recorder)
+
+
+class Place(NamedTuple):
+    """Of a group, or of one of its channels."""
+
+    identity: int
+    entered: int
+    """The ring's, for what it says of how far the rank has come there."""
+    sequence: Iterator[int]
+    peer: int = -1
+    """Global rank at the channel's other end."""
+
+
+def _place(group: dist.ProcessGroup, identity: int, recorder: Recorder, peer: int = -1) -> Place:
+    entered = recorder.ring.take_place(identity)
+    weakref.finalize(group, _give_back, recorder, identity, entered).atexit = False
+    return Place(identity, entered, itertools.count(1), peer)
+
+
+def _give_back(recorder: Recorder, identity: int, entered: int) -> None:
+    recorder.ring.give_back(entered)
+    recorder.communicators.destroyed(identity)
 
 
 def _watch_waits(watcher: Watcher) -> None:
@@ -90,8 +120,9 @@ class Watcher:
         self._ring = recorder.ring
         self._pending: dict[Work, _Entry] = {}
         """In the order in which they were entered."""
-        self._timed: deque[tuple[_Entry, Mark, Mark]] = deque()
-        """Without a `Work`, or waited for by a stream: from one mark to the other."""
+        self._timed: deque[tuple[_Entry, Mark, Mark | None, Mark]] = deque()
+        """Without a `Work`, or waited for by a stream: when it was entered, from when on the rank did nothing but wait
+        for it (None: it did not), and when it ended."""
         self._noticed = 0
         """When we last looked for ends."""
         self._without_future: set[int] = set()
@@ -102,26 +133,33 @@ class Watcher:
 
     def watch(self, group: dist.ProcessGroup) -> None:
         recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
-        identity, sequence = group_identity(group), itertools.count(1)
+        itself = weakref.ref(group)  # the group keeps its hooks, which must not keep the group
+        place: Place | None = None
+        channels: dict[tuple[int, int], Place] = {}
         now, graph_task = time.monotonic_ns, torch_internals.graph_task
         entry: _Entry | None = None
         begun: Mark | None = None
         """Of `entry`, where a stream may be going to wait for it at once."""
 
         def enter(call: Any) -> None:
-            nonlocal entry, begun
+            nonlocal entry, begun, place
             collective = collective_of(call)
             if collective is None or recorder.clock.captures:  # to ask how far works are would break the capture
                 entry = None
                 return
+            if place is None:  # torch says later than when it tells of a group who is in it
+                place = introduce(itself(), recorder)
+            identity, entered, sequence, peer = place
+            if collective >= _POINT_TO_POINT:
+                identity, entered, sequence, peer = self._channel(itself(), place, channels, collective, call.root)
             number, start = next(sequence), now()
             if (pending or timed) and start - self._noticed > _RESOLUTION_NS:
                 self._notice_ends(start, late=True)
-            ring.enter_collective(collective, identity, number, start)
+            ring.enter_collective(collective, identity, number, start, entered)
             tensors = call.input_tensors or call.output_tensors
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
             on_host = not tensors or tensors[0].is_cpu
-            entry = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, on_host)
+            entry = (collective, identity, number, start, nbytes, recorder.step, recorder.phase, peer, on_host)
             begun = None
             if call.async_op:
                 backward = graph_task()
@@ -142,8 +180,9 @@ class Watcher:
                 pending[work] = entered
             elif begun is not None:
                 end = recorder.clock.mark()
-                timed.append((entered, begun, end))
-                if recorder.counts:
+                held = recorder.counts
+                timed.append((entered, begun, begun if held else None, end))
+                if held:
                     recorder.waited(begun, end)
             elif not pending and not timed:
                 ring.leave_collective()
@@ -151,18 +190,43 @@ class Watcher:
         hook(group, enter, issued)
         self._groups.add(group)
 
+    def _channel(
+        self,
+        group: dist.ProcessGroup | None,
+        place: Place,
+        channels: dict[tuple[int, int], Place],
+        collective: int,
+        root: int,
+    ) -> Place:
+        """Of a send or receive; `root`: the peer's rank in the group, -1 where it is received from whoever comes."""
+        channel = channels.get((collective, root))
+        if channel is None:
+            assert group is not None, "its hooks are called while it is there"
+            ranks = torch_internals.ranks_of(group)
+            if 0 <= root < len(ranks):
+                peer, own = ranks[root], ranks[group.rank()]
+                ends = (own, peer) if collective == _SEND else (peer, own)
+                identity = channel_of(place.identity, *ends)
+                self._recorder.communicators.add(identity, ends, name_of(group.group_desc))
+                channel = _place(group, identity, self._recorder, peer)
+            else:
+                channel = Place(place.identity, NO_PLACE, itertools.count(1))
+            channels[collective, root] = channel
+        self._ring.state.peer = channel.peer
+        return channel
+
     def time_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
         """What `wait` returns, which waits for `work`; or has the current stream wait for it."""
-        start = self._recorder.begin_wait()
+        begun, start = time.monotonic_ns(), self._recorder.begin_wait()
         try:
             return wait()
         finally:
             self._recorder.end_wait(start)
             entry = self._pending.pop(work, None)  # a device's work would keep its output's memory from being used
             if entry is not None and entry[-1]:
-                self._end(entry, time.monotonic_ns())
+                self._end(entry, time.monotonic_ns(), held_from=begun)
             elif entry is not None:
-                self._timed.append((entry, HostMark(entry[3]), self._recorder.clock.mark()))
+                self._timed.append((entry, HostMark(entry[3]), start, self._recorder.clock.mark()))
 
     @contextmanager
     def broadcasting(self) -> Iterator[None]:
@@ -199,10 +263,14 @@ class Watcher:
             if not (work.is_completed() or (not late and self._is_nearly_done(work, entry))):
                 break
             del pending[work]
-            self._end(entry, now, NOTICED_LATE if late or not entry[-1] else 0)
-        while timed and timed[0][1].reached and timed[0][2].reached:
-            entry, begun, ended = timed.popleft()
-            self._end((*entry[:3], begun.ns, *entry[4:]), ended.ns)
+            exact = entry[-1] and not late
+            # What the rank has waited for at last is the one that it entered last.
+            tail = self._recorder.tail_ns if exact and not pending else None
+            self._end(entry, now, 0 if exact else NOTICED_LATE, tail)
+        while timed and timed[0][1].reached and timed[0][3].reached:
+            entry, begun, held, ended = timed.popleft()
+            start, end = begun.ns, ended.ns
+            self._end((*entry[:3], start, *entry[4:]), end, 0, None if held is None else held.ns)
 
     def _is_nearly_done(self, work: Work, entry: _Entry) -> bool:
         """gloo completes a future, on which DDP waits, a moment before the work that it belongs to."""
@@ -215,10 +283,12 @@ class Watcher:
             self._without_future.add(collective)  # asked once only, since C++ exceptions are slow
             return False
 
-    def _end(self, entry: _Entry, end: int, flags: int = 0) -> None:
-        collective, group, number, start, nbytes, step, phase, _ = entry
+    def _end(self, entry: _Entry, end: int, flags: int = 0, held_from: int | None = None) -> None:
+        """`held_from`: since when the rank did nothing but wait for it (ns); None: it went on meanwhile."""
+        collective, group, number, start, nbytes, step, phase, peer, _ = entry
+        held = 0.0 if held_from is None else (end - max(held_from, start)) * 1e-9
         self._ring.write(
-            _RECORD, start, end, step, phase, 0.0, collective, group, number, nbytes, -1, flags
+            _RECORD, start, end, step, phase, held, collective, group, number, nbytes, peer, flags
         )  # fmt: skip
         if not self._pending and not self._timed:
             self._ring.leave_collective()

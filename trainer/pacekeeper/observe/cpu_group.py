@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pacekeeper.exchange import gather
 from pacekeeper_analysis.records import Collective
 
-from .collectives import group_identity, unwatch
+from .collectives import introduce, unwatch
 from .recorder import Recorder
 
 
@@ -24,8 +24,7 @@ class CpuGroup:
         """Collective: all ranks make theirs together."""
         self.group = new_cpu_group(description)
         self._ring = recorder.ring
-        self._identity = group_identity(self.group)
-        self._waits = 0
+        self._place = introduce(self.group, recorder)
 
     def wait(self, work: dist.Work) -> None:
         """Waits for the peers, visibly to the launcher."""
@@ -52,8 +51,8 @@ class CpuGroup:
     @contextmanager
     def _visibly(self) -> Iterator[None]:
         """A rank that never comes here has fewer collectives entered than those that wait for it."""
-        self._waits += 1
-        self._ring.enter_collective(Collective.ALL_REDUCE, self._identity, self._waits, time.monotonic_ns())
+        identity, entered, sequence, _ = self._place
+        self._ring.enter_collective(Collective.ALL_REDUCE, identity, next(sequence), time.monotonic_ns(), entered)
         yield
         self._ring.leave_collective()
 

@@ -30,6 +30,8 @@ class Call:
     async_op: bool
     input_tensors: list[torch.Tensor]
     output_tensors: list[torch.Tensor]
+    root: int
+    """Of a send or receive: the peer's rank in the group; -1: whoever comes."""
     work: Work | None = None
     """Once it is issued; None, too, where the backend gives none."""
 
@@ -82,12 +84,19 @@ def _tell(name: str, arguments: Mapping[str, Any], proceed: Callable[[], Any]) -
     if found is None:
         return proceed()
     enter, issued = found
-    call = Call(name, next(_numbers), arguments.get("async_op", True), *_tensors(name, arguments))
+    call = Call(
+        name, next(_numbers), arguments.get("async_op", True), *_tensors(name, arguments), _peer(name, arguments)
+    )
     enter(call)
     result = proceed()
     call.work = Work.unbox(result[-1] if isinstance(result, tuple) else result)
     issued(call)
     return result
+
+
+def _peer(name: str, arguments: Mapping[str, Any]) -> int:
+    peer: int = arguments.get({"SEND": "dst", "RECV": "src"}.get(name, ""), -1)
+    return peer
 
 
 def _tensors(name: str, arguments: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -16,7 +16,6 @@ import json
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,8 @@ import torch
 
 from pacekeeper import torch_internals
 from pacekeeper_analysis.records import Collective, Device, Phase
+
+from .communicators import identity_of
 
 PERIOD = 0.5
 """Seconds between two looks at the rank's progress."""
@@ -96,8 +97,8 @@ def oldest(record: bytes) -> Flight:
         if entry.get("is_p2p"):
             return Flight(device, collective)
         name, description = entry["process_group"]
-        ranks = content.get("pg_config", {}).get(name, {}).get("ranks", "")
-        group = zlib.crc32(f"{name}:{description}:{ranks}".encode())
+        ranks = json.loads(content.get("pg_config", {}).get(name, {}).get("ranks", "[]"))
+        group = identity_of(name, description, map(int, ranks))
         return Flight(device, collective, group, int(entry["collective_seq_id"]) & 0xFFFF_FFFF)
     except (AttributeError, KeyError, TypeError, ValueError):  # another version of the recorder
         return Flight(Device.RUNNING)

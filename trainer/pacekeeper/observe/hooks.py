@@ -43,8 +43,9 @@ if HookOpName is not None:  # by numbers: an enumeration's member is slow to loo
     _COLLECTIVES |= {int(HookOpName.__members__[name]): int(its) for name, its in _FORMS.items()}  # type: ignore[call-overload]  # it is one
 
 Enter = Callable[[Any], None]
-"""Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`. `Issued` of the same call follows
-before `Enter` of another one in this group, unless the call fails."""
+"""Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`, and `root`, of a send or receive the
+peer's rank in the group (-1: received from whoever comes). `Issued` of the same call follows before `Enter` of another
+one in this group, unless the call fails."""
 Issued = Callable[[Any], None]
 """Takes a call whose work is issued: `work` (None where the current stream waits for it at once)."""
 

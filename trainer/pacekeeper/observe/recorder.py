@@ -29,8 +29,9 @@ from pacekeeper.environment import Environment
 from pacekeeper.torch_internals import graph_task
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
-from .clock import Clock, HostClock, Mark, Spans, present
-from .ring import RingWriter
+from .clock import Clock, HostClock, HostMark, Mark, Spans, present
+from .communicators import Communicators
+from .ring import NO_PLACE, RingWriter
 
 AHEAD = 2
 """Steps that a rank is ahead of its device at most."""
@@ -84,9 +85,13 @@ class Begun:
 class Recorder:
     """Writes one rank's records. All times are nanoseconds of CLOCK_MONOTONIC."""
 
-    def __init__(self, ring: RingWriter | NoRing, clock: Clock | None = None) -> None:
-        """clock: of the rank's work; None: that of the device which it is found to work on when training begins."""
+    def __init__(
+        self, ring: RingWriter | NoRing, clock: Clock | None = None, communicators: Communicators | None = None
+    ) -> None:
+        """clock: of the rank's work; None: that of the device which it is found to work on when training begins.
+        communicators: those that it uses; None: nobody is told of them."""
         self.ring = ring
+        self.communicators = communicators or Communicators(None)
         self.clock = clock or HostClock()
         self.step = 0
         """The step that is under way: the number it will have when it is complete."""
@@ -97,8 +102,12 @@ class Recorder:
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
         self.notice_ends: Callable[[], None] = _nothing
         """Records the collectives that have ended."""
+        self.step_ended: Callable[[], None] = _nothing
+        """Called at the end of each step, before the next one's work."""
+        self.notice_wait: Callable[[Mark, Mark], None] = _no_wait
+        """Told of each wait for peers."""
         self._finds_clock = clock is None
-        self._training_thread = threading.get_ident()
+        self.training_thread = threading.get_ident()
         self._in_flight: deque[_Step] = deque()
         """Steps that the device may not have come to the end of; the oldest first."""
         self._computing: object = None
@@ -133,6 +142,7 @@ class Recorder:
         if len(self._in_flight) > AHEAD and not self._in_flight[0].reached:
             self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
         self.write_reached()
+        self.step_ended()
 
     @property
     def last_end(self) -> Mark:
@@ -230,13 +240,14 @@ class Recorder:
         if self._waiting or self._away:
             return False
         # The nodes of a backward pass run in a thread of their device, for which the training thread waits.
-        in_step = threading.get_ident() == self._training_thread or graph_task() >= 0
+        in_step = threading.get_ident() == self.training_thread or graph_task() >= 0
         return in_step and self.clock.stream == self._computing
 
     def waited(self, start: Mark, end: Mark) -> None:
         """For the peers, from `start` to `end`."""
         self._step.waits.add(start, end)
         self._unwaited = False
+        self.notice_wait(start, end)
 
     def collected(self, start: Mark, end: Mark) -> None:
         """Python has collected garbage, while the device went on with what it had."""
@@ -258,6 +269,13 @@ class Recorder:
         """Closes the tail: C++ has waited for what was last entered, until now."""
         if self._unwaited and self._entry is not None:
             self.waited(self._entry, self.clock.mark())
+
+    @property
+    def tail_ns(self) -> int | None:
+        """Since when the rank waits for what it entered last and goes on with nothing else, on the host; None: it does
+        not."""
+        entry = self._entry
+        return entry.ns if self._unwaited and isinstance(entry, HostMark) else None
 
     def optimizer_begins(self) -> None:
         """What was reduced outside of a backward pass has come by now."""
@@ -298,7 +316,14 @@ class NoRing:
 
     def enter_phase(self, phase: Phase, now_ns: int | None = None) -> None: ...
 
-    def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None: ...
+    def take_place(self, _: int) -> int:
+        return NO_PLACE
+
+    def give_back(self, place: int) -> None: ...
+
+    def enter_collective(
+        self, collective: Collective | int, group: int, sequence: int, now_ns: int, place: int
+    ) -> None: ...
 
     def leave_collective(self) -> None: ...
 
@@ -310,9 +335,15 @@ class NoRing:
 def _nothing() -> None: ...
 
 
+def _no_wait(start: Mark, end: Mark) -> None: ...
+
+
 def open_recorder(environment: Environment) -> Recorder:
     """The rank's recorder: on its ring, where a launcher has made one."""
     if environment.runtime is None:
         return Recorder(NoRing())
     path = environment.runtime.ring(environment.local_rank)
-    return Recorder(RingWriter(path) if path.exists() else NoRing())
+    if not path.exists():
+        return Recorder(NoRing())
+    communicators = Communicators(environment.runtime.communicators_of(environment.local_rank))
+    return Recorder(RingWriter(path), communicators=communicators)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import (
+    ENTERED_PLACES,
     HEADER_BYTES,
     MAGIC,
     RECORD,
@@ -85,11 +86,26 @@ class RingWriter:
         state._words[_PHASE_SINCE] = time.monotonic_ns() if now_ns is None else now_ns
         state._halves[_PHASE] = phase
 
-    def enter_collective(self, collective: Collective | int, group: int, sequence: int, now_ns: int) -> None:
-        """The rank is now inside the `sequence`-th collective of `group`."""
+    def take_place(self, group: int) -> int:
+        """Where `enter_collective` is to note how far the rank has come in this group; give it back when it is gone."""
+        words = self.state._words
+        for place in range(_ENTERED_FIRST + 2, _ENTERED_END, 2):
+            if words[place] == 0:
+                words[place + 1], words[place] = 0, group
+                return place + 1
+        return NO_PLACE
+
+    def give_back(self, place: int) -> None:
+        if place != NO_PLACE:
+            self.state._words[place - 1] = 0
+
+    def enter_collective(
+        self, collective: Collective | int, group: int, sequence: int, now_ns: int, place: int
+    ) -> None:
+        """The rank is now inside the `sequence`-th collective of `group`, whose place is `place` (`take_place`)."""
         words, halves = self.state._words, self.state._unsigned
         words[_COLLECTIVE_SINCE] = now_ns
-        words[_SEQUENCE] = sequence
+        words[_SEQUENCE] = words[place] = sequence
         halves[_GROUP] = group
         words[_ENTERED] += 1
         halves[_COLLECTIVE] = collective
@@ -177,7 +193,7 @@ class StateFields:
 def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY) -> None:
     """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start."""
     header = np.zeros((), STATE)
-    for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step"):
+    for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step", "peer"):
         header[name] = _UNWRITTEN
     header["magic"], header["capacity"] = MAGIC, capacity
     header["rank"], header["round"] = rank, round_
@@ -220,7 +236,11 @@ def _place(name: str) -> tuple[str, int]:
     return view, offset // dtype.itemsize
 
 
-_PLACES = {name: _place(name) for name in STATE.names or ()}
+_PLACES = {name: _place(name) for name in STATE.names or () if name != "entered"}
+_ENTERED_FIRST = STATE.fields["entered"][1] // 8  # type: ignore[index]  # STATE is a structure, so it has fields
+_ENTERED_END = _ENTERED_FIRST + 2 * ENTERED_PLACES
+NO_PLACE = _ENTERED_FIRST + 1
+"""For groups that find none free."""
 _COLLECTIVE, _GROUP = _PLACES["collective"][1], _PLACES["group"][1]
 _SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
     _PLACES[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")

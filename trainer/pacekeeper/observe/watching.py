@@ -14,6 +14,7 @@ from pacekeeper import torch_internals
 from pacekeeper.environment import Environment
 from pacekeeper_analysis.records import Kind, Phase
 
+from .behaviour import watch_behaviour
 from .clock import HostClock, Mark
 from .collectives import watch_collectives
 from .flight import watch_flight
@@ -33,13 +34,15 @@ def recorder() -> Recorder:
     """This rank's recorder. The first call starts the watching, where a launcher has made a ring."""
     global _recorder
     if _recorder is None:
-        _recorder = open_recorder(Environment.read())
+        environment = Environment.read()
+        _recorder = open_recorder(environment)
         if not isinstance(_recorder.ring, NoRing):
             watch_collectives(_recorder)
             watch_flight(_recorder.ring.state)
             _watch_loaders(_recorder)
             _watch_garbage(_recorder)
             _watch_compilation(_recorder)
+            watch_behaviour(_recorder, environment)
     return _recorder
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pacekeeper_analysis.errors import InputError
 
 from .client import connect
+from .connections import Connections
 from .metrics import WorkerMetrics
 from .ranks import RankRings
 from .settings import SidecarSettings
@@ -22,13 +23,14 @@ from .sidecar import Sidecar
 async def run(settings: SidecarSettings) -> None:
     settings.runtime.make()
     ranks = RankRings(settings.runtime, settings.window_steps)
+    connections = Connections(settings.runtime)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(WorkerMetrics(settings, ranks))
+    registry.register(WorkerMetrics(settings, ranks, connections))
     runner = web.AppRunner(application(registry), access_log=None, handle_signals=False)
     await runner.setup()
     await web.TCPSite(runner, None, settings.metrics_port).start()
     async with connect(settings) as client:
-        running = asyncio.create_task(Sidecar(settings, client, ranks).run())
+        running = asyncio.create_task(Sidecar(settings, client, ranks, connections).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         await asyncio.wait([running])
         if not running.cancelled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -49,14 +50,21 @@ class OperatorClient:
     async def evidence(self, evidence: Evidence) -> None:
         await self._post(f"/v1/evidence/{evidence.request}", evidence.to_json(), {}, ANSWER_SECONDS)
 
-    async def _post(self, path: str, body: dict[str, Any], query: dict[str, str], seconds: float) -> Any:
+    async def pattern(self, window: str, rank: int, answer: bytes) -> None:
+        """What a rank has written of a behaviour window."""
+        await self._post(f"/v1/patterns/{window}/{rank}", answer, {}, ANSWER_SECONDS)
+
+    async def _post(self, path: str, body: dict[str, Any] | bytes, query: dict[str, str], seconds: float) -> Any:
         """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
         try:
             async with self._session.post(
                 f"{self._settings.operator}{path}",
-                json=body,
+                data=body if isinstance(body, bytes) else json.dumps(body).encode(),
                 params=query,
-                headers={"Authorization": f"Bearer {self._settings.token_file.read_text().strip()}"},
+                headers={
+                    "Authorization": f"Bearer {self._settings.token_file.read_text().strip()}",
+                    "Content-Type": "application/json",
+                },
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=2.0),
             ) as answer:
                 if answer.status == HTTPStatus.OK:

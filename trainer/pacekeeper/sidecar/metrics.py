@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from .connections import Connections
 from .ranks import Rank, RankRings
 from .settings import SidecarSettings
 
@@ -53,9 +54,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
 class WorkerMetrics(Collector):
     """Registers with a prometheus_client registry."""
 
-    def __init__(self, settings: SidecarSettings, ranks: RankRings) -> None:
+    def __init__(self, settings: SidecarSettings, ranks: RankRings, connections: Connections) -> None:
         self._settings = settings
         self._ranks = ranks
+        self._connections = connections
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: collecting reads files."""
@@ -75,6 +77,7 @@ class WorkerMetrics(Collector):
             for rank in ranks:
                 total.add_metric(self._labels(rank), counter(rank))
             yield total
+        yield from self._sent()
         contact = GaugeMetricFamily(
             "pacekeeper_worker_operator_contact_seconds",
             "Age of the operator's last answer.",
@@ -84,6 +87,21 @@ class WorkerMetrics(Collector):
         if path.exists():
             contact.add_metric((self._settings.job, self._settings.worker), time.time() - path.stat().st_mtime)
         yield contact
+
+    def _sent(self) -> Iterator[Metric]:
+        """Sums over the connections that are open: they begin anew when a rank closes some."""
+        acked = CounterMetricFamily(
+            "pacekeeper_rank_sent_bytes", "Bytes sent to other ranks and acknowledged, by the kernel.", labels=LABELS
+        )
+        busy = CounterMetricFamily(
+            "pacekeeper_rank_sending_seconds", "Time with something to send or unacknowledged.", labels=LABELS
+        )
+        for rank, (sent, seconds) in self._connections.totals().items():
+            labels = (self._settings.job, self._settings.worker, str(rank))
+            acked.add_metric(labels, sent)
+            busy.add_metric(labels, seconds)
+        yield acked
+        yield busy
 
     def _labels(self, rank: Rank) -> tuple[str, str, str]:
         return (self._settings.job, self._settings.worker, str(rank.state["rank"]))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pacekeeper.observe.communicators import read_communicators
+from pacekeeper.observe.operations import SENT_BY_A_WORKER, last_operations
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import Evidence
+from pacekeeper_analysis.operations import MOST_OPERATIONS, encode
+from pacekeeper_analysis.plan import EvidencePart
+from pacekeeper_analysis.reports import Evidence, RankOperations, RankWindow
 
 from .figures import RankNow, seen
 
@@ -36,8 +43,8 @@ class RankRings:
     def look(self) -> list[Rank]:
         """Take in what is new, and return the ranks that have a ring now."""
         present = []
-        for path in sorted(self._runtime.rings.glob("[0-9]*")):
-            rank = self._open(int(path.name))
+        for path in sorted(self._runtime.rings.iterdir()):
+            rank = self._open(int(path.name)) if path.name.isdecimal() else None
             if rank is not None:
                 rank.state = rank.ring.state()
                 records = rank.ring.records(since=rank.seen)
@@ -51,10 +58,28 @@ class RankRings:
         """The ranks' figures now."""
         return [seen(int(rank.state["rank"]), rank.history, int(rank.state["share"])) for rank in self.look()]
 
-    def evidence(self, request: str, worker: str, round_: int) -> Evidence:
-        """The windows of the ranks here."""
+    def evidence(
+        self, request: str, worker: str, round_: int, parts: Collection[EvidencePart] = (EvidencePart.WINDOWS,)
+    ) -> Evidence:
+        """What is asked for of the ranks here."""
         ranks = self.look()
-        windows = tuple(
+        evidence = Evidence(request=request, worker=worker, round=round_)
+        if EvidencePart.WINDOWS in parts:
+            evidence = replace(evidence, windows=self._windows(ranks))
+        if EvidencePart.OPERATIONS in parts:
+            known = self._communicators()
+            evidence = replace(evidence, communicators=known, operations=_operations(ranks, known))
+        return evidence
+
+    def _communicators(self) -> tuple[Communicator, ...]:
+        """Of the ranks here, each once; where they are too many, the newest of each rank."""
+        of_ranks = [read_communicators(self._runtime.communicators_of(local)) for local in self._ranks]
+        newest_first = [each for at in itertools.zip_longest(*map(reversed, of_ranks)) for each in at if each]
+        return tuple({each.identity: each for each in newest_first}.values())[:MOST_COMMUNICATORS]
+
+    @staticmethod
+    def _windows(ranks: Sequence[Rank]) -> tuple[RankWindow, ...]:
+        return tuple(
             rank.history.window(
                 int(rank.state["rank"]),
                 steered=bool(rank.state["sync_mode"] >= 0),
@@ -62,7 +87,6 @@ class RankRings:
             )
             for rank in ranks
         )
-        return Evidence(request=request, worker=worker, round=round_, windows=windows)
 
     def _open(self, local_rank: int) -> Rank | None:
         known = self._ranks.get(local_rank)
@@ -79,3 +103,12 @@ class RankRings:
             history.start_round()
         rank = self._ranks[local_rank] = Rank(ring, history, state)
         return rank
+
+
+def _operations(ranks: Sequence[Rank], known: Sequence[Communicator]) -> tuple[RankOperations, ...]:
+    positions = {communicator.identity: position for position, communicator in enumerate(known)}
+    most = min(MOST_OPERATIONS, SENT_BY_A_WORKER // max(1, len(ranks)))
+    return tuple(
+        RankOperations(int(rank.state["rank"]), encode(last_operations(rank.ring.records(), positions, most)))
+        for rank in ranks
+    )

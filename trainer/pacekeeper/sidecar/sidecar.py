@@ -1,4 +1,4 @@
-"""What the sidecar does all the time: six loops between the runtime folder and the operator.
+"""What the sidecar does all the time: loops between the runtime folder and the operator.
 
 None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 
 from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
+from pacekeeper_analysis.reports import Evidence, Fault
 
+from . import connections
 from .client import OperatorClient, Rejected, Unavailable
+from .connections import Connections
 from .figures import FiguresTold
 from .launcher import LauncherSeen
 from .ranks import RankRings
@@ -29,9 +31,10 @@ LOOK_SECONDS = 0.05
 """How often files are looked at. A look is a few system calls."""
 QUIET_FIELDS = (
     *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds", "figures"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "figures"),
 )
-"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule."""
+"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule; of the GPUs' health, that of
+their signs cannot wait."""
 RANKS_LOOK_SECONDS = 1.0
 """How often the ranks' rings are looked at: the least time between two heartbeats that only tell of figures."""
 SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
@@ -45,11 +48,14 @@ log = logging.getLogger(__name__)
 class Sidecar:
     """Its loops share the plan that was fetched last."""
 
-    def __init__(self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings) -> None:
+    def __init__(
+        self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings, connections: Connections
+    ) -> None:
         self._settings = settings
         self._runtime = settings.runtime
         self._client = client
         self._ranks = ranks
+        self._connections = connections
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
         self._figures = FiguresTold()
@@ -59,8 +65,9 @@ class Sidecar:
         """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
         before this returns, if it answers."""
         loops = (
-            *(self._look, self._look_at_ranks, self._follow_plan),
-            *(self._tell_changes, self._deliver_faults, self._answer_requests),
+            *(self._look, self._look_at_ranks, self._look_at_connections, self._follow_plan),
+            *(self._tell_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
+            self._deliver_patterns,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -92,6 +99,11 @@ class Sidecar:
             band = WorkerPlan.figures_band if self._plan is None else self._plan.figures_band
             self._figures.look(self._ranks.seen(), band, time.monotonic())
             await asyncio.sleep(RANKS_LOOK_SECONDS)
+
+    async def _look_at_connections(self) -> None:
+        while True:
+            self._connections.look(time.monotonic())
+            await asyncio.sleep(connections.LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:
         """Poll the plan; each poll carries the heartbeat."""
@@ -157,8 +169,13 @@ class Sidecar:
             if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
                 continue
             evidence = self._ranks.evidence(
-                plan.evidence_request, self._settings.worker, self._launcher.heartbeat.round
+                plan.evidence_request,
+                self._settings.worker,
+                self._launcher.heartbeat.round,
+                plan.evidence_parts,
             )
+            if EvidencePart.LINKS in plan.evidence_parts:
+                evidence = replace(evidence, links=self._connections.windows())
             try:
                 await self._client.evidence(evidence)
                 answered = plan.evidence_request
@@ -168,6 +185,45 @@ class Sidecar:
                 answered = plan.evidence_request
             except Unavailable as error:
                 await backoff.sleep("evidence not taken", error)
+
+    async def _deliver_probes(self) -> None:
+        """What the launcher has measured for the plan's probe, once."""
+        delivered = ""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            probe = None if self._plan is None else self._plan.probe
+            if probe is None or probe.name == delivered:
+                continue
+            found = _probed(self._runtime.probes, probe.name, self._settings.worker, self._launcher.heartbeat.round)
+            if found is None:
+                continue
+            try:
+                await self._client.evidence(found)
+                delivered = probe.name
+                backoff.reset()
+            except Rejected as error:
+                log.error("probe %s is dropped: %s", probe.name, error)
+                delivered = probe.name
+            except Unavailable as error:
+                await backoff.sleep("probe not taken", error)
+
+    async def _deliver_patterns(self) -> None:
+        """What ranks have written of behaviour windows, each once."""
+        backoff = Backoff()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for path in self._runtime.patterns.glob("[!.]*.json"):
+                window, _, rank = path.stem.rpartition(".")
+                try:
+                    await self._client.pattern(window, int(rank), path.read_bytes())
+                    backoff.reset()
+                except Unavailable as error:
+                    await backoff.sleep(f"pattern {path.stem} not taken", error)
+                    continue
+                except (Rejected, ValueError) as error:
+                    log.error("pattern %s is dropped: %s", path.stem, error)
+                _forget(path)
 
     async def _poll(self, wait: float) -> None:
         after = -1 if self._plan is None else self._plan.version
@@ -188,7 +244,8 @@ class Sidecar:
         """The heartbeat without what can wait."""
         beat = self._launcher.heartbeat
         loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
-        return {**loud, "silence": _silence_to_tell(beat.launcher_silent_seconds), "figures": self._figures.news}
+        silence = _silence_to_tell(beat.launcher_silent_seconds)
+        return {**loud, "silence": silence, "gpu_signs": beat.gpu_signs, "figures": self._figures.news}
 
 
 class Backoff:
@@ -218,6 +275,17 @@ def _read_fault(path: Path) -> Fault | None:
         return Fault.from_json(json.loads(path.read_text()))
     except (InputError, ValueError) as error:
         log.error("fault %s is dropped: %s", path.stem, error)
+        return None
+
+
+def _probed(path: Path, name: str, worker: str, round_: int) -> Evidence | None:
+    """None: the launcher has not measured (all of) it yet."""
+    try:
+        written = read_json(path)
+        if written is None or written.get("name") != name:
+            return None
+        return Evidence.from_json({"request": name, "worker": worker, "round": round_, "probes": written["probes"]})
+    except (InputError, ValueError, KeyError, AttributeError):
         return None
 
 

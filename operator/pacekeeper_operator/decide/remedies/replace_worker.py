@@ -15,7 +15,8 @@ def apply(action: ReplaceWorker, _decision: Decision, observation: Observation) 
     worker = draft.state.placement.worker(action.worker)
     if worker is None:
         return Applied(draft)
-    draft = draft.with_worker(replace(worker, leaving=action.reason, dead=action.dead, force=action.force))
+    given_up = replace(worker, leaving=action.reason, dead=action.dead, force=action.force, patient=action.patient)
+    draft = draft.with_worker(given_up)
     if action.refused:
         return Applied(workforce.hold_back(draft, observation))
     if action.never_ready:

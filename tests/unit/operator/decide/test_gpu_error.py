@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.reports import Fault, FaultKind
-from pacekeeper_operator.api import Class, Remedy, Witness
+from pacekeeper_operator.api import Cause, Class, Remedy, Witness
 from pacekeeper_operator.decide import gpu_error
-from pacekeeper_operator.decide.gpu_error import XID
+from pacekeeper_operator.decide.gpu_error import TOGETHER_SECONDS, XID
 from pacekeeper_operator.decision import Decision, QuarantineNode, ReplaceWorker
 from pacekeeper_operator.observation import GpuValue, Metrics, Observation
-from pacekeeper_operator.state import GpuHealth
+from pacekeeper_operator.state import GpusSeen, Past
 from tests.support.worlds import NOW, change_worker, policy, training
 
 DBE = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
@@ -23,7 +23,7 @@ def measured(metric: str, value: float, node: str = "node-1", *, seen: float = 0
     """The series of GPU 3 of a node, which showed `seen` when the job looked at it first."""
     world = training()
     found = GpuValue(node, "3", metric, value, **changes)
-    known = GpuHealth(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
+    known = GpusSeen(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
     world = world.with_draft(world.draft.with_gpus(nodes=known.nodes, values=known.values))
     return replace(world, metrics=Metrics(step_seconds=0.1, gpu=(found,)))
 
@@ -80,7 +80,9 @@ class TestReported:
     def test_what_may_come_of_the_application_touches_nothing(self) -> None:
         decision = decided(reported(13))
         assert (decision.actions, decision.class_, decision.remedy) == ((), Class.APPLICATION, None)
-        assert decision.message == "a GPU of j-w1-0: XID 13; may come of the application alone"
+        assert (
+            decision.message == "a GPU of j-w1-0: XID 13 (graphics engine exception); may come of the application alone"
+        )
         assert decision.remedies == ()
 
     def test_a_fatal_one_moves_the_rank_and_is_no_witness(self) -> None:
@@ -105,6 +107,74 @@ class TestReported:
     def test_a_worker_that_is_not_known_any_more_has_no_node(self) -> None:
         decision = decided(reported(79, worker="j-w9-0"))
         assert (decision.actions, decision.node, decision.remedy) == ((), None, None)
+
+
+class TestSeveralNodes:
+    """Errors that may come of the application, on nodes 1 and 2 at once."""
+
+    def both(self, first: int = 13, second: int = 31) -> Observation:
+        one, other = reported(first, error="kernel"), reported(second, worker="j-w2-0", error="kernel")
+        return replace(one, faults=(*one.faults, *other.faults))
+
+    def test_they_are_one_incident_of_the_application_for_sure(self) -> None:
+        decision = decided(self.both())
+        words = "XID 13 (graphics engine exception) on 2 nodes at once (node-1, node-2): the application's own"
+        assert decision.message == words
+        assert (decision.class_, decision.actions, decision.live) == (Class.APPLICATION, (), True)
+        assert decision.settles == ("j-w1-0-gpu-13", "j-w2-0-gpu-31")
+        assert decision.evidence == ("kernel",)
+        assert decision.first_sign == NOW - 2
+
+    def test_what_dcgm_says_of_them_is_dealt_with_too(self) -> None:
+        world = training()
+        values = tuple(GpuValue(f"node-{n}", "0", XID, 13.0) for n in (1, 2))
+        decision = decided(replace(world, metrics=Metrics(gpu=values)))
+        assert "on 2 nodes at once" in decision.message
+        assert (decision.gpu_seen, decision.first_sign) == (values, NOW)
+
+    def test_one_that_came_a_moment_before_counts(self) -> None:
+        def after(seconds: float, **changes: Any) -> Observation:
+            past = Past(Cause.GPU_ERROR, NOW - seconds, 0.0, node="node-2", class_=Class.APPLICATION)
+            world = reported(13)
+            return world.with_draft(world.draft.with_incidents(past=(replace(past, **changes),)))
+
+        assert "on 2 nodes at once (node-1, node-2)" in decided(after(TOGETHER_SECONDS - 1)).message
+        for alone in (
+            after(TOGETHER_SECONDS),
+            after(1, node="node-1"),
+            after(1, class_=Class.INFRASTRUCTURE),
+            after(1, cause=Cause.CRASH),
+        ):
+            assert decided(alone).message.endswith("may come of the application alone")
+
+    def test_two_gpus_of_one_node_are_not(self) -> None:
+        one, other = reported(13), reported(31)
+        assert "at once" not in decided(replace(one, faults=(*one.faults, *other.faults))).message
+
+    def test_an_error_of_the_hardware_is_its_nodes_own(self) -> None:
+        decision = decided(self.both(79, 13))
+        assert (decision.class_, decision.node) == (Class.INFRASTRUCTURE, "node-1")
+        assert decided(self.both(13, 79)).message.endswith("may come of the application alone")
+
+
+class TestContained:
+    def test_it_costs_one_process_and_moves_nobody(self) -> None:
+        decision = decided(reported(94))
+        assert (decision.actions, decision.remedy, decision.class_) == ((), None, Class.INFRASTRUCTURE)
+        assert decision.message.endswith(
+            "XID 94 (contained memory error); it has cost one process, which is started again"
+        )
+
+    def test_the_memory_error_that_is_counted_with_it_is_the_same(self) -> None:
+        def with_xid(xid: float, gpu: str = "3") -> Decision:
+            world = measured(DBE, 1.0)
+            last = GpuValue("node-1", gpu, XID, xid)
+            world = world.with_draft(world.draft.with_gpus(values={last.key: xid}))
+            return decided(replace(world, metrics=replace(world.metrics, gpu=(*world.metrics.gpu, last))))
+
+        assert with_xid(94.0).actions == ()
+        assert with_xid(95.0).remedy is Remedy.REPLACE_WORKER
+        assert with_xid(94.0, gpu="4").remedy is Remedy.REPLACE_WORKER, "it is another GPU's"
 
 
 class TestLearned:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from pacekeeper_analysis.communicators import Communicator
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind
+from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import hang
 from pacekeeper_operator.decision import Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
@@ -14,6 +17,22 @@ from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
 from tests.support.worlds import NOW, change_worker, policy, stall, training
 
+IN_SCRIPT = 'File "/job/train.py", line 9 in spin'
+WAITING = RankState(
+    rank=0,
+    phase="TRAIN",
+    phase_seconds=100.0,
+    step=500,
+    collective="ALL_REDUCE",
+    group=7,
+    sequence=42,
+    collectives_entered=42,
+    waiting_seconds=3.0,
+    process_state="S",
+    moving=False,
+    stack='File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce',
+)
+GROUPS = (Communicator(7, "0-3", "data"), Communicator(8, "2,3", "tensor"))
 HELD = "rank 2 holds all others (Stopped)"
 
 
@@ -131,6 +150,83 @@ def test_the_stack_of_the_culprit_is_shown_and_no_others() -> None:
     evidence = hung(training(), rank2="main()").evidence
     assert [piece for piece in evidence if "stack" in piece] == ["rank 2, stack:\nmain()"]
     assert not [piece for piece in hung(training()).evidence if "stack:" in piece], "there is none"
+
+
+def test_what_nccl_says_is_evidence_by_its_newest_word() -> None:
+    world = training()
+    first, *others = (
+        stall(member.worker, member.ranks[0], culprit=member.ranks[0] == 2) for member in world.plan.members
+    )
+    told = (
+        replace(first, name="older", noticed_at=NOW - 5, ras="all ranks alike", transfers="rank 0: nothing"),
+        replace(first, ras="dead: rank 2", transfers="rank 0: receives from rank 2"),
+        *others,
+    )
+    decision = hang.check(replace(world, faults=told), policy())
+    assert decision is not None
+    assert [piece for piece in decision.evidence if "RAS" in piece or "NCCL" in piece] == [
+        f"NCCL's RAS, asked by {first.worker}:\ndead: rank 2",
+        f"{first.worker} over NCCL: rank 0: receives from rank 2",
+    ]
+    assert not [piece for piece in hung(world).evidence if "NCCL" in piece], "it was not asked"
+
+
+class TestFinding:
+    """Class, culprit, and two kinds of witnesses at least."""
+
+    def of(self, culprit: RankState, *others: RankState, past: Past | None = None, **told: Any) -> Finding:
+        world = training() if past is None else after(past)
+        rest = (replace(other, rank=rank) for other, rank in zip(others, (0, 1, 3), strict=True))
+        states = (replace(culprit, rank=2), *rest)
+        told |= {"communicators": GROUPS}
+        faults = tuple(
+            Fault(
+                f"{state.rank}",
+                FaultKind.STALLED,
+                f"j-w{state.rank}-0",
+                1,
+                NOW,
+                ranks=(state,),
+                **told,
+            )
+            for state in states
+        )
+        decision = hang.check(replace(world, faults=faults), policy())
+        assert decision is not None
+        assert decision.finding is not None
+        assert len(decision.finding.kinds) >= 2
+        return decision.finding
+
+    def test_by_where_the_culprit_stands(self) -> None:
+        waiting, outside = WAITING, replace(WAITING, collective="NONE", sequence=41, stack=IN_SCRIPT)
+        found = self.of(outside, *[waiting] * 3)
+        assert (found.fault, found.culprit) == (FaultClass.CODE, "rank 2")
+        said = {witness.kind: witness.words for witness in found.witnesses}
+        assert said[WitnessKind.WAITS] == "ranks 0-1,3 wait in ALL_REDUCE 42 of group 'data' of ranks 0-3 for rank 2"
+        assert said[WitnessKind.STACK] == f"rank 2: {IN_SCRIPT}"
+        assert said[WitnessKind.PROCESS] == "the process of rank 2 sleeps"
+        assert self.of(replace(outside, process_state="D"), *[waiting] * 3).fault is FaultClass.HARDWARE
+        assert self.of(replace(outside, process_state="T"), *[waiting] * 3).fault is FaultClass.UNKNOWN
+        loading = replace(outside, phase="LOAD", overdue=True)
+        assert self.of(loading, *[waiting] * 3).fault is FaultClass.DATA
+        assert self.of(replace(waiting, collective="BROADCAST"), *[waiting] * 3).fault is FaultClass.CODE
+        gpus = [replace(waiting, device="STARTED", device_group=7, device_sequence=5) for _ in range(3)]
+        kernel = self.of(replace(gpus[0], device="SCHEDULED"), *gpus)
+        assert (kernel.fault, WitnessKind.GPU in kernel.kinds) == (FaultClass.UNKNOWN, True)
+
+    def test_by_what_hung_before(self) -> None:
+        outside = replace(WAITING, collective="NONE", sequence=41, stack=IN_SCRIPT)
+        elsewhere = Past(Cause.HANG, NOW - 100, 5.0, rank=2, worker="j-w7-0", node="node-7")
+        found = self.of(replace(outside, process_state="D"), *[WAITING] * 3, past=elsewhere)
+        assert (found.fault, WitnessKind.HISTORY in found.kinds) == (FaultClass.CODE, True)
+        on_node = Past(Cause.HANG, NOW - 100, 5.0, rank=3, worker="j-w8-0", node="node-2")
+        assert self.of(outside, *[WAITING] * 3, past=on_node).fault is FaultClass.HARDWARE
+
+    def test_of_a_link_inside_one_group(self) -> None:
+        pair = replace(WAITING, group=8, sequence=5, waiting_seconds=12.0)
+        found = self.of(pair, WAITING, WAITING, replace(pair, entered="7:42"), transfers="rank 2: sends to rank 3")
+        assert (found.fault, found.culprit) == (FaultClass.NETWORK, "links of ranks 2, 3")
+        assert found.kinds == {WitnessKind.WAITS, WitnessKind.PROCESS, WitnessKind.STACK, WitnessKind.TRANSPORT}
 
 
 def test_who_is_given_up_already_ends_the_stall() -> None:

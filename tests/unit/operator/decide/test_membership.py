@@ -24,10 +24,11 @@ def seats(draft: Draft) -> list[str]:
     return [member.worker for member in draft.plan.members]
 
 
-def leaving(world: Observation, name: str, *, dead: bool = True) -> Observation:
+def leaving(world: Observation, name: str, *, dead: bool = True, patient: bool = False) -> Observation:
     record = world.state.placement.worker(name)
     assert record is not None
-    return world.with_draft(world.draft.with_worker(replace(record, leaving="it is given up", dead=dead)))
+    given_up = replace(record, leaving="it is given up", dead=dead, patient=patient)
+    return world.with_draft(world.draft.with_worker(given_up))
 
 
 class TestEnd:
@@ -121,6 +122,21 @@ class TestSeats:
         assert asked.plan.checkpoint_request == 1
         later = change_members(replace(asked, now=NOW + waited), checkpoint_request=int(answered))
         assert len(step(later).plan.members) == (3 if begins else 2)
+
+    def test_who_is_moved_for_a_warning_stays_until_the_checkpoint_is_there(self) -> None:
+        world = leaving(training(), "j-w1-0", dead=False, patient=True)
+        asked = world.with_draft(step(world))
+        assert asked.plan.checkpoint_request == 1
+        late = replace(asked, now=NOW + 100 * CHECKPOINT_SECONDS)
+        assert step(late) is late.draft
+        answered = change_members(late, checkpoint_request=1)
+        assert [member.worker for member in step(answered).plan.members] == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
+
+    def test_unless_another_one_must_go(self) -> None:
+        world = leaving(training(spares=2), "j-w1-0", dead=False, patient=True)
+        asked = world.with_draft(step(leaving(world, "j-w2-0", dead=False)))
+        late = replace(leaving(asked, "j-w2-0", dead=False), now=NOW + CHECKPOINT_SECONDS + 1)
+        assert [member.worker for member in step(late).plan.members] == ["j-w0-0", "j-w4-0", "j-w5-0", "j-w3-0"]
 
     def test_nobody_waits_for_the_checkpoint_of_a_job_that_stands_still(self) -> None:
         world = training(2, 2, job=job(3, 1))

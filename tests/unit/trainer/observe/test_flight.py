@@ -17,7 +17,7 @@ from pacekeeper import torch_internals
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.watch import deadline
 from pacekeeper.observe.flight import PERIOD, FlightWatch, leave_captures_alone, oldest, patience
-from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Collective, Device, Phase
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
@@ -177,7 +177,7 @@ def test_the_recorder_is_asked_only_while_the_rank_makes_no_progress(rank: Rank)
     assert state["device_group"] != 0
     rank.record = record()
     assert rank.look(0.5) is Device.IDLE
-    rank.writer.enter_collective(Collective.ALL_REDUCE, 1, 8, 0)
+    rank.writer.enter_collective(Collective.ALL_REDUCE, 1, 8, 0, NO_PLACE)
     assert rank.look(0.5) is Device.RUNNING
     assert rank.asked == 2
 

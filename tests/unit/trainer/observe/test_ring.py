@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import HEADER_BYTES, STATE, Collective, Device, Kind, Phase
+from pacekeeper_analysis.records import ENTERED_PLACES, HEADER_BYTES, STATE, Collective, Device, Kind, Phase
 
 
 @pytest.fixture
@@ -41,14 +41,14 @@ def test_every_field_of_a_record_arrives(path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in STATE.names or () if name not in {"magic", "capacity"}])
+@pytest.mark.parametrize("name", [name for name in STATE.names or () if name not in {"magic", "capacity", "entered"}])
 def test_every_field_of_the_state_arrives_alone(path: Path, name: str) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     before = reader.state().copy()
     setattr(writer.state, name, 5)
     after = reader.state()
     assert after[name] == getattr(writer.state, name) == 5
-    assert [other for other in STATE.names or () if before[other] != after[other]] == [name]
+    assert [other for other in STATE.names or () if (before[other] != after[other]).any()] == [name]
 
 
 def test_an_unknown_field_is_refused(path: Path) -> None:
@@ -58,7 +58,7 @@ def test_an_unknown_field_is_refused(path: Path) -> None:
 
 def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
-    writer.enter_collective(Collective.BARRIER, 2**32 - 1, 4, 1_000)
+    writer.enter_collective(Collective.BARRIER, 2**32 - 1, 4, 1_000, NO_PLACE)
     inside = reader.state()
     writer.leave_collective()
     writer.end_step(11, 2_000)
@@ -67,6 +67,21 @@ def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
     assert inside["collective_since_ns"] == 1_000
     assert (outside["collective"], outside["collectives_entered"]) == (Collective.NONE, 1)
     assert (outside["step"], outside["steps_in_round"], outside["step_end_ns"]) == (11, 1, 2_000)
+
+
+def test_groups_that_find_no_place_count_in_vain_until_one_is_given_back(path: Path) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    places = [writer.take_place(group) for group in range(1, 2 * ENTERED_PLACES)]
+    assert len(set(places)) == ENTERED_PLACES
+    for sequence, place in enumerate(places, 1):
+        writer.enter_collective(Collective.BARRIER, sequence, sequence, 0, place)
+    entered = reader.state()["entered"]
+    found = {int(group): int(sequence) for group, sequence in entered[entered["group"] > 0]}
+    assert found == {group: group for group in range(1, ENTERED_PLACES)}
+    writer.give_back(NO_PLACE)
+    writer.give_back(places[4])
+    assert writer.take_place(200) == places[4]
+    assert reader.state()["entered"][5].tolist() == (200, 0)
 
 
 def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the launcher reads of its own control group, in version 1 and version 2."""
+"""What launcher and ranks read of their own control group, in version 1 and version 2."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
                 continue
         return math.inf if quota in {"max", "-1"} else int(quota) / int(period)
     return math.inf
+
+
+def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
+    """Periods of the processor quota so far, and those of them in which it has held this control group up; (0, 0) where
+    that cannot be read, or there is no quota."""
+    for folder in _folders(root, membership, "cpu"):
+        try:
+            lines = (folder / "cpu.stat").read_text().splitlines()
+        except OSError:
+            continue
+        figures = dict(line.split(" ", 1) for line in lines if " " in line)
+        if "nr_periods" in figures:
+            return int(figures["nr_periods"]), int(figures.get("nr_throttled", 0))
+    return 0, 0
 
 
 def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:

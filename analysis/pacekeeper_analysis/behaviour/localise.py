@@ -1,0 +1,514 @@
+"""In the operator: from the patterns of all ranks to the function, the ranks and the class of fault.
+
+Everything is counted in seconds of a step: G(f, r) = what rank r spends in function f, less the smaller one of its
+peers' median and its own early steps: the seconds that it would save. (PerfTracker, arXiv 2506.08528, compares shares
+of the time; a share falls where anything else grows.) A job's excess has three parts, each looked for where it shows:
+
+- one rank's own work against its peers': they wait for it;
+- own work that has grown on all ranks since their early steps, at once, or on each in its turn: then all wait for it;
+- waits that even the rank that waits least has not had before: the transfer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from ..reading import Cut, Longest, Within
+from . import setup as setups
+from .pattern import LONGEST_NAME, Owner
+from .table import Figures, Table, read_table
+
+SUSPECT = 5.0
+"""Σ|Δ| over the spread of the peers (1.48 of their median absolute deviation, LEAST_SPREAD at least)."""
+LEAST_SPREAD = 0.02
+WEIGHT = 0.25
+"""Of the excess: what saves less is not named."""
+EXPLAINED = 0.5
+"""Of the excess: an answer that explains less is "unknown"."""
+LEAST_EXCESS = 0.03
+"""Of a step: less is nothing to be explained."""
+SURE = 5.0
+"""Standard errors."""
+ALIKE = 0.6
+"""Part of the other functions' time that has grown, where it is the machine that is slow and not one function."""
+GROWN = 0.25
+"""Of the mean growth: a function that has grown by so much has grown with the others."""
+FOLLOWS = 0.7
+"""Correlation of a rank's own work with its samples' lengths."""
+LIBRARY = "torch/"
+"""What computes there is slow by how it is set up, where that has changed."""
+MOST_EXPLANATIONS = 8
+FEW_RANKS = 64
+"""Up to so many, a rank is compared with the others without itself."""
+
+
+Ranks = Annotated[tuple[Annotated[int, Within(0)], ...], Longest(1000)]
+Seconds = Annotated[float, Within(0, 1e6)]
+Part = Annotated[float, Within(0, 1)]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One cause of a part of the excess."""
+
+    finding: Finding
+    function: Annotated[str, Longest(LONGEST_NAME)]  # that is named; "": none
+    ranks: Ranks  # on which; (): on all
+    saved_seconds: Seconds  # a step
+    explained: Part  # of the job's excess
+
+
+@dataclass(frozen=True)
+class Localisation:
+    """What a window comes to. `finding`: the verdict, Unknown where less than half of the excess is explained."""
+
+    finding: Finding
+    explanations: Annotated[tuple[Explanation, ...], Longest(MOST_EXPLANATIONS)] = ()  # those that save most first
+    step_seconds: Seconds = 0.0
+    excess_seconds: Seconds = 0.0  # of a step
+    explained: Part = 0.0  # of the excess
+    heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
+    expected: Annotated[int, Within(0)] = 0
+    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()
+    """For people: what is missing, and settings that are slow whatever the excess is."""
+    usual: Ranks = ()  # ranks that are like most, to be compared with
+    suspects: Ranks = ()
+
+
+def localise(answers: Iterable[tuple[int, bytes]], expected: int) -> Localisation:
+    """`answers`: by rank, as they were sent (`pattern.Answer`). `expected`: ranks of the job."""
+    return judge(read_table(answers), expected)
+
+
+def judge(table: Table, expected: int) -> Localisation:
+    """The same of what has been read."""
+    heard = len(table.ranks)
+    remarks = _remarks(table, expected)
+    if heard == 0:
+        nobody = Finding(FaultClass.UNKNOWN, "", advice="no rank has answered: ask again by hand")
+        return Localisation(nobody, expected=expected, remarks=remarks)
+    view = _View(table)
+    frame = Localisation(
+        Finding(FaultClass.UNKNOWN, ""),
+        step_seconds=view.step,
+        excess_seconds=view.excess,
+        heard=heard,
+        expected=expected,
+        remarks=remarks,
+        usual=view.usual,
+    )
+    if view.excess < LEAST_EXCESS * view.step:
+        return replace(frame, finding=_nothing(view))
+    one, common, transfer = _ranks(view), _everywhere(view), _transfer(view)
+    found = sorted([*one, *common, *transfer], key=lambda e: -e.saved_seconds)[:MOST_EXPLANATIONS]
+    explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))
+    explained = min(explained, 1.0)
+    suspects = tuple(dict.fromkeys(rank for explanation in found for rank in explanation.ranks))
+    finding = found[0].finding if found and explained >= EXPLAINED else _unknown(view, found, explained)
+    return replace(frame, finding=finding, explanations=tuple(found), explained=explained, suspects=suspects)
+
+
+def sentences(found: Localisation) -> tuple[str, ...]:
+    """For people: what was found, beginning with what saves most, how much of the excess that is, and what is
+    missing."""
+    each = tuple(
+        f"{e.finding.fault}: {e.finding.culprit}; without it a step would take {e.saved_seconds:.3f} s less "
+        f"({e.explained:.0%} of the excess). {'; '.join(witness.words for witness in e.finding.witnesses)}"
+        for e in found.explanations
+    )
+    whole = (
+        f"in a behaviour window of {found.heard} ranks a step took {found.step_seconds:.3f} s, "
+        f"{found.excess_seconds:.3f} s more than usual; {found.explained:.0%} of that is explained",
+    )
+    return (*whole, *each, *found.remarks)
+
+
+class _View:
+    """The table, with what all three questions need of it."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table = _with_equal_shares(table)
+        waits = table.owners == Owner.COLLECTIVE
+        self.own = ~waits
+        now, early = table.now, table.early
+        self.known = np.isfinite(early.step_seconds)
+        """Ranks whose early steps are known."""
+        self.has_early = 2 * self.known.sum() >= len(table.ranks)
+        self.work = (now.step_seconds - now.seconds[:, waits].sum(axis=1)) * _to_equal(now)
+        self.early_work = (early.step_seconds - early.seconds[:, waits].sum(axis=1)) * _to_equal(early)
+        self.peers_work = _others(self.work[:, None].astype(np.float32))[:, 0]
+        self.step = float(np.median(now.step_seconds))
+        ahead = self.work - self.peers_work if len(table.ranks) > 1 else np.zeros(1)
+        self.ahead: NDArray[np.float64] = ahead
+        """Seconds of each rank's own work beyond its peers'."""
+        self.early_step = float(np.median(early.step_seconds[self.known])) if self.has_early else self.step
+        self.grown = float(np.median((self.work - self.early_work)[self.known])) if self.has_early else 0.0
+        """Own work of the middle rank beyond its early steps."""
+        self.waited = self._least_wait(waits)
+        self.excess = max(0.0, float(ahead.max(initial=0.0)), self.step - self.early_step)
+
+    @property
+    def usual(self) -> tuple[int, ...]:
+        order = np.argsort(np.abs(self.ahead), kind="stable")
+        return tuple(int(self.table.ranks[row]) for row in order[:2])
+
+    def _least_wait(self, waits: NDArray[np.bool_]) -> float:
+        """Seconds of a step that even the rank that waits least has more than in its early steps."""
+        if not self.has_early:
+            return 0.0
+        now, early = self.table.now.seconds[:, waits].sum(axis=1), self.table.early.seconds[:, waits].sum(axis=1)
+        return max(0.0, float(now.min()) - float(early[self.known].min()))
+
+
+def _with_equal_shares(table: Table) -> Table:
+    """As if each rank had as many samples: own work, in seconds of such a step. Waits stay as they are: shares that fit
+    slow ranks hide them there."""
+    return replace(table, now=_rescaled(table, table.now), early=_rescaled(table, table.early))
+
+
+def _rescaled(table: Table, figures: Figures) -> Figures:
+    factor = np.where(table.owners == Owner.COLLECTIVE, 1.0, _to_equal(figures)[:, None]).astype(np.float32)
+    return replace(
+        figures,
+        seconds=figures.seconds * factor,
+        errors=figures.errors * factor,
+        busy=figures.busy * factor,
+        spread=figures.spread * factor,
+    )
+
+
+def _to_equal(figures: Figures) -> NDArray[np.float64]:
+    """Of each rank: an equal share over its own; 1 where shares are not known."""
+    samples = figures.samples[np.isfinite(figures.step_seconds)]
+    if not len(samples) or samples.min() <= 0:
+        return np.ones(len(figures.samples))
+    return np.asarray(samples.mean() / np.maximum(figures.samples, 1.0), np.float64)
+
+
+# One rank against its peers
+
+
+def _ranks(view: _View) -> list[Explanation]:
+    """Ranks that their peers wait for; those with the same cause together."""
+    least = max(WEIGHT * view.excess, LEAST_EXCESS * view.step)
+    rows = [int(row) for row in np.argsort(-view.ahead) if view.ahead[row] >= least][:MOST_EXPLANATIONS]
+    if not rows:
+        return []
+    table = view.table
+    peers = _Compared(table.now)
+    causes = [(row, _of_rank(view, row, peers)) for row in rows]
+    together: dict[tuple[FaultClass, str], list[tuple[int, _Cause]]] = {}
+    for row, cause in causes:
+        together.setdefault((cause.fault, cause.function), []).append((row, cause))
+    return [_explanation(view, members) for members in together.values()]
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What makes some own work longer than it was, or than peers'."""
+
+    fault: FaultClass
+    function: str
+    part: float  # of this longer work that it explains
+    witnesses: tuple[Witness, ...]
+    advice: str
+
+
+def _of_rank(view: _View, row: int, peers: _Compared) -> _Cause:
+    table, own = view.table, view.own
+    setup = table.setups[row]
+    others = [other for i, other in enumerate(table.setups[: FEW_RANKS + 1]) if i != row]
+    early = table.early_setups[row]
+    static = setups.unlike(setup, others, "its peers have")
+    static += () if early is None else setups.unlike(setup, [early], "in its early steps")
+    lengths = table.now.lengths
+    return _cause(
+        _Work(
+            functions=tuple(name for name, mine in zip(table.functions, own, strict=True) if mine),
+            seconds=table.now.seconds[row, own].astype(np.float64),
+            usual=peers.usual.seconds[row, own].astype(np.float64),
+            busy=float(table.now.busy[row, own].sum() - peers.usual.busy[row, own].sum()),
+            distance=peers.distances(row)[own],
+            longer=float(view.ahead[row]),
+            longer_lengths=_ratio(float(lengths[row]), float(np.median(lengths))),
+            follows=float(table.follows_lengths[row]),
+            held_up=setups.throttled(setup, others),
+            delayed=setups.delayed(setup, others),
+            static=static,
+            setting_advice="give this worker the setting that its peers have",
+            machine=True,
+        )
+    )
+
+
+def _explanation(view: _View, members: Sequence[tuple[int, _Cause]]) -> Explanation:
+    row, cause = members[0]  # the slowest
+    ranks = tuple(int(view.table.ranks[member]) for member, _ in members)
+    times = float(view.work[row] / view.peers_work[row]) if view.peers_work[row] > 0 else float("inf")
+    words = f"rank {ranks[0]}'s own work takes {times:.2f} × its peers' ({view.ahead[row]:.3f} s a step more)"
+    who = _who(ranks)
+    culprit = f"{cause.function} on {who}" if cause.function else who
+    witnesses = (Witness(WitnessKind.TIMES, words), *cause.witnesses)
+    saved = float(view.ahead[row]) * cause.part
+    return Explanation(
+        Finding(cause.fault, culprit, witnesses, advice=cause.advice),
+        cause.function,
+        ranks,
+        saved_seconds=saved,
+        explained=min(1.0, saved / view.excess),
+    )
+
+
+# All ranks against their early steps
+
+
+def _everywhere(view: _View) -> list[Explanation]:
+    """Own work that has grown on all of them: at once, or on each in its turn while the others wait for it."""
+    if not view.has_early:
+        return []
+    table, own, known = view.table, view.own, view.known
+    growth = np.median((table.now.seconds - table.early.seconds)[known][:, own], axis=0).astype(np.float64)
+    error = _error(table, own, known)
+    grown = max(view.grown, 0.0)
+    if grown < LEAST_SPREAD * view.step / len(table.ranks) or float(growth.max(initial=0.0)) < SURE * error:
+        return []
+    ranks = len(table.ranks)
+    turns = min(view.waited, (ranks - 1) * grown)  # while one works longer, the others wait
+    in_turn = turns > grown
+    saved = grown + (turns if in_turn else 0.0)
+    if saved < max(WEIGHT * view.excess, LEAST_EXCESS * view.step):
+        return []
+    lengths, early_lengths = table.now.lengths[known], table.early.lengths[known]
+    both = zip(table.setups, table.early_setups, strict=True)
+    pairs = [(setup, [early]) for setup, early in both if early is not None]
+    held_up = _most(setups.throttled(*pair) for pair in pairs[:FEW_RANKS])
+    delayed = _most(setups.delayed(*pair) for pair in pairs[:FEW_RANKS])
+    static = setups.unlike(*pairs[0], "in the early steps")
+    usual = np.median(table.early.seconds[known][:, own], axis=0).astype(np.float64)
+    busy = (table.now.busy - table.early.busy)[known][:, own].sum(axis=1)
+    cause = _cause(
+        _Work(
+            functions=tuple(name for name, mine in zip(table.functions, own, strict=True) if mine),
+            seconds=usual + growth,
+            usual=usual,
+            busy=float(np.median(busy)),
+            distance=growth * (saved / grown) / (view.step * LEAST_SPREAD),
+            longer=grown,
+            longer_lengths=_ratio(float(np.median(lengths)), float(np.median(early_lengths))),
+            follows=1.0,
+            held_up=held_up,
+            delayed=delayed,
+            static=static,
+            setting_advice="set it back to what the early steps had",
+            machine=False,
+        )
+    )
+    how = "on one rank after the other, and the others wait for it" if in_turn else "on all ranks alike"
+    words = f"own work takes {grown:.3f} s a step more than in the job's early steps, {how}"
+    place = "all ranks, in turns" if in_turn else "all ranks"
+    culprit = f"{cause.function} on {place}" if cause.function else place
+    finding = Finding(
+        cause.fault, culprit, (Witness(WitnessKind.HISTORY, words), *cause.witnesses), advice=cause.advice
+    )
+    part = saved * cause.part
+    return [Explanation(finding, cause.function, (), part, min(1.0, part / view.excess))]
+
+
+def _error(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> float:
+    """One standard error of the middle rank's growth in a function: looks are samples."""
+    errors = np.hypot(table.now.errors, table.early.errors)[known][:, own]
+    return float(np.median(errors.max(axis=1, initial=0.0)) / np.sqrt(max(1, known.sum())))
+
+
+# The transfer
+
+
+def _transfer(view: _View) -> list[Explanation]:
+    """Waits of the rank that waits least, beyond what slow work of each rank in its turn would make of them."""
+    turns = (len(view.table.ranks) - 1) * max(view.grown, 0.0)
+    saved = view.waited - (turns if turns > LEAST_SPREAD * view.step else 0.0)
+    if saved < max(WEIGHT * view.excess, LEAST_EXCESS * view.step):
+        return []
+    waits = np.flatnonzero(~view.own)
+    growth = np.median((view.table.now.seconds - view.table.early.seconds)[view.known][:, waits], axis=0)
+    name = view.table.functions[int(waits[int(np.argmax(growth))])][0]
+    words = f"even the rank that waits least waits {saved:.3f} s a step more than in the job's early steps"
+    finding = Finding(
+        FaultClass.NETWORK,
+        f"{name} on all ranks",
+        (
+            Witness(WitnessKind.HISTORY, words),
+            Witness(WitnessKind.BEHAVIOUR, f"{name} has grown most, and no rank's own work has"),
+        ),
+        advice="look at the links: the delay matrix and a probe tell which one",
+    )
+    return [Explanation(finding, name, (), saved, min(1.0, saved / view.excess))]
+
+
+# What kind of fault it is
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Own work that is longer than usual, by function."""
+
+    functions: tuple[tuple[str, Owner], ...]
+    seconds: NDArray[np.float64]
+    usual: NDArray[np.float64]
+    busy: float  # seconds more that it used what its functions are bound to
+    distance: NDArray[np.float64]
+    longer: float  # seconds of a step
+    longer_lengths: float  # of its samples, over the usual ones; 0: not known
+    follows: float  # correlation with them
+    held_up: Witness | None
+    delayed: Witness | None
+    static: tuple[Witness, ...]
+    setting_advice: str
+    machine: bool  # that all functions are slower alike says something about the machine by itself
+
+
+def _cause(work: _Work) -> _Cause:
+    """Everything slower alike is the machine, its settings, or longer samples; one function alone is code, or data."""
+    gain = work.seconds - work.usual
+    alike, factor, part = _alike(work, gain)
+    if alike:
+        return _everything_slower(work, factor, part)
+    named = np.flatnonzero((gain >= WEIGHT * work.longer) & (work.distance > SUSPECT))
+    named = named[np.argsort(-gain[named], kind="stable")]
+    if not len(named):
+        words = Witness(WitnessKind.BEHAVIOUR, "the time has grown in many functions, in none of them much")
+        return _Cause(FaultClass.UNKNOWN, "", 0.0, (words,), "look at the stacks of this window")
+    top = int(named[0])
+    name, owner = work.functions[top]
+    part = min(1.0, float(gain[named].sum()) / work.longer)
+    witnesses = tuple(_function_words(work, int(i)) for i in named[:3])
+    if work.static and name.startswith(LIBRARY):
+        return _Cause(FaultClass.CONFIGURATION, name, part, (*witnesses, *work.static), work.setting_advice)
+    if owner is Owner.DATA:
+        return _Cause(FaultClass.DATA, name, part, witnesses, "look at the loader and at the storage that it reads")
+    if owner is Owner.GARBAGE:
+        advice = "make fewer objects in a step, or have collections planned (PlanGarbage)"
+        return _Cause(FaultClass.CODE, name, part, witnesses, advice)
+    return _Cause(FaultClass.CODE, name, part, witnesses, f"look at what {name} does since it takes longer")
+
+
+def _alike(work: _Work, gain: NDArray[np.float64]) -> tuple[bool, float, float]:
+    """Whether all functions have grown together; by what factor, and how much of the longer work that is."""
+    known = work.usual > 0.005 * max(float(work.usual.sum()), 1e-12)
+    usual, seconds = work.usual[known], work.seconds[known]
+    if not usual.sum() or work.longer <= 0:
+        return False, 1.0, 0.0
+    factor = float(seconds.sum() / usual.sum())
+    part = min(1.0, float(np.maximum(gain[known], 0).sum()) / work.longer)
+    if factor <= 1 or part < EXPLAINED:
+        return False, factor, part
+    grown = seconds - usual >= GROWN * (factor - 1) * usual
+    rest = np.arange(len(usual)) != int(np.argmax(seconds - usual))
+    if usual[rest].sum() >= 0.05 * usual.sum():
+        return float(usual[rest][grown[rest]].sum() / usual[rest].sum()) >= ALIKE, factor, part
+    held_up = work.held_up is not None or work.delayed is not None
+    return held_up or work.busy >= 0.5 * work.longer, factor, part
+
+
+def _everything_slower(work: _Work, factor: float, part: float) -> _Cause:
+    words = Witness(WitnessKind.BEHAVIOUR, f"all of its functions take longer alike, {factor:.2f} × in all")
+    if work.follows >= FOLLOWS and work.longer_lengths - 1 >= 0.5 * (factor - 1):
+        longer = Witness(WitnessKind.HISTORY, f"its samples are {work.longer_lengths:.2f} × as long in sum")
+        return _Cause(FaultClass.DATA, "", part, (words, longer), "balance the lengths over the ranks")
+    if work.held_up is not None:
+        advice = "raise the CPU limit of the worker, or take it away"
+        return _Cause(FaultClass.CONFIGURATION, "", part, (words, work.held_up), advice)
+    if work.static:
+        return _Cause(FaultClass.CONFIGURATION, "", part, (words, *work.static), work.setting_advice)
+    if work.delayed is not None:
+        advice = "move the worker, or what else runs on its node's processors"
+        return _Cause(FaultClass.HARDWARE, "", part, (words, work.delayed), advice)
+    if work.machine:
+        return _Cause(FaultClass.HARDWARE, "", part, (words,), "swap the worker, and have its node probed")
+    return _Cause(FaultClass.UNKNOWN, "", 0.0, (words,), "no setting says why: look at what else the nodes do")
+
+
+def _function_words(work: _Work, place: int) -> Witness:
+    name, _ = work.functions[place]
+    words = f"{name} takes {work.seconds[place]:.3f} s a step, usual is {work.usual[place]:.3f} s"
+    return Witness(WitnessKind.BEHAVIOUR, words)
+
+
+# Peers
+
+
+class _Compared:
+    """Each rank's figures, and the usual ones of the others."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+        self.usual = replace(
+            figures, seconds=_others(figures.seconds), busy=_others(figures.busy), spread=_others(figures.spread)
+        )
+
+    def distances(self, row: int) -> NDArray[np.float64]:
+        """Of this rank from the others, by function: Σ|Δ(β, μ, σ)| over the spread of the others' β."""
+        now, usual, step = self._figures, self.usual, self._figures.step_seconds[row]
+        kinds = ((now.seconds, usual.seconds), (now.busy, usual.busy), (now.spread, usual.spread))
+        away = sum(np.abs(mine[row].astype(np.float64) - its[row]) for mine, its in kinds) / step
+        others = np.delete(now.seconds, row, axis=0) if len(now.seconds) > 1 else now.seconds
+        deviation = np.median(np.abs(others - usual.seconds[row]), axis=0) / step
+        return np.asarray(away / np.maximum(1.48 * deviation, LEAST_SPREAD), np.float64)
+
+
+def _others(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """For each row, by column: the median of the other rows; of all, where they are many."""
+    rows = len(values)
+    if rows == 1:
+        return values
+    if rows > FEW_RANKS:
+        return np.broadcast_to(np.median(values, axis=0), values.shape)
+    return np.stack([np.median(np.delete(values, row, axis=0), axis=0) for row in range(rows)])
+
+
+# Words
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _ratio(value: float, usual: float) -> float:
+    return value / usual if usual > 0 else 0.0
+
+
+def _most(found: Iterable[Witness | None]) -> Witness | None:
+    """The first one, where most of them have one."""
+    every = list(found)
+    some = [witness for witness in every if witness is not None]
+    return some[0] if some and 2 * len(some) > len(every) else None
+
+
+def _remarks(table: Table, expected: int) -> tuple[str, ...]:
+    heard = len(table.ranks)
+    missing = () if heard >= expected else (f"{heard} of {expected} ranks have answered",)
+    wrong = dict.fromkeys(
+        witness.words for setup in table.setups[:FEW_RANKS] for witness in setups.wrong_settings(setup)
+    )
+    return (*missing, *table.refused[:4], *wrong)
+
+
+def _nothing(view: _View) -> Finding:
+    against = "peers and early steps" if view.has_early else "peers; its early steps are not known"
+    words = Witness(WitnessKind.TIMES, f"no rank's step differs by {LEAST_EXCESS:.0%} from {against}")
+    return Finding(FaultClass.UNKNOWN, "", (words,), advice="nothing is slower than usual in this window")
+
+
+def _unknown(view: _View, found: Sequence[Explanation], explained: float) -> Finding:
+    part = f"{explained:.0%} of the {view.excess:.3f} s that a step takes longer is explained"
+    witnesses = [Witness(WitnessKind.TIMES, part)]
+    witnesses += [witness for explanation in found[:1] for witness in explanation.finding.witnesses]
+    advice = "too little is explained to blame anything: look at the stacks of this window"
+    culprit = found[0].finding.culprit if found and not found[0].function else ""
+    return Finding(FaultClass.UNKNOWN, culprit, tuple(witnesses), advice=advice)

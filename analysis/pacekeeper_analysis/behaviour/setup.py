@@ -1,0 +1,91 @@
+"""What ranks' setups say against them: the static witnesses of a wrong setting, and those of a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from ..diagnose.finding import Witness, WitnessKind
+from .pattern import Setup
+
+HELD_UP = 0.05
+"""Share of the periods (throttled) or of the time (delayed) from which it explains something."""
+SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": ("1",),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+    "PYTHONDEVMODE": ("1",),
+    "PYTHONASYNCIODEBUG": ("1",),
+    "NCCL_P2P_DISABLE": ("1",),
+    "NCCL_SHM_DISABLE": ("1",),
+    "NCCL_DEBUG": ("TRACE",),
+}
+"""Made for debugging, or for machines that can do no better."""
+_SOCKETS = ("NCCL_IB_DISABLE=1", "NCCL_NET=Socket")
+
+
+def wrong_settings(setup: Setup) -> tuple[Witness, ...]:
+    """What slows a rank down wherever it runs."""
+    return tuple(Witness(WitnessKind.SETTINGS, words) for words in _wrong(setup))
+
+
+def unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> tuple[Witness, ...]:
+    """What is set otherwise than in all of `usual` alike; `whose` they are, for people."""
+    return tuple(Witness(WitnessKind.SETTINGS, words) for words in _unlike(setup, usual, whose))
+
+
+def throttled(setup: Setup, usual: Sequence[Setup] = ()) -> Witness | None:
+    """Its processor quota holds it up, more than it does `usual`."""
+    if setup.throttled < HELD_UP + _median([other.throttled for other in usual]):
+        return None
+    quota = f" of {setup.processors:g} processors" if setup.processors else ""
+    words = f"the processor quota{quota} has held its worker up in {setup.throttled:.0%} of the periods"
+    return Witness(WitnessKind.PROCESS, words)
+
+
+def delayed(setup: Setup, usual: Sequence[Setup] = ()) -> Witness | None:
+    """Others have had the processors that it was ready to run on, more than with `usual`."""
+    if setup.delayed < HELD_UP + _median([other.delayed for other in usual]):
+        return None
+    words = f"it was ready to run, and others had the processors, for {setup.delayed:.0%} of the time"
+    return Witness(WitnessKind.PROCESS, words)
+
+
+def _wrong(setup: Setup) -> Iterator[str]:
+    for given in setup.variables:
+        name, _, value = given.partition("=")
+        if value in SLOW_VARIABLES.get(name, ()):
+            yield f"{given} slows every step down"
+        if given in _SOCKETS and setup.infiniband:
+            yield f"{given} sends over sockets, although there is InfiniBand"
+    if setup.anomalies:
+        yield "autograd looks for anomalies in every step"
+    ranks = max(setup.ranks, 1)
+    if setup.threads == 1 and setup.processors >= 2 * ranks:
+        yield f"operations have 1 thread, of {setup.processors / ranks:g} processors a rank"
+    if setup.processors and setup.threads * ranks >= 2 * max(setup.processors, 1):
+        yield f"operations of {ranks} ranks have {setup.threads} threads each, on {setup.processors:g} processors"
+
+
+def _unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> Iterator[str]:
+    if not usual:
+        return
+    for name, words in (("threads", "threads of an operation"), ("processors", "processors")):
+        others, mine = {getattr(other, name) for other in usual}, getattr(setup, name)
+        if len(others) == 1 and mine and 0 not in others and mine not in others:
+            yield f"{mine:g} {words}, {whose} {others.pop():g}"
+    if setup.anomalies and not any(other.anomalies for other in usual):
+        yield f"autograd looks for anomalies, unlike {whose}"
+    common = set(usual[0].variables).intersection(*(other.variables for other in usual))
+    known = set().union(*(other.variables for other in usual))
+    for given in setup.variables:
+        if given not in known:
+            yield f"{given}, unlike {whose}"
+    mine_named = {given.partition("=")[0] for given in setup.variables}
+    for given in sorted(common):
+        if given.partition("=")[0] not in mine_named:
+            yield f"{given} is not set, unlike {whose}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return max(0.0, median(values)) if values else 0.0

@@ -1,0 +1,372 @@
+"""Which link between ranks is slow, from the kernel's counters of their connections.
+
+    cells = join(evidence)                      # one a direction of two ranks and window of some seconds
+    view = judge(cells)                         # the delay matrix, and what of it is hot
+
+Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least (slow ones: 1 MB),
+for each class of link by itself (on one node, between nodes). Median polish, D = m + r_s + c_d + e_sd, takes apart what
+belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual
+and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
+
+Busy is a connection until it has been acknowledged, and acknowledgements stand in the queue of what is slow the other
+way: of a place and its way back only the slower one is told.
+A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..reports import Evidence, LinkWindow
+
+LEAST_BYTES, SLOW_BYTES, SLOW_BUSY_SECONDS = 8_000_000, 1_000_000, 0.5
+"""That a cell has carried in a window, or that it has needed so long for: less tells of single messages, not of a link.
+"""
+LEAST_COUNTED_SECONDS = 0.02
+"""Busy time that is told from less: the kernel counts it in ticks of 4 ms."""
+LEAST_BUSY_SECONDS = 0.1
+"""A cell that was busy for less is not what anybody waits for, and its time is coarse."""
+HOT = 1.5
+SIGMAS = 5.0
+MANIFEST = 4.0
+"""× the usual is hot whatever the spread: the spread of a few cells is itself a guess."""
+LEAST_SIGMA = 0.08
+"""Of D: links alike differ by so much from second to second; less is luck."""
+WINDOWS_NEEDED = 2
+APART = 3
+"""Cells that a row (a column) needs before an effect of its own can be told from those of its cells."""
+ROUNDS = 4
+"""Of median polish; its residuals hardly change any more."""
+NAMED = 8
+"""Hot spots that are told at most, hottest first."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Kind(StrEnum):
+    """What a hot spot is a fault of."""
+
+    LINK = "Link"  # one cell: other cells of its row, and of its column, are as usual
+    SENDER = "Sender"  # a row: all that a rank sends
+    RECEIVER = "Receiver"  # a column: all that a rank receives
+    PAIR = "Pair"  # one of these: the rank has no other cell to tell by
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one rank sent to another in one window."""
+
+    source: int
+    destination: int
+    age: int  # windows ago
+    acked_bytes: int
+    busy_seconds: float
+    receiver_limited_seconds: float = 0.0
+    retransmitted_bytes: int = 0
+    same_node: bool = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        """While it was busy."""
+        return self.acked_bytes / max(self.busy_seconds, LEAST_COUNTED_SECONDS)
+
+
+@dataclass(frozen=True)
+class HotSpot:
+    """A place of the delay matrix that is slower than the others. -1: all ranks."""
+
+    kind: Kind
+    source: int
+    destination: int
+    ratio: float  # time for a byte over the usual
+    windows: int  # in which it was hot
+    bytes_per_second: float  # in the newest of them
+    usual_bytes_per_second: float
+    pairs: tuple[tuple[int, int], ...] = ()  # source, destination of its hot cells, hottest first
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the connections of a job show."""
+
+    hot: tuple[HotSpot, ...] = ()  # hottest first
+    cells: int = 0  # with enough traffic to be judged, in the newest window
+    unknown: int = 0  # ends whose other end nobody has told: a mesh, address translation, a peer that did not answer
+    row_ratio: Mapping[int, float] = field(default_factory=dict)  # rank → its side's time for a byte over the usual
+    column_ratio: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        return self.cells > 0
+
+
+def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
+    """`unknown`: ends that could not be joined."""
+    by_window: dict[int, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.acked_bytes >= (SLOW_BYTES if cell.busy_seconds >= SLOW_BUSY_SECONDS else LEAST_BYTES):
+            by_window[cell.age].append(cell)
+    polished = {age: [_polish(group) for group in _classes(found)] for age, found in sorted(by_window.items())}
+    newest = [matrix for age in list(polished)[:1] for matrix in polished[age]]
+    rows: dict[int, float] = {}
+    columns: dict[int, float] = {}
+    for matrix in newest:
+        _keep_largest(rows, matrix.sources, matrix.rows)
+        _keep_largest(columns, matrix.destinations, matrix.columns)
+    return Links(
+        hot=_hot_spots(polished),
+        cells=len(by_window[min(by_window)]) if by_window else 0,
+        unknown=unknown,
+        row_ratio=rows,
+        column_ratio=columns,
+    )
+
+
+def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -> tuple[list[Cell], int]:
+    """Both ends of every connection put together: (cells, number of ends that have no other end).
+
+    nodes: worker → its node. Ends fit where each names the other's address and port as its own and its peer's: where
+    something in between changes them, nothing is said. An end that two ranks claim is nobody's.
+    """
+    owners: dict[tuple[str, str, str], set[tuple[int, str]]] = defaultdict(set)
+    for answer in evidence:
+        for end in answer.links:
+            if end.rank >= 0:
+                owners[_place(answer.worker, end.local, end.remote)].add((end.rank, answer.worker))
+    sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    near: dict[tuple[int, int], bool] = {}
+    unknown: set[tuple[str, str, str]] = set()
+    for answer in evidence:
+        for end in answer.links:
+            here = _place(answer.worker, end.local, end.remote)
+            there = owners.get(_place(answer.worker, end.remote, end.local), set())
+            if end.rank < 0 or len(owners[here]) != 1 or len(there) != 1:
+                unknown.add(here)
+                continue
+            ((rank, worker),) = there
+            if rank != end.rank:
+                _add(sums[end.rank, rank, end.age], end)
+                near[end.rank, rank] = _same_node(answer.worker, worker, nodes or {})
+    cells = [
+        Cell(source, destination, age, int(acked), busy, limited, int(again), near[source, destination])
+        for (source, destination, age), (acked, busy, limited, again) in sums.items()
+    ]
+    return cells, len(unknown)
+
+
+def describe(spot: HotSpot) -> str:
+    """For people."""
+    where = {
+        Kind.LINK: f"link {spot.source} → {spot.destination}",
+        Kind.SENDER: f"all that rank {spot.source} sends",
+        Kind.RECEIVER: f"all that rank {spot.destination} receives",
+        Kind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
+    }[spot.kind]
+    return (
+        f"{where}: {_rate(spot.bytes_per_second)} while busy, the others {_rate(spot.usual_bytes_per_second)} "
+        f"({spot.ratio:.1f} × the time for a byte, in {spot.windows} windows)"
+    )
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The cells of one class in one window, taken apart: `delay` = middle + its row's + its column's + residual."""
+
+    cells: Sequence[Cell]
+    delay: Floats
+    middle: float
+    sources: Ints  # ranks with a row
+    destinations: Ints
+    row: Ints  # of each cell, its place in `sources`
+    column: Ints
+    rows: Floats  # of each row, NaN where it has too few cells to tell
+    columns: Floats
+    residual: Floats
+
+    @property
+    def usual(self) -> float:
+        """Bytes a second."""
+        return 1e6 / math.exp(self.middle)
+
+
+def _polish(cells: Sequence[Cell]) -> _Matrix:
+    delay = np.log([1e6 / cell.bytes_per_second for cell in cells])
+    sources, row = np.unique([cell.source for cell in cells], return_inverse=True)
+    destinations, column = np.unique([cell.destination for cell in cells], return_inverse=True)
+    rows_known = np.bincount(row) >= APART
+    columns_known = np.bincount(column) >= APART
+    rows, columns = np.zeros(len(sources)), np.zeros(len(destinations))
+    middle = float(np.median(delay))
+    residual = delay - middle
+    for _ in range(ROUNDS):
+        step = np.where(rows_known, _medians(residual, row, len(sources)), 0.0)
+        rows += step
+        residual = residual - step[row]
+        step = np.where(columns_known, _medians(residual, column, len(destinations)), 0.0)
+        columns += step
+        residual = residual - step[column]
+    # What all rows (columns) have in common is the middle's.
+    for effects, known in ((rows, rows_known), (columns, columns_known)):
+        if known.all():
+            shift = float(np.median(effects))
+            effects -= shift
+            middle += shift
+    rows = np.where(rows_known, rows, np.nan)
+    columns = np.where(columns_known, columns, np.nan)
+    return _Matrix(cells, delay, middle, sources, destinations, row, column, rows, columns, residual)
+
+
+def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
+    """Those of single windows, put together: the same place has to be hot in two of them (in the only one of a job that
+    has no more yet, nothing is)."""
+    seen: dict[tuple[Kind, int, int], list[HotSpot]] = defaultdict(list)
+    for _, matrices in sorted(polished.items()):
+        for matrix in matrices:
+            for spot in _hot_in(matrix):
+                seen[spot.kind, spot.source, spot.destination].append(spot)
+    found = [
+        HotSpot(
+            kind=spots[0].kind,
+            source=spots[0].source,
+            destination=spots[0].destination,
+            ratio=float(np.median([spot.ratio for spot in spots])),
+            windows=len(spots),
+            bytes_per_second=spots[0].bytes_per_second,
+            usual_bytes_per_second=spots[0].usual_bytes_per_second,
+            pairs=spots[0].pairs,
+        )
+        for spots in seen.values()
+        if len(spots) >= WINDOWS_NEEDED
+    ]
+    found.sort(key=lambda spot: spot.bytes_per_second)
+    causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
+    return tuple(sorted(causes, key=lambda spot: -spot.ratio)[:NAMED])
+
+
+def _answers(spot: HotSpot, cause: HotSpot) -> bool:
+    """Whether `spot` is hot only because its acknowledgements stand in the queue of a slower one. Behind a pair there
+    may be the source's or the destination's side, through which those of other pairs pass."""
+    by_source, by_destination = _touch(spot.destination, cause.source), _touch(spot.source, cause.destination)
+    return by_source or by_destination if cause.kind is Kind.PAIR else by_source and by_destination
+
+
+def _touch(one: int, other: int) -> bool:
+    return one == other or -1 in (one, other)
+
+
+def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
+    """Of one window and class. Cells that are explained by their row or column are not told by themselves."""
+    busy = np.array([cell.busy_seconds >= LEAST_BUSY_SECONDS for cell in matrix.cells])
+    hot = _is_hot(matrix.residual) & busy
+    row_is_cool = np.bincount(matrix.row, weights=~hot) > 0
+    column_is_cool = np.bincount(matrix.column, weights=~hot) > 0
+    rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot & column_is_cool[matrix.column], busy)
+    columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot & row_is_cool[matrix.row], busy)
+    for line, effect in rows:
+        yield _line(matrix, Kind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
+        hot &= matrix.row != line
+    for line, effect in columns:
+        yield _line(matrix, Kind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
+        hot &= matrix.column != line
+    for place in np.flatnonzero(hot).tolist():
+        cell = matrix.cells[place]
+        alone = row_is_cool[matrix.row[place]] and column_is_cool[matrix.column[place]]
+        yield HotSpot(
+            kind=Kind.LINK if alone else Kind.PAIR,
+            source=cell.source,
+            destination=cell.destination,
+            ratio=math.exp(matrix.residual[place]),
+            windows=1,
+            bytes_per_second=cell.bytes_per_second,
+            usual_bytes_per_second=matrix.usual,
+            pairs=((cell.source, cell.destination),),
+        )
+
+
+def _hot_lines(
+    effects: Floats, residual: Floats, line: Ints, hot: NDArray[np.bool_], busy: NDArray[np.bool_]
+) -> list[tuple[int, float]]:
+    """Rows (or columns) that are slow as a whole, and their effects. One with two cells has no effect of its own: it is
+    slow where both are. `hot`: cells that no line across them explains."""
+    known = np.isfinite(effects)
+    slow = np.zeros(len(effects), bool)
+    slow[known] = _is_hot(effects[known])
+    slow &= np.bincount(line, weights=busy) > 0
+    size, hot_cells = np.bincount(line), np.bincount(line, weights=hot)
+    pair = ~known & (size == APART - 1) & (hot_cells == size)
+    effects = np.where(known, effects, _medians(residual, line, len(effects)))
+    return [(int(place), float(effects[place])) for place in np.flatnonzero(slow | pair)]
+
+
+def _line(matrix: _Matrix, kind: Kind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
+    places = np.flatnonzero(mine)
+    its = [matrix.cells[i] for i in places[np.argsort(-matrix.delay[places], kind="stable")]]
+    return HotSpot(
+        kind=kind,
+        source=rank if kind is Kind.SENDER else -1,
+        destination=rank if kind is Kind.RECEIVER else -1,
+        ratio=math.exp(effect),
+        windows=1,
+        bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),
+        usual_bytes_per_second=matrix.usual,
+        pairs=tuple((cell.source, cell.destination) for cell in its[:NAMED]),
+    )
+
+
+def _is_hot(values: Floats) -> NDArray[np.bool_]:
+    """Much above the others, by a spread that what is hot itself does not widen."""
+    if not len(values):
+        return np.zeros(0, bool)
+    above = values - np.median(values)
+    sigma = max(LEAST_SIGMA, 1.4826 * float(np.median(np.abs(above))))
+    return (above > math.log(HOT)) & (above > min(SIGMAS * sigma, math.log(MANIFEST)))
+
+
+def _medians(values: Floats, group: Ints, groups: int) -> Floats:
+    """Of the values of each group; every group has one at least."""
+    order = np.lexsort((values, group))
+    counts = np.bincount(group, minlength=groups)
+    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    ordered = values[order]
+    return np.asarray((ordered[first + (counts - 1) // 2] + ordered[first + counts // 2]) / 2)
+
+
+def _classes(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """By class of link, those with enough cells to compare."""
+    kinds = Counter(cell.same_node for cell in cells)
+    return [[cell for cell in cells if cell.same_node is kind] for kind, count in kinds.items() if count >= APART]
+
+
+def _keep_largest(ratios: dict[int, float], ranks: Ints, effects: Floats) -> None:
+    for rank, effect in zip(ranks.tolist(), effects.tolist(), strict=True):
+        if not math.isnan(effect):
+            ratios[rank] = max(math.exp(effect), ratios.get(rank, 0.0))
+
+
+def _place(worker: str, local: str, remote: str) -> tuple[str, str, str]:
+    """Of an end. A loopback's addresses mean something inside one pod only."""
+    inside = local.startswith(("127.", "[::1]"))
+    return worker if inside else "", local, remote
+
+
+def _same_node(one: str, other: str, nodes: Mapping[str, str]) -> bool:
+    return one == other or (bool(nodes.get(one)) and nodes.get(one) == nodes.get(other))
+
+
+def _add(sums: list[float], end: LinkWindow) -> None:
+    sums[0] += end.acked_bytes
+    sums[1] += end.busy_seconds
+    sums[2] += end.receiver_limited_seconds
+    sums[3] += end.retransmitted_bytes
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e6:.0f} MB/s"

@@ -1,0 +1,305 @@
+"""Who waits for whom among ranks that stand still: the wait-for graph over nested groups. (C4, arXiv 2406.04594, judges
+each group alone, which blames ranks that wait for somebody in another one.)
+
+A rank inside the s-th collective of a group waits for each member that has not entered it; inside a receive for its
+sender only, since what one rank sends another is a group of two. Ranks that wait for each other count as one, and then
+somebody waits for nobody else. These are the *sinks*: they hold all others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from ..communicators import Communicator, format_ranks, parse_entered, parse_ranks
+from ..records import Collective, Device
+from ..reports import Fault, RankState
+
+_SEND, _RECEIVE = Collective.SEND.name, Collective.RECV.name
+_MOST_SAID = 3
+"""Groups that a sentence tells of."""
+_LONGEST_LIST = 60
+"""Characters of a list of ranks."""
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Who waits for nobody but each other."""
+
+    outside: tuple[int, ...]  # ranks that wait for nobody
+    circles: tuple[tuple[int, ...], ...]  # ranks that wait for each other, in different collectives
+    meetings: tuple[Meeting, ...]  # collectives that all their ranks have entered, and some have not left
+    unknown: tuple[int, ...]  # ranks that wait, nobody knows for whom
+
+
+class WaitGraph:
+    """Of the ranks of one round, of which those in `waits` are inside of a collective, where a rank may stand still for
+    as long as another one does. The rest waits for nobody."""
+
+    def __init__(self, ranks: Mapping[int, RankState], waits: Iterable[int], faults: Iterable[Fault]) -> None:
+        """`faults`: with what the ranks' workers say of their groups."""
+        self._ranks = tuple(ranks)
+        places = {rank: _place(ranks[rank]) for rank in sorted(waits)}
+        self._meetings = _meet({rank: place for rank, place in places.items() if place is not None}, ranks, faults)
+        self._unknown = frozenset(rank for rank, place in places.items() if place is None)
+
+    def sinks(self) -> Sinks:
+        first = len(self._ranks)
+        found = _sinks(self._edges())
+        alone = [nodes[0] for nodes in found if len(nodes) == 1]
+        ranks = sorted(self._ranks[node] for node in alone if node < first)
+        circles = (tuple(sorted(self._ranks[node] for node in nodes if node < first)) for nodes in found)
+        return Sinks(
+            outside=tuple(rank for rank in ranks if rank not in self._unknown),
+            circles=tuple(circle for circle in circles if len(circle) > 1),
+            meetings=tuple(self._meetings[node - first] for node in alone if node >= first),
+            unknown=tuple(rank for rank in ranks if rank in self._unknown),
+        )
+
+    def waits_for(self, culprits: Sequence[int]) -> str:
+        """Who waits for these, for people; "": nobody that is known."""
+        direct = [
+            (meeting, held)
+            for meeting in self._meetings
+            if (held := [rank for rank in culprits[:_MOST_SAID] if meeting.misses(rank)])
+        ]
+        said = [
+            f"{name_ranks(sorted(meeting.inside))} {_wait(len(meeting.inside))} in {meeting} for {name_ranks(held)}"
+            for meeting, held in direct[:_MOST_SAID]
+        ]
+        if len(direct) > _MOST_SAID:
+            said.append(f"so do ranks of {len(direct) - _MOST_SAID} other groups")
+        waiting = {rank for meeting, _ in direct for rank in meeting.inside}.union(culprits)
+        others = sum(rank not in waiting for meeting in self._meetings for rank in meeting.inside)
+        if said and others:
+            said.append(f"{others} more {_wait(others)} elsewhere")
+        return "; ".join(said)
+
+    def _edges(self) -> list[list[int]]:
+        """Nodes are the ranks, and behind them the meetings: a rank leads to the one that it is inside of, a meeting to
+        the ranks that it misses. Whom an earlier meeting of the group misses, it misses, too: so it leads there."""
+        number_of = {rank: number for number, rank in enumerate(self._ranks)}
+        edges: list[list[int]] = [[] for _ in self._ranks]
+        earlier: dict[int, tuple[int, int]] = {}
+        for number, meeting in enumerate(self._meetings, len(self._ranks)):
+            for rank in meeting.inside:
+                edges[number_of[rank]] = [number]
+            before, so_many = earlier.get(id(meeting.group), (0, 0))
+            missing = meeting.missing
+            edges.append([number_of[rank] for rank in missing[so_many:]] + ([before] if so_many else []))
+            if not meeting.takes_any:
+                earlier[id(meeting.group)] = number, len(missing)
+        return edges
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A collective that ranks are inside of."""
+
+    group: _Group
+    sequence: int
+    inside: Mapping[int, str]  # by rank: which collective it takes it for
+    takes_any: bool  # a receive from whoever comes; the numbers of such are each rank's own
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Members that have not entered it, those first that are farthest behind."""
+        if self.takes_any:
+            return [rank for rank in self.group.by_progress if rank not in self.inside]
+        return self.group.by_progress[: bisect_left(self.group.progress, self.sequence)]
+
+    def misses(self, rank: int) -> bool:
+        return self.group.come.get(rank, self.sequence) < self.sequence and rank not in self.inside
+
+    @property
+    def was_left(self) -> bool:
+        """Some member has entered a later one of the group. What is sent ahead of its receiver says nothing."""
+        return not self.is_channel and bisect_right(self.group.progress, self.sequence) < len(self.group.progress)
+
+    @property
+    def is_channel(self) -> bool:
+        return set(self.inside.values()) <= {_SEND, _RECEIVE}
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """Those inside that take it for another collective than most."""
+        (usual, _), *others = Counter(self.inside.values()).most_common()
+        if not others or self.is_channel:
+            return ()
+        return tuple(rank for rank, collective in self.inside.items() if collective != usual)
+
+    def __str__(self) -> str:
+        ((collective, _),) = Counter(self.inside.values()).most_common(1)
+        if self.is_channel and len(self.group.members) == 2:
+            source, destination = self.group.members
+            return f"{collective} {self.sequence} from rank {source} to rank {destination}"
+        if not self.group.known:
+            return f"{collective} {self.sequence}"
+        name = f"group {self.group.name!r} of " if self.group.name else ""
+        return f"{collective} {self.sequence} of {name}{name_ranks(self.group.members)}"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group on hosts or on GPUs, whose numbers do not compare: hosts run ahead."""
+
+    members: tuple[int, ...]
+    name: str
+    known: bool  # who is in it; otherwise the members are those that speak of it
+    come: Mapping[int, int]  # by member: the newest of its collectives that it has entered; -1: none
+
+    @cached_property
+    def by_progress(self) -> list[int]:
+        return sorted(self.members, key=lambda rank: self.come[rank])
+
+    @cached_property
+    def progress(self) -> list[int]:
+        return [self.come[rank] for rank in self.by_progress]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The collective that a rank waits in."""
+
+    on_gpu: bool
+    identity: int  # of the group
+    sequence: int
+    collective: str
+    peer: int
+
+    @property
+    def takes_any(self) -> bool:
+        return not self.on_gpu and self.collective == _RECEIVE and self.peer < 0
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """For people: rank 3, ranks 0-3."""
+    text = format_ranks(ranks)
+    if len(text) > _LONGEST_LIST:
+        text = f"{text[:_LONGEST_LIST].rpartition(',')[0]} … ({len(ranks)} of them)"
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _wait(count: int) -> str:
+    return "waits" if count == 1 else "wait"
+
+
+def _place(rank: RankState) -> _Place | None:
+    """None: its number compares with no other rank's."""
+    if rank.device == Device.STARTED.name:
+        place = _Place(True, rank.device_group, rank.device_sequence, rank.device_collective, -1)
+        return place if rank.device_group else None
+    if rank.device == Device.RUNNING.name or rank.collective == Collective.NONE.name:
+        return None
+    return _Place(False, rank.group, rank.sequence, rank.collective, rank.peer)
+
+
+def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: Iterable[Fault]) -> list[Meeting]:
+    """What the ranks are inside of; the meetings of a group by rising sequence."""
+    known = _Members(faults, frozenset(ranks))
+    speak: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    for rank, place in places.items():
+        speak[place.on_gpu, place.identity].append(rank)
+    together = {key: tuple(of) for key, of in speak.items()}
+    inside: dict[_Key, dict[tuple[bool, int], dict[int, str]]] = defaultdict(dict)
+    names: dict[_Key, str | None] = {}
+    for rank, place in places.items():
+        members, name = known.of(rank, place)
+        key = (place.on_gpu, place.identity, members or together[place.on_gpu, place.identity])
+        names[key] = name if members else None
+        sequence = rank if place.takes_any else place.sequence
+        inside[key].setdefault((place.takes_any, sequence), {})[rank] = place.collective
+    entered = {rank: parse_entered(ranks[rank].entered) for rank in ranks}
+    meetings = []
+    for (on_gpu, identity, members), by_sequence in inside.items():
+        called = names[on_gpu, identity, members]
+        come = {rank: _come(ranks[rank], entered[rank], on_gpu, identity) for rank in members}
+        group = _Group(members, called or "", called is not None, come)
+        meetings += [Meeting(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
+    return meetings
+
+
+_Key = tuple[bool, int, tuple[int, ...]]
+"""Of a group: whether on GPUs, identity, members. Identities are short, and groups of a large job may share one."""
+
+
+class _Members:
+    """Who is in which group: each rank's as its own worker says."""
+
+    def __init__(self, faults: Iterable[Fault], present: frozenset[int]) -> None:
+        """`present`: the ranks that are known of; a group's others are left out."""
+        self._present = present
+        # Thousands of workers speak of the same groups.
+        self._read = cache(lambda text: tuple(rank for rank in parse_ranks(text) if rank in present))
+        self._holds = cache(lambda text: frozenset(parse_ranks(text)))
+        self._told: dict[tuple[int, int], Communicator] = {}
+        for fault in faults:
+            for told in fault.communicators:
+                holds = self._holds(told.members)
+                self._told.update(((state.rank, told.identity), told) for state in fault.ranks if state.rank in holds)
+
+    def of(self, rank: int, place: _Place) -> tuple[tuple[int, ...], str]:
+        """Members and name of the group that `rank` is in at `place`; () where they are not known."""
+        told = self._told.get((rank, place.identity))
+        if told is not None:
+            return self._read(told.members), told.name
+        if place.peer in self._present and place.peer != rank:
+            return ((rank, place.peer) if place.collective == _SEND else (place.peer, rank)), ""
+        return (), ""
+
+
+def _come(rank: RankState, entered: Mapping[int, int], on_gpu: bool, identity: int) -> int:
+    """The newest collective of the group that the rank has entered; -1: none."""
+    if on_gpu:
+        is_there = rank.device == Device.STARTED.name and rank.device_group == identity
+        return rank.device_sequence if is_there else -1
+    told = entered.get(identity, -1)
+    return max(told, rank.sequence) if rank.group == identity else told
+
+
+def _sinks(edges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The strongly connected components that no edge leaves (Tarjan 1972), without recursion."""
+    order = [0] * len(edges)  # in which nodes are found, from 1; 0: not yet
+    low = [0] * len(edges)
+    component = [-1] * len(edges)  # -1: not closed yet
+    stack: list[int] = []
+    found: list[list[int]] = []
+    count = closed = 0
+    for root in range(len(edges)):
+        if order[root]:
+            continue
+        path = [(root, iter(edges[root]))]
+        while path:
+            node, following = path[-1]
+            if not order[node]:
+                count += 1
+                order[node] = low[node] = count
+                stack.append(node)
+            for other in following:
+                if not order[other]:
+                    path.append((other, iter(edges[other])))
+                    break
+                if component[other] < 0:
+                    low[node] = min(low[node], low[other])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                if low[node] == order[node]:
+                    nodes = _pop_to(stack, node)
+                    for each in nodes:
+                        component[each] = closed
+                    if all(component[other] == closed for each in nodes for other in edges[each]):
+                        found.append(nodes)
+                    closed += 1
+    return found
+
+
+def _pop_to(stack: list[int], last: int) -> list[int]:
+    at = stack.index(last)
+    nodes = stack[at:]
+    del stack[at:]
+    return nodes

@@ -1,0 +1,135 @@
+"""Jobs with pipeline stages: what holds them back, by the graph of what their ranks did.
+
+    live = live_window(evidence)                 # None: no stages, or too little is known
+    found = diagnose(live, windows, threshold)   # as adapt.diagnose
+
+A stage that has more to do than the others is the script's own way, so a rank's peers are those of its own stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .adapt import Diagnosis, Trouble
+from .diagnose.windows import align
+from .diagnose.work import PERSISTENT
+from .errors import InputError
+from .operations import decode
+from .reports import Evidence, RankWindow
+from .whatif.figures import analyse
+from .whatif.live import COMPUTE, LiveWindow, RankSteps, window_from_operations
+from .whatif.scenario import AS_RECORDED, IDEAL, PEERS, Scenario, Where
+from .whatif.simulate import Array
+
+NAMED = 8
+"""Ranks in a sentence at most."""
+MOST_DECOMPOSED = 64
+"""Ranks: each of them is simulated alone."""
+
+
+def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) -> Diagnosis | None:
+    """What costs the job most: ranks that are slow in their own work, or transfers that take longer than those of the
+    other replicas and steps. None where the windows have too few steps in common.
+
+    threshold: so many times its peers' time makes a rank slow, and so many times the ideal makes a trouble.
+    """
+    aligned = align(windows)
+    if aligned is None:
+        return None
+    window = live.window
+    relative = _relative_work(live)
+    slow = (relative >= threshold).mean(axis=2) >= PERSISTENT
+    workers = {worker: rank for worker, rank in live.worker_ranks.items() if slow[worker]}
+    now = float(window.step_seconds([AS_RECORDED]).mean())
+    scenarios = {Trouble.COMPUTE: _at_their_peers_pace(workers), Trouble.COMMUNICATION: _ideal_transfers(live)}
+    effects: dict[Trouble, float] = {each: 1.0 for each in Trouble if each is not Trouble.NONE}
+    for each, scenario in scenarios.items():
+        effects[each] = now / float(window.step_seconds([scenario]).mean())
+    main = max(effects, key=lambda each: effects[each])
+    typical = np.median(relative, axis=2)
+    by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
+    return Diagnosis(
+        trouble=main if effects[main] >= threshold else Trouble.NONE,
+        slowdown=effects[main],
+        culprits=tuple(sorted(workers.values())),
+        evidence=(_in_words(by_rank), _whatif_words(live, now)),
+        step_seconds=now,
+        exposed_seconds=0.0,
+        rank_slowdown=tuple(by_rank[rank] for rank in sorted(by_rank)),
+        effects=effects,
+        window=aligned,
+    )
+
+
+def live_window(answers: Sequence[Evidence]) -> LiveWindow | None:
+    """The window of a job with stages; None: it has none, or what was answered is no such window."""
+    seconds = {
+        window.rank: dict(zip(window.steps, window.step_seconds, strict=True))
+        for answer in answers
+        for window in answer.windows
+    }
+    try:
+        ranks = [
+            RankSteps(of.rank, decode(of.operations), answer.communicators, seconds.get(of.rank, {}))
+            for answer in answers
+            for of in answer.operations
+        ]
+        live = window_from_operations(ranks)
+    except InputError:
+        return None
+    return live if max(stage for _, stage in live.worker_ranks) > 0 else None
+
+
+def _relative_work(live: LiveWindow) -> Array:
+    """Each rank's own work over the median of its stage's other ranks, [replica, stage, step]; a single one is its own
+    peer."""
+    window = live.window
+    stages = 1 + max(operation.stage for operation in window.operations)
+    own = np.zeros((window.replicas, stages, len(window.steps)))
+    for node, operation in enumerate(window.operations):
+        if operation.type == COMPUTE:
+            own[:, operation.stage] += window.recorded(node)
+    if window.replicas == 1:
+        return np.ones_like(own)
+    others = [np.median(np.delete(own, replica, axis=0), axis=0) for replica in range(window.replicas)]
+    return np.asarray(own / np.maximum(np.stack(others), 1e-9))
+
+
+def _at_their_peers_pace(workers: dict[tuple[int, int], int]) -> Scenario:
+    """Where so many are slow that none of a stage is left as a peer, nothing changes there."""
+    by_stage: dict[int, list[int]] = {}
+    for replica, stage in workers:
+        by_stage.setdefault(stage, []).append(replica)
+    scenario = AS_RECORDED
+    for stage, replicas in sorted(by_stage.items()):
+        where = Where(types=[COMPUTE], workers=[(replica, stage) for replica in replicas])
+        scenario = scenario.but(where, takes=PEERS)
+    return scenario
+
+
+def _ideal_transfers(live: LiveWindow) -> Scenario:
+    return AS_RECORDED.but(Where(types={o.type for o in live.window.operations} - {COMPUTE}), takes=IDEAL)
+
+
+def _in_words(by_rank: dict[int, float]) -> str:
+    slowest = sorted(by_rank, key=lambda rank: -by_rank[rank])[:NAMED]
+    return "own work over that of the same stage's other ranks: " + ", ".join(
+        f"rank {rank} {by_rank[rank]:.2f} ×" for rank in slowest
+    )
+
+
+def _whatif_words(live: LiveWindow, now: float) -> str:
+    """S, and where it comes from (arXiv 2505.05713), as far as that is quickly found."""
+    window = live.window
+    shape = f"{1 + max(operation.stage for operation in window.operations)} stages, {window.replicas} replicas"
+    slowdown = now / window.ideal_step_s()
+    words = f"simulated without stragglers ({shape}, {len(window.steps)} steps): S {slowdown:.2f}"
+    if len(live.worker_ranks) > MOST_DECOMPOSED or (found := analyse(window).decomposition) is None:
+        return words
+    stages = ", ".join(f"stage {stage} {value:.2f}" for stage, value in enumerate(found.by_stage))
+    workers = sorted(live.worker_ranks, key=lambda worker: -found.by_worker[worker])[:NAMED]
+    ranks = ", ".join(f"rank {live.worker_ranks[worker]} {found.by_worker[worker]:.2f}" for worker in workers)
+    types = ", ".join(f"{name} {value:.2f}" for name, value in sorted(found.by_type.items(), key=lambda item: -item[1]))
+    return f"{words}; S by stage: {stages}; S_w: {ranks}; S by type: {types}"

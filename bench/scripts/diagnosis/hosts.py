@@ -1,0 +1,361 @@
+"""Four hosts of one job, each with a network and a cgroup of its own, a launcher, two ranks, and the sidecar's eyes.
+
+The bench plays the operator: it gives plans, and takes what sidecars would send.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pacekeeper.observe.ring import RingReader
+from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper_analysis.plan import (
+    SECRET_BYTES,
+    Member,
+    Plan,
+    Probe,
+    ProbeTarget,
+    Profile,
+    Sources,
+    meeting_place,
+)
+from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from testcluster import cgroups
+from testcluster.settings import REPOSITORY
+from testcluster.shell import run, succeeds
+
+NAME = "pacekeeper-diagnosis"
+SWITCH = f"{NAME}-switch"
+INTERFACE = "eth0"
+NOBODY = "02:00:00:00:00:99"
+HOSTS, RANKS_A_HOST = 4, 2
+RANKS = HOSTS * RANKS_A_HOST
+HOGS = f"{NAME}/hogs"
+HOG = "import numpy; a = numpy.ones(1 << 24)\nwhile True: a = a.copy()"
+PERIOD_US = 100_000
+"""Of a cgroup's quota."""
+STARTING_SECONDS = 90.0
+TURNS = (
+    ((0, 1), (2, 3)),
+    ((1, 0), (3, 2)),
+    ((0, 2), (1, 3)),
+    ((2, 0), (3, 1)),
+    ((0, 3), (1, 2)),
+    ((3, 0), (2, 1)),
+)
+"""Of a probe of all links: source and destination hosts."""
+
+_WITHOUT_NAME_SERVER = (
+    *("unshare", "--mount", "sh", "-c"),
+    'echo nameserver 127.0.0.1 > "$0" && mount --bind "$0" /etc/resolv.conf && exec "$@"',
+    f"/dev/shm/{NAME}-resolv.conf",
+)
+"""torch asks for the name of each address, and nobody answers there: a refusal at once is better than seconds."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One worker of the job."""
+
+    number: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"host-{self.number}"
+
+    @property
+    def namespace(self) -> str:
+        return f"{NAME}-{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"10.214.0.{self.number + 1}"
+
+    @property
+    def cgroup(self) -> str:
+        return f"{NAME}/{self.number}"
+
+    @property
+    def port(self) -> str:
+        """Its end of the link to the switch."""
+        return f"port{self.number}"
+
+    @property
+    def runtime(self) -> Runtime:
+        return Runtime(self.folder / self.name)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(RANKS_A_HOST * self.number, RANKS_A_HOST * (self.number + 1)))
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
+
+    @property
+    def told(self) -> Path:
+        """What its agent has written down."""
+        return self.folder / f"told-{self.number}"
+
+    def pid_of(self, rank: int) -> int:
+        """Of the rank's process."""
+        return int(RingReader(self.runtime.ring(rank - self.ranks[0])).state()["pid"])
+
+
+class Job:
+    """The job on its hosts."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self.hosts = hosts
+        self.plan = Plan()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Returns once all ranks train."""
+        for host in self.hosts:
+            host.runtime.make()
+            self._start(host, _entering(host.cgroup, self._launcher()), "launcher")
+            self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
+        self.wait_for(
+            lambda: all(host.heartbeat.state is LauncherState.WARM for host in self.hosts), "the launchers are warm"
+        )
+        self.train()
+
+    def train(self) -> None:
+        """A new membership; returns once it trains."""
+        members = tuple(Member(host.name, host.address, host.ranks) for host in self.hosts)
+        ports = [host.heartbeat.meeting_port for host in self.hosts]
+        port, secret = meeting_place(ports, secrets.token_hex(SECRET_BYTES))
+        membership = self.plan.membership + 1
+        first = max(host.heartbeat.round for host in self.hosts) + 1
+        self.give(members=members, membership=membership, round=first, store_port=port, secret=secret)
+        self.wait_for(
+            lambda: all(h.heartbeat.membership == membership and h.heartbeat.steps_in_round > 5 for h in self.hosts),
+            "the ranks train",
+        )
+
+    def give(self, **changes: Any) -> None:
+        """The next version of the plan, each worker's part to itself."""
+        self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
+        for host in self.hosts:
+            write_plan(host.runtime.plan, self.plan.part(host.name))
+
+    def ask_probe(self, name: str) -> None:
+        """Each host measures its link to each other one; those of a turn have no host in common."""
+        address = {host.name: f"{host.address}:{host.heartbeat.probe_port}" for host in self.hosts}
+        targets: dict[str, list[ProbeTarget]] = {host.name: [] for host in self.hosts}
+        for slot, turn in enumerate(TURNS):
+            for source, destination in turn:
+                other = self.hosts[destination].name
+                targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
+        self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
+
+    def ask_profile(self, name: str, ahead: int, steps: int) -> None:
+        """A behaviour window of so many steps, on all ranks, from so many steps on."""
+        first = max(host.heartbeat.step for host in self.hosts) + ahead
+        self.give(profile=Profile(name, first_step=first, steps=steps, sources=Sources.SHOW))
+
+    def patterns(self, name: str) -> dict[int, bytes]:
+        """By rank, what has come of this window so far."""
+        of = {rank: host.runtime.pattern(name, rank) for host in self.hosts for rank in host.ranks}
+        return {rank: path.read_bytes() for rank, path in of.items() if path.exists()}
+
+    def step(self) -> int:
+        return min(host.heartbeat.step for host in self.hosts)
+
+    def host_of(self, rank: int) -> Host:
+        return self.hosts[rank // RANKS_A_HOST]
+
+    def strike(self, rank: int, fault: Mapping[str, Any]) -> None:
+        """The script's own fault, from its next step on; an empty one ends it."""
+        path = self.hosts[0].folder / f"fault-{rank}.json"
+        if not fault:
+            path.unlink(missing_ok=True)
+            return
+        path.with_suffix(".new").write_text(json.dumps(fault))
+        path.with_suffix(".new").rename(path)
+
+    def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = STARTING_SECONDS) -> Value:
+        """The first truthy answer of `look`. Raises TimeoutError with the last words of the logs."""
+        deadline = time.monotonic() + seconds
+        while not (value := look()):
+            if time.monotonic() > deadline:
+                words = "\n".join(path.read_text()[-2000:] for path in sorted(self.hosts[0].folder.glob("*.log")))
+                raise TimeoutError(f"not within {seconds:.0f} s: {what}\n{words}")
+            time.sleep(0.05)
+        return value
+
+    def end(self) -> None:
+        for host in self.hosts:
+            for pid in cgroups.pids(host.cgroup):
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+            cgroups.kill(host.cgroup)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _launcher(self) -> tuple[str, ...]:
+        script = Path(__file__).with_name("job.py")
+        return (sys.executable, "-m", "pacekeeper.cli", "run", str(script))
+
+    def _start(self, host: Host, command: Sequence[str], what: str) -> None:
+        environment = {
+            **os.environ,
+            "FOLDER": str(host.folder),
+            "PACEKEEPER_RUNTIME": str(host.runtime.root),
+            "PACEKEEPER_WORKER": host.name,
+            "PACEKEEPER_POD_IP": host.address,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        with (host.folder / f"{host.name}-{what}.log").open("ab") as log:
+            process = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{host.namespace}", *_WITHOUT_NAME_SERVER, *command],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+
+@contextmanager
+def job() -> Iterator[Job]:
+    """The hosts, without anything that runs on them; all is gone in the end. Needs root, iproute2 and cgroups."""
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir="/dev/shm") as folder:
+        hosts = [Host(number, Path(folder)) for number in range(HOSTS)]
+        _remove(hosts)
+        made = Job(hosts)
+        try:
+            _make(hosts)
+            yield made
+        finally:
+            made.end()
+            _remove(hosts)
+
+
+def quota(host: Host, cores: float | None) -> None:
+    """So much processor time for all ranks of the host; None: as much as there is."""
+    folder = cgroups.controller("cpu", host.cgroup)
+    if cgroups.is_v2():
+        (folder / "cpu.max").write_text("max" if cores is None else f"{round(cores * PERIOD_US)} {PERIOD_US}")
+    else:
+        (folder / "cpu.cfs_quota_us").write_text("-1" if cores is None else str(round(cores * PERIOD_US)))
+
+
+def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
+    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
+    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
+    tc = ("tc", "-n", place)
+    if to is None:
+        run(*tc, *_words(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
+        return
+    run(*tc, *_words(f"qdisc replace dev {device} root handle 1: htb default 1"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
+    match = f"protocol ip u32 match ip dst {to.address}/32 flowid 1:2"
+    run(*tc, *_words(f"filter add dev {device} parent 1: {match}"))
+
+
+def drop(source: Host, destination: Host) -> None:
+    """What the one sends to the other goes to an address that nobody has."""
+    neighbour = f"neigh replace {destination.address} lladdr {NOBODY} dev {INTERFACE} nud permanent"
+    run("ip", "-n", source.namespace, *_words(neighbour))
+
+
+def _words(command: str) -> list[str]:
+    return command.split()
+
+
+def heal(host: Host) -> None:
+    """Its network and its processors, as they were."""
+    for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
+        succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+    run("ip", "-n", host.namespace, *_words(f"neigh flush dev {INTERFACE} nud permanent"))
+    quota(host, None)
+
+
+def _entering(path: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The command that enters the cgroup, with processes and processor time, and then becomes `command`."""
+    folders = sorted({str(cgroups.controller(name, path)) for name in ("pids", "cpu", "cpuacct")})
+    enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
+    return ("sh", "-c", f'{enter}; exec "$@"', "sh", *command)
+
+
+def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
+    """So many neighbours copy memory on the one processor that this host shares with them then, and take most of it;
+    the other hosts have the other processors. 0: it is over."""
+    cgroups.kill(HOGS)
+    processors = os.sched_getaffinity(0)
+    first = min(processors)
+    for host in hosts:
+        mine = {first} if host.number == victim else processors - {first} or processors
+        _pin(host, mine if hogs else processors)
+    if not hogs:
+        return
+    cgroups.create(HOGS)
+    _weigh(HOGS, 8)
+    for _ in range(hogs):
+        command = ("taskset", "--cpu-list", str(first), sys.executable, "-c", HOG)
+        subprocess.Popen(_entering(HOGS, command), start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def _weigh(path: str, times: int) -> None:
+    """Its part of the processors, over that of a usual group beside it."""
+    name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
+    (cgroups.controller("cpu", path) / name).write_text(str(times * usual))
+
+
+def _pin(host: Host, processors: set[int]) -> None:
+    for pid in cgroups.pids(host.cgroup):
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), processors)
+
+
+def _make(hosts: Sequence[Host]) -> None:
+    cgroups.create(NAME)
+    _weigh(NAME, 100)  # whatever else the machine is busy with: the faults are ours
+    run("ip", "netns", "add", SWITCH)
+    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    for host in hosts:
+        cgroups.create(host.cgroup)
+        run("ip", "netns", "add", host.namespace)
+        end = ["peer", "name", INTERFACE, "netns", host.namespace]
+        run("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *end)
+        run("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
+        run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+        run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
+
+
+def _remove(hosts: Sequence[Host]) -> None:
+    """Deleting a namespace takes the links with it."""
+    for host in hosts:
+        cgroups.kill(host.cgroup)
+    if cgroups.controller("pids", NAME).exists():
+        cgroups.remove(NAME)
+    for namespace in (*(host.namespace for host in hosts), SWITCH):
+        if succeeds("ip", "netns", "pids", namespace):
+            run("ip", "netns", "delete", namespace)

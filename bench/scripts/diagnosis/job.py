@@ -1,0 +1,174 @@
+"""The job whose faults are recorded: two stages, two replicas, tensor groups of two, over gloo; watched, not steered.
+
+Environment: FOLDER. A file `fault-<rank>.json` there strikes this rank while it is there: {"kind": …, "seconds": …}.
+Most of a step is slept, as if a device worked: eight ranks on few cores would otherwise only measure each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+import pacekeeper.auto  # noqa: F401  # watches the rest
+
+FOLDER = Path(os.environ["FOLDER"])
+STAGES, REPLICAS, TENSOR = 2, 2, 2
+MICROBATCHES = 4
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.004, 0.008
+ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
+"""Numbers of 4 bytes: sent between stages, summed in a tensor group, summed over replicas once a step."""
+WORK = 96
+"""Width of the matrices that are really multiplied."""
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Each takes as long to load as the fault says."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, _index: int) -> torch.Tensor:
+        fault = present_fault()
+        if fault.get("kind") == "loader":
+            time.sleep(fault["seconds"] / MICROBATCHES)
+        return torch.zeros(8)
+
+
+class Job:
+    """One rank's part."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR), mesh_dim_names=("stage", "data", "tensor"))
+        self.stage = mesh.get_local_rank("stage")
+        self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
+        self.neighbour = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
+        self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
+        self.matrix = torch.randn(WORK, WORK)
+        self.batches = iter(DataLoader(Samples(), batch_size=1))
+        self.step = 0
+
+    def train(self) -> None:
+        while not (FOLDER / "stop").exists():
+            strike(self)
+            for _ in range(MICROBATCHES):
+                next(self.batches)
+                self.forward()
+                self.backward()
+            self.reduce()
+            self.optimizer.step()
+            self.step += 1
+
+    def forward(self) -> None:
+        activations = torch.zeros(ACTIVATIONS)
+        if self.stage == 1:
+            dist.recv(activations, self.neighbour)
+        self.compute(FORWARD_SECONDS)
+        self.sum_partials()
+        if self.stage == 0:
+            dist.send(activations, self.neighbour)
+
+    def backward(self) -> None:
+        gradients = torch.zeros(ACTIVATIONS)
+        if self.stage == 0:
+            dist.recv(gradients, self.neighbour)
+        self.compute(BACKWARD_SECONDS)
+        self.sum_partials()
+        if self.stage == 1:
+            dist.send(gradients, self.neighbour)
+
+    def sum_partials(self) -> None:
+        fault = present_fault()
+        if fault.get("kind") == "tensor-hang":
+            time.sleep(1e6)
+        dist.all_reduce(torch.zeros(PARTIAL_SUMS), group=self.tensor)
+
+    def reduce(self) -> None:
+        self.parameter.grad = torch.zeros(GRADIENTS)
+        if present_fault().get("kind") == "mismatch":
+            dist.all_gather([torch.zeros(GRADIENTS)] * REPLICAS, self.parameter.grad, group=self.data)
+        dist.all_reduce(self.parameter.grad, group=self.data)
+
+    def compute(self, seconds: float) -> None:
+        self.matrix @ self.matrix
+        time.sleep(seconds)
+
+
+def strike(job: Job) -> None:
+    """What the script itself does wrong in this step."""
+    fault = present_fault()
+    match fault.get("kind"):
+        case "turns" if job.step % dist.get_world_size() == job.rank:
+            time.sleep(fault["seconds"])
+        case "slow-function":
+            augment_sample(fault["seconds"])
+        case "synchronise":
+            log_metrics(fault["seconds"])
+        case "garbage" if (job.step + job.rank) % 8 == 0:
+            collect(fault["seconds"])
+        case "deadlock":
+            lock = threading.Lock()
+            with lock, lock:
+                pass
+
+
+def augment_sample(seconds: float) -> None:
+    """A function of the script that is slow."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(200))
+
+
+def log_metrics(seconds: float) -> None:
+    """All ranks meet once more in each step, and somebody writes something down."""
+    dist.barrier()
+    time.sleep(seconds)
+
+
+def collect(seconds: float) -> None:
+    """Garbage that takes so long to be collected, about."""
+    heap: list[Any] = [[] for _ in range(round(3e6 * seconds))]
+    for item in heap:
+        item.append(heap)
+    del heap
+    gc.collect()
+
+
+_read: tuple[int, dict[str, Any]] = (-1, {})
+
+
+def present_fault() -> dict[str, Any]:
+    """Looked at anew only when the file has changed."""
+    global _read
+    path = FOLDER / f"fault-{os.environ['RANK']}.json"
+    try:
+        changed = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    if changed != _read[0]:
+        _read = changed, json.loads(path.read_text())
+    return _read[1]
+
+
+def ranks() -> Iterator[tuple[int, int, int, int]]:
+    """Rank, stage, replica and place in its tensor group."""
+    for rank in range(STAGES * REPLICAS * TENSOR):
+        yield rank, rank // (REPLICAS * TENSOR), rank // TENSOR % REPLICAS, rank % TENSOR
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Job().train()

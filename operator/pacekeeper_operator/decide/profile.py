@@ -1,0 +1,209 @@
+"""Behaviour windows: when the ranks look into what they spend their time on, and what comes of it.
+
+    an open incident that names no function, all ranks slow alike, or a person → `step`: a window stands in the plan
+    the ranks' patterns → `errands`: they are localised, away from the loop    → `check`, `step`: the incident tells it
+
+Nothing is waited for longer than the window and some seconds: what is missing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pacekeeper_analysis.behaviour.localise import Localisation, sentences
+from pacekeeper_analysis.diagnose.finding import FaultClass, WitnessKind, join
+from pacekeeper_analysis.plan import Profile, Stop, SyncMode
+
+from ..api import Cause, Class
+from ..decision import Decision
+from ..effects import Effect, KeepBehaviour, Localise
+from ..observation import Localised, Observation, Policy
+from ..state import Draft, Incident
+from ..subject import Subject
+from . import straggler
+
+CAUSES = frozenset({Cause.STRAGGLER, Cause.VOLATILE})
+"""Of the incidents that a function may be behind: what else is slow names its cause itself."""
+UNIFORM = 1.05
+"""From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
+LEAD_SECONDS = 6.0
+"""Before a window's first step: a step that was heard of is up to 3 s old, and a plan on its way as long at most."""
+STEPS, SECONDS = 32, 20.0
+"""Of a window: so many steps at least, and so long at most."""
+ENOUGH_SECONDS = 8.0
+"""Of steps that are short: so many looks tell functions apart."""
+ANSWER_SECONDS = 15.0
+LOCALISE_SECONDS = 60.0
+HOUR = 3600.0
+PREFIX = "profile-"
+"""Of a window's name; the plan's version behind it tells windows apart."""
+MOST_LOOKED_INTO = 32
+
+
+def check(observation: Observation, _policy: Policy) -> Decision | None:
+    """What a window has shown where no incident was there to tell it."""
+    done, profiling = _done(observation), observation.state.profiling
+    if done is None or not done.localisation.explanations:
+        return None
+    if observation.state.incidents.find(profiling.incident) is not None:
+        return None
+    found = done.localisation
+    return Decision(
+        subject=_subject(observation),
+        class_=Class.PERFORMANCE,
+        message=f"steps take {found.excess_seconds:.3f} s longer than usual: {_culprit(found)}",
+        first_sign=profiling.asked_at,
+        evidence=sentences(found),
+        live=True,
+        last_step=observation.step,
+        slowdown_before=_slowdown(found),
+        finding=join(None, found.finding),
+    )
+
+
+def step(observation: Observation, policy: Policy) -> Draft:
+    """Begins a window where one is wanted; ends the one that has come to something, or to nothing."""
+    draft, plan = observation.draft, observation.plan
+    if observation.state.life.over or plan.stop is not Stop.NO:
+        return _end(draft) if plan.profile is not None else draft
+    if plan.profile is None:
+        return _begin(observation, policy)
+    done = _done(observation)
+    if done is not None:
+        return _tell(observation, done)
+    left = observation.state.profiling.until + (LOCALISE_SECONDS if observation.patterns else 0.0) - observation.now
+    return _end(draft) if left < 0 or (_cut_off(observation) and not observation.patterns) else draft
+
+
+def errands(observation: Observation) -> Iterator[Effect]:
+    """To localise what has come, once all of it has or the time is over; to keep it where an incident tells of it."""
+    profile, profiling = observation.plan.profile, observation.state.profiling
+    if profile is not None and observation.patterns and _done(observation) is None:
+        complete = observation.patterns >= observation.plan.world_size
+        if complete or observation.now >= profiling.until or _cut_off(observation):
+            yield Localise(profile.name, observation.plan.world_size)
+    done = observation.localised
+    if done is not None and done.page and done.window == profiling.shown and profiling.shown_in:
+        yield KeepBehaviour(done.window, profiling.shown_in)
+
+
+def _begin(observation: Observation, policy: Policy) -> Draft:
+    draft, profiling, now = observation.draft, observation.state.profiling, observation.now
+    by_hand = bool(observation.job.profile_wanted) and observation.job.profile_wanted != profiling.answered
+    lately = tuple(at for at in profiling.asked if at > now - HOUR)
+    if observation.training_since is None or (not by_hand and len(lately) >= policy.profiles_an_hour):
+        return draft
+    incident = _nameless(observation)
+    uniform = _all_slow(observation)
+    if by_hand:
+        reason = "asked for by hand"
+    elif not straggler.steady(observation):
+        return draft
+    elif incident is not None:
+        reason = f"{incident.name} names no function"
+    elif uniform:
+        reason = f"all ranks take {uniform:.2f} × the time of their early steps"
+    else:
+        return draft
+    window = _window(observation)
+    ahead = (window.first_step - observation.step) * observation.step_seconds
+    longest = max(min(window.steps * observation.step_seconds, window.seconds), observation.step_seconds)
+    looked = profiling.looked_into if incident is None else (*profiling.looked_into, incident.name)
+    return draft.with_plan(profile=window).with_profiling(
+        incident="" if incident is None else incident.name,
+        round=observation.round,
+        asked_at=now,
+        until=now + max(ahead, LEAD_SECONDS) + 1.5 * longest + ANSWER_SECONDS,
+        reason=reason,
+        asked=lately if by_hand else (*lately, now),
+        looked_into=looked[-MOST_LOOKED_INTO:],
+        uniform=max(uniform, profiling.uniform),
+        answered=observation.job.profile_wanted if by_hand else profiling.answered,
+    )
+
+
+def _window(observation: Observation) -> Profile:
+    """The same steps for all ranks, far enough ahead for each of them to have heard of it."""
+    each = max(observation.step_seconds, 1e-3)
+    return Profile(
+        name=f"{PREFIX}{observation.plan.version + 1}",
+        first_step=max(observation.step, 0) + 2 + math.ceil(LEAD_SECONDS / each),
+        steps=max(STEPS, math.ceil(ENOUGH_SECONDS / each)),
+        seconds=SECONDS,
+        sources=observation.job.spec.detection.profile.sources,
+    )
+
+
+def _nameless(observation: Observation) -> Incident | None:
+    """The newest incident about slowness that is open, or just over, and has not been looked into."""
+    return next(
+        (
+            incident
+            for incident in reversed(observation.state.incidents.current)
+            if incident.cause in CAUSES
+            and incident.round == observation.round
+            and incident.name not in observation.state.profiling.looked_into
+            and (incident.finding is None or WitnessKind.BEHAVIOUR not in incident.finding.kinds)
+        ),
+        None,
+    )
+
+
+def _all_slow(observation: Observation) -> float:
+    """How slow all ranks are alike, against their early steps; 0: they are not, or that is known."""
+    uniform, pace = observation.metrics.uniform, observation.metrics.pace
+    if uniform is None or uniform < UNIFORM * observation.state.profiling.uniform:
+        return 0.0
+    one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
+    changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
+    return 0.0 if one or changed or observation.state.adaptation.suspicion is not None else uniform
+
+
+def _done(observation: Observation) -> Localised | None:
+    """What the window that is out has come to."""
+    profile, done = observation.plan.profile, observation.localised
+    return done if done is not None and profile is not None and done.window == profile.name else None
+
+
+def _cut_off(observation: Observation) -> bool:
+    """The ranks that were asked are no more."""
+    return observation.round != observation.state.profiling.round
+
+
+def _tell(observation: Observation, done: Localised) -> Draft:
+    """Into the incident that it is for; `check` has opened one where there was none."""
+    profiling, draft = observation.state.profiling, observation.draft
+    incident = draft.state.incidents.find(profiling.incident)
+    found = done.localisation
+    if incident is not None:
+        evidence = (*incident.evidence, *sentences(found))
+        says = found.finding.fault is not FaultClass.UNKNOWN or incident.finding is None
+        finding = join(incident.finding, found.finding) if says else incident.finding
+        draft = draft.with_incident(replace(incident, evidence=evidence, finding=finding))
+        return _end(draft).with_profiling(shown=done.window, shown_in=incident.name)
+    opened = _subject(observation).incident_name(observation.job)
+    told = opened if draft.state.incidents.find(opened) is not None else ""
+    return _end(draft).with_profiling(shown=done.window, shown_in=told)
+
+
+def _end(draft: Draft) -> Draft:
+    return draft.with_plan(profile=None).with_profiling(incident="", until=0.0)
+
+
+def _subject(observation: Observation) -> Subject:
+    """Of the window that is out."""
+    assert observation.plan.profile is not None
+    number = int(observation.plan.profile.name.removeprefix(PREFIX))
+    return Subject(Cause.SLOW_STEPS, observation.round, number=number)
+
+
+def _culprit(found: Localisation) -> str:
+    finding = found.finding
+    return finding.culprit if finding.fault is not FaultClass.UNKNOWN else "why is not known"
+
+
+def _slowdown(found: Localisation) -> float:
+    usual = found.step_seconds - found.excess_seconds
+    return found.step_seconds / usual if usual > 0 else 1.0

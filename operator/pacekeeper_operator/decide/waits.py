@@ -1,0 +1,105 @@
+"""What the ranks' collectives say of a slow job: for whom the others wait. A second witness beside the ranks' own work,
+and the better judge where ranks differ by nature, as the stages of a pipeline do."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from pacekeeper_analysis.adapt import Diagnosis, Trouble
+from pacekeeper_analysis.diagnose.blame import Blame, blame, slow_transfers, transfers, usual_among_groups
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
+from pacekeeper_analysis.diagnose.waiting import name_ranks
+from pacekeeper_analysis.plan import EvidencePart
+from pacekeeper_analysis.records import Collective
+from pacekeeper_analysis.reports import Evidence
+from pacekeeper_analysis.staged import live_window
+from pacekeeper_analysis.whatif.live import LiveWindow
+
+from ..observation import Observation
+
+ASKED_AT_ONCE, MOST_ASKED = 64, 1024
+"""Up to so many ranks tell of their collectives with the first answer: up to 130 KB a rank; up to so many, with the
+second; of more, none do."""
+NOTHING = 0.02
+"""Of a step: a rank that costs its peers less than this, beyond what the others of its role do, holds nobody up."""
+CLASSES = {Trouble.GARBAGE: FaultClass.CODE, Trouble.LENGTHS: FaultClass.DATA}
+"""What the trouble itself says of its class; that of a slow rank takes more."""
+
+
+def holds_up(observation: Observation, found: Diagnosis, rank: int) -> bool:
+    """False where this rank, slow in its own work, makes nobody wait beyond what ranks in its role always do."""
+    told = _told(observation)
+    if told is None or len(set(told.roles.tolist())) == 1 or rank not in told.ranks:
+        return True
+    return _share(told, found, rank) >= NOTHING
+
+
+def may_have_stages(observation: Observation) -> bool:
+    """Whether this answer tells of own work alone, in a script that is only watched: its ranks may differ by nature."""
+    asked = EvidencePart.OPERATIONS in observation.plan.evidence_parts
+    watched = any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members)
+    return watched and not asked and observation.plan.world_size <= MOST_ASKED
+
+
+def stages(observation: Observation) -> LiveWindow | None:
+    """What the ranks of a job with pipeline stages did; None: it has none, or that is not known."""
+    return _live_window(observation.evidence) if _is_told(observation) else None
+
+
+def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
+    """Of slow steps; `culprit`: the rank that is slow in its own work."""
+    window, told = found.window, _told(observation)
+    words = [sentence for sentence in found.evidence if sentence] or [f"steps take {found.slowdown:.2f} × as long"]
+    witnesses = [Witness(WitnessKind.TIMES, words[0])]
+    if culprit is not None and told is not None and culprit in told.ranks:
+        share = _share(told, found, culprit)
+        waits = f"each of its peers waits for rank {culprit} for {share:.0%} of a step, passed on through its groups"
+    else:
+        waiting = np.maximum(window.step_seconds - window.compute_seconds, 0.0).mean(axis=0)
+        waits = f"the ranks wait for each other {waiting.min():.3f} s to {waiting.max():.3f} s of a step"
+        if culprit is not None:
+            waits += f", rank {culprit} {waiting[culprit]:.3f} s"
+    witnesses.append(Witness(WitnessKind.WAITS, waits))
+    name = "" if culprit is None else f"rank {culprit}"
+    return join(None, Finding(CLASSES.get(found.trouble, FaultClass.UNKNOWN), name, tuple(witnesses)))
+
+
+def slow_groups(observation: Observation) -> Finding | None:
+    """Groups whose transfers take longer than those of others like them; None: not known, or there are none."""
+    now = transfers(observation.evidence) if _is_told(observation) else {}
+    slow = sorted(slow_transfers(now, usual_among_groups(now)).items(), key=lambda item: -item[1])
+    if not slow:
+        return None
+    kind, times = slow[0]
+    ranks = name_ranks(now[kind].ranks)
+    words = f"{Collective(kind.collective).name} of {ranks} takes {times:.2f} × as long as in groups like it"
+    return Finding(FaultClass.NETWORK, f"links of {ranks}", (Witness(WitnessKind.WAITS, words),))
+
+
+def _share(told: Blame, found: Diagnosis, rank: int) -> float:
+    """Of a step, that each peer waits for this rank beyond what it waits for others in its role."""
+    (at,) = np.flatnonzero(told.ranks == rank)
+    return float(told.share(found.step_seconds)[at].mean())
+
+
+def _told(observation: Observation) -> Blame | None:
+    return _blame(observation.evidence) if _is_told(observation) else None
+
+
+def _is_told(observation: Observation) -> bool:
+    ranks = {of.rank for evidence in observation.evidence for of in evidence.operations if of.operations}
+    return len(ranks) == observation.plan.world_size
+
+
+@lru_cache(maxsize=4)
+def _live_window(evidence: tuple[Evidence, ...]) -> LiveWindow | None:
+    """As `_blame`."""
+    return live_window(evidence)
+
+
+@lru_cache(maxsize=4)
+def _blame(evidence: tuple[Evidence, ...]) -> Blame:
+    """Passes come again and again while an answer is weighed."""
+    return blame(evidence)

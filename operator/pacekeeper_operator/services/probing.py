@@ -1,0 +1,92 @@
+"""Probe pods in the operator's namespace: making, finding and ending them, and whom a node is held against."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+
+from ..api import LABEL_CIRCLE, LABEL_NO_QUARANTINE, TAINT_QUARANTINE
+from ..cluster import PODS, Cluster, Denied, Object, Objects
+from ..decide.node_circle import HOSTS
+from ..manifests import GPU, ProbeImage, ProbeTask, probe_pod
+from ..probe import SECRET
+from ..settings import Settings
+
+_MACHINE = ("node.kubernetes.io/instance-type", "nvidia.com/gpu.product", "kubernetes.io/arch")
+"""Labels of a node that say what it is."""
+
+
+async def start(
+    cluster: Cluster, settings: Settings, name: str, node: Object, owner: Object, kind: str, task: ProbeTask
+) -> None:
+    """`owner`: the object of this `kind` that the pod goes with. Raises what the cluster does."""
+    secrets = tuple(secret.strip() for secret in settings.image_pull_secrets.split(",") if secret.strip())
+    image = ProbeImage(settings.image, settings.image_pull_policy, secrets)
+    await cluster.create(PODS, probe_pod(name, settings.namespace, node, owner, kind, image, task))
+
+
+async def pods_of(cluster: Cluster, settings: Settings, circle: str) -> Objects:
+    return await cluster.list(PODS, settings.namespace, labels=f"{LABEL_CIRCLE}={circle}")
+
+
+async def end(cluster: Cluster, settings: Settings, circle: str) -> None:
+    """All pods of the circle, without waiting for kubelets that may be gone."""
+    for body in await pods_of(cluster, settings, circle):
+        metadata = body["metadata"]
+        await cluster.delete(PODS, metadata["name"], settings.namespace, uid=metadata["uid"], grace=0)
+
+
+async def gpus(cluster: Cluster, node: Object, *, share: bool) -> int:
+    """How many a probe asks for: all of the node's, or, with `share`, those that no pod holds. One at least: where none
+    is free the kubelet refuses the pod, which says nothing about the node."""
+    wanted = int(node.get("status", {}).get("allocatable", {}).get(GPU, 0))
+    return max(1, wanted - await _gpus_taken(cluster, node["metadata"]["name"])) if wanted and share else wanted
+
+
+async def free_gpus(cluster: Cluster, node: Object) -> int:
+    """Those that no pod holds."""
+    wanted = int(node.get("status", {}).get("allocatable", {}).get(GPU, 0))
+    return max(0, wanted - await _gpus_taken(cluster, node["metadata"]["name"])) if wanted else 0
+
+
+def company(node: Object, nodes: Iterable[Object], salt: str) -> list[str]:
+    """Names of nodes of the same kind that can be probed beside `node`; the same ones for the same `salt`."""
+    alike = [other for other in nodes if other["metadata"]["uid"] != node["metadata"]["uid"] and is_usable(other)]
+    names = [other["metadata"]["name"] for other in alike if kind_of(other) == kind_of(node)]
+    return sorted(names, key=lambda name: hashlib.sha256(f"{salt}/{name}".encode()).digest())[:HOSTS]
+
+
+def kind_of(node: Object) -> tuple[str, ...]:
+    """Nodes of one kind may be held against one another."""
+    labels, capacity = node["metadata"].get("labels", {}), node.get("status", {}).get("capacity", {})
+    return (*(labels.get(label, "") for label in _MACHINE), str(capacity.get("cpu", "")), str(capacity.get(GPU, "")))
+
+
+def is_usable(node: Object) -> bool:
+    """Somebody's pods may come there; nobody has taken it out of service."""
+    spec, metadata = node.get("spec", {}), node["metadata"]
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in node.get("status", {}).get("conditions", ()))
+    taints = spec.get("taints") or ()
+    barred = any(taint["effect"] == "NoExecute" or taint["key"] == TAINT_QUARANTINE for taint in taints)
+    opted_out = LABEL_NO_QUARANTINE in metadata.get("labels", {})
+    return (
+        ready and not barred and not opted_out and not spec.get("unschedulable") and "deletionTimestamp" not in metadata
+    )
+
+
+def secret_of(bodies: Sequence[Object]) -> str:
+    """By which the pods of a circle know each other, as those have it that were made before; "": there are none."""
+    variables = [v for body in bodies for c in body["spec"]["containers"] for v in c.get("env", ())]
+    return next((str(v["value"]) for v in variables if v["name"] == SECRET), "")
+
+
+async def _gpus_taken(cluster: Cluster, node: str) -> int:
+    """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
+    try:
+        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+    except Denied:
+        return sys.maxsize
+    running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+    limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
+    return sum(int(limit.get(GPU, 0)) for limit in limits)

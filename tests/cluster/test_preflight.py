@@ -1,0 +1,75 @@
+"""Nodes that are slow from the start are found before ranks start on them, and healthy ones are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from testcluster import faults
+from tests.support.chart import SYSTEM
+from tests.support.cluster import Cluster, wait_for
+from tests.support.jobs import Job, paced
+
+BAD = "node-3"
+CPU = "1500m"
+"""Requested of a node's two cores: one worker a node."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
+    """No node has been met before, and none is held afterwards."""
+    cluster.kubectl("delete", "nodeprobes", "--all")
+    yield
+    faults.clear_link(BAD)
+    faults.throttle_node(BAD, None)
+    cluster.kubectl("delete", "nodequarantines", "--all", "--timeout=60s", timeout=70)
+
+
+def wanting(replicas: int, **spec: Any) -> dict[str, Any]:
+    return paced("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
+
+
+def probes(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    return {body["metadata"]["name"]: body["spec"] for body in cluster.list("nodeprobes")}
+
+
+def test_a_healthy_cluster_passes_and_is_asked_once(cluster: Cluster, namespace: str) -> None:
+    job = Job.apply(cluster, namespace, wanting(6))
+    job.until_phase("Running", timeout=120)
+    found = probes(cluster)
+    assert len(found) == 6
+    assert all(probe["passed"] for probe in found.values()), found
+    assert all(len(probe["figures"].get("links", ())) in (0, 1, 2) for probe in found.values())
+    assert job.condition("Preflight")["status"] == "True"
+    assert not cluster.list("nodequarantines")
+    assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/circle")
+    job.delete()
+    again = Job.apply(cluster, namespace, wanting(3))
+    again.until_phase("Running", timeout=60)
+    assert probes(cluster) == found
+    again.delete()
+
+
+@pytest.mark.parametrize("fault", ["slow link", "throttled"])
+def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: Cluster, namespace: str, fault: str) -> None:
+    if fault == "slow link":
+        faults.slow_link(BAD, "50mbit")
+    else:
+        faults.throttle_node(BAD, 120)  # less than what is left of this machine while others work on it
+    preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
+    wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
+    job = Job.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
+    job.until_phase("Running", timeout=240)
+    nodes = {pod["spec"]["nodeName"] for pod in job.pods()}
+    assert BAD not in nodes
+    assert not probes(cluster)[BAD].get("passed")
+    assert [name for name, probe in probes(cluster).items() if probe.get("passed") is False] == [BAD]
+    condition = job.condition("Preflight")
+    assert (condition["status"], condition["reason"]) == ("False", "NodesFailed")
+    wait_for(lambda: cluster.get("nodequarantine", BAD), 20, "the node is suspected")
+    held = wait_for(lambda: (cluster.get("nodequarantine", BAD).get("status") or {}).get("cordonedAt"), 60, "held")
+    assert held
+    job.delete()

@@ -1,0 +1,171 @@
+"""Behaviour windows of real ranks over gloo: what is slow in the script is found by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pacekeeper.observe.behaviour import watch
+from pacekeeper.runtime import Runtime, write_plan
+from pacekeeper_analysis.behaviour.localise import Localisation, localise
+from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES, MOST_BYTES, Answer, Owner, compact
+from pacekeeper_analysis.diagnose.finding import FaultClass
+from pacekeeper_analysis.plan import Profile, Role, Sources, WorkerPlan
+from tests.support.ranks import run_ranks
+
+RANKS = 3
+HEALTHY_STEPS = 130
+"""Before the fault; the ranks' early window lies in them."""
+FIRST_STEP = 140
+WINDOW = Profile("profile-7", FIRST_STEP, steps=60, seconds=8.0, sources=Sources.SHOW)
+FILE = "./tests/distributed/test_behaviour.py"
+
+
+ByStep = Callable[[int, int], float]
+"""Seconds, of rank and step."""
+
+
+class Samples(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self._seconds(index))
+        return torch.ones(16) * index
+
+
+def augment(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def compute(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def never(_rank: int, _step: int) -> float:
+    return 0.0
+
+
+def on(slow: int, seconds: float, usual: float = 0.0) -> ByStep:
+    """A rank that takes longer once all are settled."""
+    return lambda rank, step: seconds if rank == slow and step > HEALTHY_STEPS else usual
+
+
+def everywhere(seconds: float) -> ByStep:
+    return lambda _rank, step: seconds if step > HEALTHY_STEPS else 0.0
+
+
+def script(
+    steps: int, augments: ByStep = never, loads: ByStep = never, at_step: ByStep = never
+) -> Callable[[int], None]:
+    """One that knows nothing of Pacekeeper but one line."""
+
+    def rank_main(rank: int) -> None:
+        watch.EARLY_AFTER_SECONDS = 0.2
+        watch.EARLY = replace(watch.EARLY, seconds=1.0)
+        torch.set_num_threads(1)
+        import pacekeeper.auto  # noqa: F401
+
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(Samples(lambda index: loads(rank, index)), batch_size=1)
+        for step, x in enumerate(loader, start=1):
+            if step > steps:
+                break
+            at_step(rank, step)
+            compute(0.01)
+            augment(augments(rank, step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for thread in threading.enumerate():
+            if thread.name == "pacekeeper-behaviour":  # it puts the window together
+                thread.join()
+
+    return rank_main
+
+
+def run(folder: Path, main: Callable[[int], Any], profile: Profile = WINDOW) -> tuple[Localisation, dict[int, Answer]]:
+    runtime = Runtime(folder).make()
+    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=profile))
+    run_ranks(main, RANKS, folder)
+    paths = {rank: runtime.pattern(profile.name, rank) for rank in range(RANKS)}
+    raw = {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
+    assert all(len(data) <= MOST_ANSWER_BYTES for data in raw.values())
+    answers = {rank: Answer.from_bytes(data) for rank, data in raw.items()}
+    assert all(len(compact(answer.pattern.to_json())) <= MOST_BYTES for answer in answers.values())
+    return localise(sorted(raw.items()), RANKS), answers
+
+
+def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
+    slow = script(210, augments=on(1, 0.02))
+    found, answers = run(tmp_path, slow)
+    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment on rank 1")
+    assert found.explained > 0.5
+    assert {answer.pattern.first_step for answer in answers.values()} == {FIRST_STEP}
+    assert {answer.pattern.steps for answer in answers.values()} == {WINDOW.steps}
+    assert all(answer.baseline is not None for answer in answers.values())
+    waiting = next(f for f in answers[0].pattern.by_function if f.owner is Owner.COLLECTIVE)
+    assert waiting.name == "all_reduce"
+    assert waiting.share > 0.2
+    assert any(stack.frames[-1] == f"{FILE}:augment" for stack in answers[1].pattern.stacks)
+
+
+def test_a_slow_function_of_all_ranks_is_found_by_their_early_steps(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, script(210, augments=everywhere(0.02)))
+    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment on all ranks")
+
+
+def test_a_slow_loader_is_data(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, script(210, loads=on(2, 0.025, usual=0.001)))
+    assert found.finding.fault is FaultClass.DATA
+    assert found.finding.culprit == f"{FILE}:Samples.__getitem__ on rank 2"
+
+
+def test_own_files_are_hidden_unless_the_job_shows_them(tmp_path: Path) -> None:
+    slow = script(210, augments=on(1, 0.02))
+    found, answers = run(tmp_path, slow, replace(WINDOW, sources=Sources.HASH))
+    assert found.finding.culprit.endswith(":augment on rank 1")
+    assert "test_behaviour.py" not in json.dumps(answers[1].pattern.to_json())
+    assert "test_behaviour.py" not in str(answers[1].baseline)
+
+
+def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> None:
+    """Its peers lose their connection to it, and whoever has its window together by then tells of it."""
+
+    def die(rank: int, step: int) -> float:
+        if rank == 1 and step == FIRST_STEP + 20:
+            time.sleep(1.0)
+            os._exit(0)
+        return 0.0
+
+    runtime = Runtime(tmp_path).make()
+    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=replace(WINDOW, steps=18)))
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(script(210, at_step=die), RANKS, tmp_path, patience=30)
+    answers = {rank: runtime.pattern(WINDOW.name, rank).read_bytes() for rank in (0, 2)}
+    found = localise(answers.items(), RANKS)
+    assert (found.heard, found.remarks[0]) == (2, "2 of 3 ranks have answered")
+
+
+def test_a_window_that_was_heard_of_too_late_is_let_be(tmp_path: Path) -> None:
+    late = replace(WINDOW, first_step=0, steps=1)
+    runtime = Runtime(tmp_path).make()
+    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=late))
+    run_ranks(script(20), RANKS, tmp_path)
+    assert not list(runtime.patterns.glob("*.json"))

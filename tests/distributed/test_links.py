@@ -1,0 +1,154 @@
+"""Links between real hosts (namespaces with cables between them), slowed by the kernel: what connections show of them,
+and what a probe between launchers tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.diagnose import link_probe, links
+from pacekeeper_analysis.diagnose.link_probe import Party, Verdict
+from pacekeeper_analysis.diagnose.links import Kind, Links
+from pacekeeper_analysis.reports import Evidence, LinkProbe
+from tests.support.namespaces import Network, network
+
+SLOW = "80mbit"
+
+
+@pytest.fixture
+def four() -> Iterator[Network]:
+    with network(4) as made:
+        yield made
+
+
+class TestConnections:
+    """What the sidecars' looks at the ranks' connections come to. Rank i is worker wi."""
+
+    def shown(self, made: Network, folder: Path, shape: str) -> tuple[Links, list[Evidence]]:
+        folder.chmod(0o777)
+        addresses = [host.address for host in made.hosts]
+        places = [folder / str(rank) for rank in range(len(addresses))]
+        for place in places:
+            place.mkdir()
+            place.chmod(0o777)
+        ranks = [
+            host.python("tests.support.link_host", str(place), str(rank), shape, *addresses)
+            for rank, (host, place) in enumerate(zip(made.hosts, places, strict=True))
+        ]
+        try:
+            told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+        finally:
+            for rank in ranks:
+                rank.communicate("\n", timeout=20)
+        evidence = [Evidence.from_json(json.loads(line)) for line in told]
+        return links.judge(*links.join(evidence)), evidence
+
+    def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(self, four: Network, tmp_path: Path) -> None:
+        four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
+        shown, _ = self.shown(four, tmp_path, "all")
+        (hot,) = shown.hot
+        assert (hot.kind, hot.source, hot.destination) == (Kind.LINK, 1, 2)
+        assert hot.bytes_per_second == pytest.approx(10e6, rel=0.3), "the shaper's 80 Mbit/s"
+        assert (shown.cells, shown.unknown) == (12, 0)
+
+    @pytest.mark.parametrize("way", ["egress", "ingress"])
+    def test_a_slow_side_is_a_row_or_column(self, four: Network, tmp_path: Path, way: str) -> None:
+        """Which of the two is the probe's to tell: the acknowledgements of one side stand in the queue of the other."""
+        slow = four.slow_egress if way == "egress" else four.slow_ingress
+        slow(four.hosts[1], "160mbit")
+        (hot,) = self.shown(four, tmp_path, "all")[0].hot
+        assert hot.kind in (Kind.SENDER, Kind.RECEIVER)
+        assert {hot.source, hot.destination} == {1, -1}
+
+    def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: Network, tmp_path: Path) -> None:
+        four.slow_egress(four.hosts[1], SLOW)
+        shown, evidence = self.shown(four, tmp_path, "next")
+        (hot,) = shown.hot
+        assert (hot.kind, hot.pairs) == (Kind.PAIR, ((1, 2),))
+        renamed = [_translated(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
+        through_nat = links.judge(*links.join([renamed[0], evidence[1], *renamed[2:]]))
+        assert through_nat.unknown == 4, "both ends of both of its connections"
+        assert all(1 not in pair for spot in through_nat.hot for pair in spot.pairs), "unknown, and not wrong"
+
+
+def _translated(answer: Evidence, address: str, seen: str) -> Evidence:
+    """As the peers of a host behind address translation see it."""
+    return replace(answer, links=tuple(replace(end, remote=end.remote.replace(address, seen)) for end in answer.links))
+
+
+@dataclass(frozen=True)
+class Launchers:
+    """Launchers' ends of a probe, one a host."""
+
+    parties: Sequence[Party]
+    _ask: Callable[[Sequence[Party], str], link_probe.Judgement]
+
+    def ask(self, name: str, others: int = 2) -> link_probe.Judgement:
+        return self._ask(self.parties[2 : 2 + others], name)
+
+
+class TestProbe:
+    """From rank 0's worker w0 to w1; w2 and w3 are the controls."""
+
+    @contextmanager
+    def launchers(self, made: Network, folder: Path) -> Iterator[Launchers]:
+        folder.chmod(0o777)
+        running = [host.python("tests.support.probe_host", host.address, str(folder)) for host in made.hosts]
+        try:
+            ports = [int(one.stdout.readline()) for one in running if one.stdout is not None]
+            parties = [
+                Party(f"w{i}", f"{host.address}:{port}")
+                for i, (host, port) in enumerate(zip(made.hosts, ports, strict=True))
+            ]
+
+            def ask(others: Sequence[Party], name: str) -> link_probe.Judgement:
+                asked = link_probe.layout(name, parties[0], parties[1], others)
+                for party, one in zip(parties, running, strict=True):
+                    targets = dict(zip(asked.sources, asked.targets, strict=True)).get(party.worker, ())
+                    task = {"name": name, "targets": [asdict(target) for target in targets]}
+                    assert one.stdin is not None
+                    one.stdin.write((json.dumps(task) if targets else "") + "\n")
+                    one.stdin.flush()
+                answers = {}
+                for party, one in zip(parties, running, strict=True):
+                    if party.worker in asked.sources:
+                        assert one.stdout is not None
+                        found = json.loads(one.stdout.readline())["probes"]
+                        answers[party.worker] = [LinkProbe(**probe) for probe in found]
+                return link_probe.judge(answers, "w0", "w1")
+
+            yield Launchers(parties, ask)
+        finally:
+            for one in running:
+                one.communicate(timeout=20)
+
+    def test_link_sender_receiver_and_nothing_are_told_apart(self, four: Network, tmp_path: Path) -> None:
+        s, d, *_ = four.hosts
+        with self.launchers(four, tmp_path) as made:
+            assert made.ask("well").verdict is Verdict.NOTHING
+            four.slow_pair(s, d, SLOW)
+            assert made.ask("pair").verdict is Verdict.LINK
+            four.mend(s)
+            four.slow_pair(d, s, SLOW)
+            assert made.ask("back").verdict is Verdict.REVERSED
+            four.mend(d)
+            four.slow_egress(s, SLOW)
+            told = made.ask("egress")
+            assert told.verdict is Verdict.SENDER, told.words
+            four.mend(s)
+            four.slow_ingress(d, SLOW)
+            told = made.ask("ingress")
+            assert told.verdict is Verdict.RECEIVER, told.words
+
+    def test_three_launchers_are_enough(self, four: Network, tmp_path: Path) -> None:
+        with self.launchers(four, tmp_path) as made:
+            four.slow_egress(four.hosts[0], SLOW)
+            assert made.ask("egress", others=1).verdict is Verdict.SENDER
+            four.mend(four.hosts[0])
+            four.slow_ingress(four.hosts[1], SLOW)
+            assert made.ask("ingress", others=1).verdict is Verdict.RECEIVER

@@ -1,0 +1,76 @@
+"""One rank's traffic, its launcher's list of sockets and its sidecar's look at them, on a host of `namespaces.network`.
+
+    python -m tests.support.link_host FOLDER RANK all|next ADDRESS…
+
+Sends 2 MB to each of its peers (the next one: a ring) ten times a second, looks at the connections four times a second,
+and prints the evidence once there are three windows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pacekeeper.launcher.sockets import SocketFile
+from pacekeeper.runtime import Runtime
+from pacekeeper.sidecar.connections import WINDOW_LOOKS, WINDOWS, Connections
+from pacekeeper_analysis.reports import Evidence
+
+PORT = 5000
+BYTES = 2_000_000
+PERIOD, LOOK = 0.1, 0.25
+
+
+def main(folder: str, rank: int, shape: str, addresses: Sequence[str]) -> None:
+    runtime = Runtime(Path(folder)).make()
+    listener = socket.create_server((addresses[rank], PORT), backlog=64)
+    threading.Thread(target=_receive, args=(listener,), daemon=True).start()
+    others = range(rank + 1, rank + (len(addresses) if shape == "all" else 2))
+    for other in others:
+        address = addresses[other % len(addresses)]
+        threading.Thread(target=_send, args=(_connected(address),), daemon=True).start()
+    time.sleep(1.0)  # all are connected, and past their slow start
+    SocketFile(runtime.sockets).look({rank: os.getpid()}, now=0.0)
+    connections = Connections(runtime)
+    for _ in range(WINDOWS * WINDOW_LOOKS + 1):
+        connections.look(time.monotonic())
+        time.sleep(LOOK)
+    print(json.dumps(Evidence("why", f"w{rank}", 1, links=connections.windows()).to_json()), flush=True)
+    sys.stdin.readline()  # the others may not be done yet
+
+
+def _connected(address: str) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((address, PORT))
+        except OSError:
+            time.sleep(0.02)
+
+
+def _send(connection: socket.socket) -> None:
+    content = bytes(BYTES)
+    while True:
+        connection.sendall(content)
+        time.sleep(PERIOD)
+
+
+def _receive(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_drain, args=(connection,), daemon=True).start()
+
+
+def _drain(connection: socket.socket) -> None:
+    room = bytearray(1 << 18)
+    while connection.recv_into(room):
+        pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])

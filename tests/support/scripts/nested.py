@@ -1,0 +1,94 @@
+"""Eight ranks as 2 replicas × 2 stages × 2 parts of a layer, which hang where they are told to.
+
+Environment: FOLDER (diary of each rank); STEPS; FAULTS: a JSON list of {"rank", "step", "kind": "sleep" | "sleep in
+backward" | "deadlock" | "broadcast" | "order" | "before sending" | "stop" | "kill"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import pacekeeper.auto  # noqa: F401
+
+RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
+FOLDER = Path(os.environ["FOLDER"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "pipeline", "tensor"))
+    data, stages, tensor = (mesh.get_group(name) for name in ("data", "pipeline", "tensor"))
+    others = dist.get_process_group_ranks(stages)
+    first, last = others
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    alone: Any = dist.new_group([RANK], use_local_synchronization=True)
+    for step in range(1, int(os.environ["STEPS"]) + 1):
+        kind = fault(step)
+        passing: Any = dist.new_group([RANK, RANK ^ 1], use_local_synchronization=True)  # another one each step
+        dist.all_reduce(torch.ones(1), group=alone)
+        begin(kind)
+        if kind == "broadcast":
+            dist.broadcast(torch.ones(4), group_src=0, group=tensor)
+        in_order = [passing, tensor] if kind == "order" else [tensor, passing]
+        for group in in_order:
+            dist.all_reduce(torch.ones(4), group=group)
+        activations = torch.ones(4)
+        if first == RANK:
+            if kind == "before sending":
+                time.sleep(3600)
+            dist.send(activations, last, group=stages)
+            dist.recv(activations, last, group=stages)
+        else:
+            dist.recv(activations, first, group=stages)
+            dist.send(activations, first, group=stages)
+        (weight * activations).sum().backward()
+        assert weight.grad is not None
+        work = dist.all_reduce(weight.grad, group=data, async_op=True)
+        if kind == "sleep in backward":
+            time.sleep(3600)
+        assert work is not None
+        work.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.destroy_process_group(passing)
+        diary(f"step {step}")
+
+
+def begin(kind: str) -> None:
+    match kind:
+        case "sleep":
+            time.sleep(3600)
+        case "deadlock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fault(step: int) -> str:
+    """What happens to this rank in this step; "": nothing."""
+    faults = json.loads(os.environ.get("FAULTS", "[]"))
+    due = [one["kind"] for one in faults if (one["rank"], one["step"]) == (RANK, step) and ROUND == 1]
+    return due[0] if due else ""
+
+
+def diary(text: str) -> None:
+    with (FOLDER / f"diary-{RANK}").open("a") as file:
+        file.write(f"{time.monotonic():.4f} {os.getpid()} round {ROUND} {text}\n")
+
+
+main()

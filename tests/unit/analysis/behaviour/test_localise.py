@@ -1,0 +1,239 @@
+"""Each class of fault from what it does to the patterns, and the answer "unknown" where too little is explained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.behaviour.localise import Localisation, localise
+from pacekeeper_analysis.behaviour.pattern import Answer, RankPattern, Setup
+from pacekeeper_analysis.diagnose.finding import FaultClass, WitnessKind
+from tests.support.patterns import (
+    BACKWARD,
+    FORWARD,
+    GARBAGE,
+    LOAD,
+    SLOW,
+    WAIT,
+    WORK,
+    Work,
+    answers,
+    pattern,
+    scaled,
+)
+
+USUAL = Setup(threads=2, processors=2.0, ranks=1, throttled=0.0, ran=0.9, delayed=0.01)
+
+
+def job(*works: Work, early: Work | None = WORK, setups: dict[int, Setup] | None = None) -> Localisation:
+    """Ranks with these works, who wait for the slowest of them and 0.02 s for the transfer."""
+    step = max(sum(work.values()) for work in works) + 0.02
+    given = setups or {}
+    now = [pattern(rank, work, step, setup=given.get(rank, USUAL)) for rank, work in enumerate(works)]
+    before = None if early is None else [pattern(r, early, sum(early.values()) + 0.02) for r in range(len(works))]
+    return localise(answers(now, before), len(works))
+
+
+def kinds(found: Localisation) -> frozenset[WitnessKind]:
+    return found.finding.kinds
+
+
+class TestOneRank:
+    def test_a_function_of_its_own_is_code(self) -> None:
+        found = job(WORK, WORK, {**WORK, SLOW: 0.2}, WORK)
+        assert found.finding.fault is FaultClass.CODE
+        assert found.finding.culprit == "train.py:augment on rank 2"
+        assert found.explanations[0].ranks == (2,)
+        assert found.explanations[0].saved_seconds == pytest.approx(0.2, abs=0.002)
+        assert found.explained == pytest.approx(1.0, abs=0.02)
+        assert kinds(found) >= {WitnessKind.TIMES, WitnessKind.BEHAVIOUR}
+
+    def test_that_its_early_steps_had_too_is_seen_by_its_peers(self) -> None:
+        assert job(WORK, {**WORK, SLOW: 0.2}, early=None).finding.culprit == "train.py:augment on rank 1"
+
+    def test_two_ranks_tell_each_other_apart(self) -> None:
+        assert job({**WORK, SLOW: 0.2}, WORK).finding.culprit == "train.py:augment on rank 0"
+
+    def test_all_functions_slower_alike_is_its_machine(self) -> None:
+        found = job(WORK, scaled(WORK, 1.5), WORK, WORK)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.HARDWARE, "rank 1")
+        assert len(kinds(found)) >= 2
+
+    def test_others_on_its_processors_are_a_witness(self) -> None:
+        found = job(WORK, scaled(WORK, 1.5), WORK, setups={1: replace(USUAL, delayed=0.3)})
+        assert found.finding.fault is FaultClass.HARDWARE
+        assert WitnessKind.PROCESS in kinds(found)
+
+    def test_a_quota_is_its_configuration(self) -> None:
+        throttled = replace(USUAL, processors=0.65, throttled=0.8, delayed=0.3)
+        found = job(WORK, WORK, scaled(WORK, 1.5), setups={2: throttled})
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.CONFIGURATION, "rank 2")
+        assert "0.65 processors" in str(found.finding.witnesses)
+
+    def test_fewer_threads_than_its_peers_are_its_configuration(self) -> None:
+        found = job(WORK, WORK, scaled(WORK, 1.5), setups={2: replace(USUAL, threads=1)})
+        assert found.finding.fault is FaultClass.CONFIGURATION
+        assert WitnessKind.SETTINGS in kinds(found)
+
+    def test_a_slow_loader_is_data(self) -> None:
+        found = job(WORK, {**WORK, LOAD: 0.3}, WORK)
+        assert (found.finding.fault, found.finding.culprit) == (
+            FaultClass.DATA,
+            "train.py:Samples.__getitem__ on rank 1",
+        )
+
+    def test_longer_samples_are_data(self) -> None:
+        step = sum(WORK.values()) * 1.4 + 0.02
+        long = pattern(0, scaled(WORK, 1.4), step, length=1400, follows_lengths=0.9)
+        usual = [pattern(rank, WORK, step, length=1000, follows_lengths=0.9) for rank in (1, 2, 3)]
+        found = localise(answers([long, *usual]), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.DATA, "rank 0")
+
+    def test_a_function_that_is_nearly_all_of_the_work_and_idles_is_code(self) -> None:
+        """A processor that is slow would be in use for longer."""
+        work = {SLOW: 0.4, FORWARD: 0.005}
+        slow = {SLOW: 0.8, FORWARD: 0.005}
+        idle = frozenset({SLOW})
+        now = [pattern(rank, slow if rank == 1 else work, 0.83, idle=idle) for rank in range(3)]
+        assert localise(answers(now), 3).finding.fault is FaultClass.CODE
+        busy = [pattern(rank, slow if rank == 1 else work, 0.83) for rank in range(3)]
+        assert localise(answers(busy), 3).finding.fault is FaultClass.HARDWARE
+
+    def test_shares_that_hide_it_do_not(self) -> None:
+        """A rank at 1.6 × with 5 of 26 samples, where its peers have 7 each, is as quick in a step as they are."""
+        slow = pattern(0, scaled(WORK, 1.6 * 5 / 7), 0.44, samples=5)
+        found = localise(answers([slow, *(pattern(rank, WORK, 0.44, samples=7) for rank in (1, 2, 3))]), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.HARDWARE, "rank 0")
+        assert "1.60 ×" in str(found.finding.witnesses)
+
+    def test_two_at_once_are_both_found(self) -> None:
+        found = job(WORK, {**WORK, SLOW: 0.25}, WORK, scaled(WORK, 1.5), WORK)
+        assert [(e.finding.fault, e.ranks) for e in found.explanations] == [
+            (FaultClass.CODE, (1,)),
+            (FaultClass.HARDWARE, (3,)),
+        ]
+        assert set(found.suspects) == {1, 3}
+
+    def test_the_same_on_two_ranks_is_one_finding(self) -> None:
+        found = job(WORK, {**WORK, SLOW: 0.25}, WORK, {**WORK, SLOW: 0.2}, WORK)
+        assert [e.ranks for e in found.explanations] == [(1, 3)]
+        assert found.finding.culprit == "train.py:augment on ranks 1, 3"
+
+
+class TestAllRanks:
+    def test_a_function_that_has_grown_is_code(self) -> None:
+        found = job(*[{**WORK, SLOW: 0.1}] * 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, "train.py:augment on all ranks")
+        assert found.explained == pytest.approx(1.0, abs=0.02)
+        assert kinds(found) >= {WitnessKind.HISTORY, WitnessKind.BEHAVIOUR}
+
+    def test_nobody_sees_it_without_early_steps(self) -> None:
+        found = job(*[{**WORK, SLOW: 0.1}] * 4, early=None)
+        assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
+
+    def test_collections_are_code(self) -> None:
+        found = job(*[{**WORK, GARBAGE: 0.15}] * 3)
+        assert found.finding.fault is FaultClass.CODE
+        assert "PlanGarbage" in found.finding.advice
+
+    def test_a_slow_loader_is_data(self) -> None:
+        assert job(*[{**WORK, LOAD: 0.2}] * 3).finding.fault is FaultClass.DATA
+
+    def test_one_thread_is_configuration(self) -> None:
+        setups = {rank: replace(USUAL, threads=1) for rank in range(3)}
+        found = job(*[scaled(WORK, 1.6)] * 3, setups=setups)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.CONFIGURATION, "all ranks")
+        assert "1 threads of an operation, in the early steps 2" in str(found.finding.witnesses)
+
+    def test_one_thread_shows_where_torch_computes_alone(self) -> None:
+        setups = {rank: replace(USUAL, threads=1) for rank in range(3)}
+        found = job(*[{**WORK, BACKWARD: 0.4}] * 3, setups=setups)
+        assert found.finding.fault is FaultClass.CONFIGURATION
+
+    def test_a_quota_is_configuration(self) -> None:
+        setups = {rank: replace(USUAL, throttled=0.7) for rank in range(3)}
+        assert job(*[scaled(WORK, 1.4)] * 3, setups=setups).finding.fault is FaultClass.CONFIGURATION
+
+    def test_busy_processors_are_hardware(self) -> None:
+        setups = {rank: replace(USUAL, delayed=0.4) for rank in range(3)}
+        assert job(*[scaled(WORK, 1.4)] * 3, setups=setups).finding.fault is FaultClass.HARDWARE
+
+    def test_all_slower_alike_without_a_witness_is_unknown(self) -> None:
+        found = job(*[scaled(WORK, 1.4)] * 3)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.UNKNOWN, "all ranks")
+
+    def test_in_turns_is_told_from_at_once(self) -> None:
+        """Each of four ranks does it in every fourth step, and the others wait."""
+        step, mine = 0.395 + 0.2, {**WORK, SLOW: 0.05}
+        now = [pattern(rank, mine, step) for rank in range(4)]
+        early = [pattern(rank, WORK, 0.395) for rank in range(4)]
+        found = localise(answers(now, early), 4)
+        assert found.finding.culprit == "train.py:augment on all ranks, in turns"
+        assert found.explained == pytest.approx(1.0, abs=0.05)
+        assert found.explanations[0].saved_seconds == pytest.approx(0.2, abs=0.01)
+
+    def test_waits_of_everybody_are_the_transfer(self) -> None:
+        now = [pattern(rank, WORK, 0.6) for rank in range(4)]
+        early = [pattern(rank, WORK, 0.395) for rank in range(4)]
+        found = localise(answers(now, early), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.NETWORK, "all_reduce on all ranks")
+
+    def test_waits_for_a_slow_rank_are_nobodys_transfer(self) -> None:
+        found = job(WORK, WORK, {**WORK, SLOW: 0.2}, WORK)
+        assert all(e.finding.fault is not FaultClass.NETWORK for e in found.explanations)
+
+
+class TestUnknown:
+    def test_below_half(self) -> None:
+        """A third of the excess in one function, the rest in a hundred small ones."""
+        crumbs = {(f"train.py:crumb_{i}", SLOW[1]): 0.003 for i in range(100)}
+        found = job(WORK, {**WORK, SLOW: 0.13, **crumbs}, WORK)
+        assert found.finding.fault is FaultClass.UNKNOWN
+        assert 0.25 < found.explained < 0.5
+        assert "of the 0.430 s" in found.finding.witnesses[0].words
+
+    def test_nothing_wrong(self) -> None:
+        found = job(*[WORK] * 4)
+        assert (found.finding.fault, found.finding.culprit, found.explanations) == (FaultClass.UNKNOWN, "", ())
+
+    def test_missing_and_broken_answers_are_said(self) -> None:
+        given = answers([pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(3)])
+        lying = Answer(pattern(9, WORK, 0.6)).to_bytes()
+        found = localise([*given, (3, b"{"), (4, lying)], 6)
+        assert found.finding.culprit == "train.py:augment on rank 1"
+        assert found.heard == 3
+        assert "3 of 6 ranks have answered" in found.remarks
+        assert any("rank 4: pattern.rank: 9" in remark for remark in found.remarks)
+
+    def test_nobody_answers(self) -> None:
+        found = localise([], 4)
+        assert (found.finding.fault, found.heard, found.expected) == (FaultClass.UNKNOWN, 0, 4)
+
+    def test_a_lone_rank_has_its_early_steps(self) -> None:
+        assert job({**WORK, SLOW: 0.2}).finding.culprit == "train.py:augment on all ranks"
+
+    def test_wrong_settings_are_remarked_upon(self) -> None:
+        blocking = replace(USUAL, variables=("CUDA_LAUNCH_BLOCKING=1",))
+        found = job(*[WORK] * 2, setups={0: blocking, 1: blocking})
+        assert any("CUDA_LAUNCH_BLOCKING=1" in remark for remark in found.remarks)
+
+
+def test_noise_of_looks_blames_nobody() -> None:
+    """Shares from 500 looks differ by a hundredth or two."""
+    random = np.random.default_rng(0)
+
+    def noisy(rank: int) -> RankPattern:
+        work = {f: max(0.0, s + float(random.normal(0, 0.006))) for f, s in WORK.items()}
+        total = sum(work.values())
+        return pattern(rank, {f: s * 0.375 / total for f, s in work.items()}, 0.4)
+
+    for _ in range(20):
+        found = localise(answers([noisy(r) for r in range(8)], [noisy(r) for r in range(8)]), 8)
+        assert found.finding.culprit == ""
+
+
+def test_waits_that_are_somebody_elses_columns_do_not_count_as_own_work() -> None:
+    found = job({**WORK, WAIT: 0.02}, {**WORK, WAIT: 0.02}, early=None)
+    assert found.explanations == ()

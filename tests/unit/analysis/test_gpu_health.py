@@ -1,0 +1,209 @@
+"""The policy of GPU health: each row of the tables, and figures that are missing, fall or are no sign."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.diagnose.finding import FaultClass
+from pacekeeper_analysis.diagnose.gpu_health import (
+    MOST_COUNTED,
+    SIGNS,
+    Blame,
+    GpuSample,
+    Sign,
+    examine,
+    rise,
+    signs_of,
+    xid_blame,
+    xid_words,
+)
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reports import MOST_GPUS, GpuHealth, Heartbeat
+
+BUSY = GpuSample(
+    at=0.0,
+    uncorrected_errors=4,
+    rows_pending=False,
+    rows_failed=False,
+    slowdown=0,
+    clock=1800,
+    clock_maximum=2000,
+    state=0,
+    pcie_replays=1000,
+    pcie_width=16,
+    pcie_width_maximum=16,
+    pcie_generation=5,
+    pcie_generation_maximum=5,
+    nvlink_errors=7,
+    nvlinks=18,
+)
+
+
+def samples(**last: Any) -> list[GpuSample]:
+    """Ten minutes of a sound GPU, every five seconds; in the last minute with these figures."""
+    return [replace(BUSY, at=5.0 * i, **(last if i >= 108 else {})) for i in range(121)]
+
+
+def health(given: list[GpuSample], busy_first: GpuSample | None = BUSY) -> GpuHealth:
+    return examine("GPU-1", given, busy_first)
+
+
+class TestSigns:
+    def test_a_sound_gpu_shows_none(self) -> None:
+        assert health(samples()) == GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9)
+
+    def test_nor_does_one_of_which_nothing_is_known(self) -> None:
+        assert health([GpuSample(0.0), GpuSample(5.0)], None) == GpuHealth("GPU-1")
+
+    @pytest.mark.parametrize(
+        ("sign", "figures"),
+        [
+            (Sign.ROWS_PENDING, {"rows_pending": True}),
+            (Sign.ROWS_FAILED, {"rows_failed": True}),
+            (Sign.MEMORY_ERRORS, {"uncorrected_errors": 5}),
+            (Sign.PCIE_REPLAYS, {"pcie_replays": 1080}),
+            (Sign.NVLINK_ERRORS, {"nvlink_errors": 17}),
+            (Sign.NVLINK_DOWN, {"nvlinks": 17}),
+            (Sign.PCIE_FELL, {"pcie_width": 8}),
+            (Sign.PCIE_FELL, {"pcie_generation": 3}),
+        ],
+    )
+    def test_each_is_shown_by_its_figure_alone(self, sign: Sign, figures: dict[str, Any]) -> None:
+        assert health(samples(**figures)).signs == (sign,)
+
+    @pytest.mark.parametrize(
+        "figures",
+        [
+            {"uncorrected_errors": 0},
+            {"pcie_replays": 1079},
+            {"pcie_replays": 0},
+            {"nvlink_errors": 16},
+            {"nvlinks": None},
+            {"pcie_width": 8, "state": 8},
+            {"pcie_generation": 1, "state": 8},
+            {"pcie_width": 0},
+            {"pcie_width": 16, "pcie_width_maximum": None},
+            {"slowdown": 0x1 | 0x2 | 0x4 | 0x10 | 0x20 | 0x100},
+        ],
+        ids=str,
+    )
+    def test_what_is_below_its_limit_falls_is_missing_or_rests_is_none(self, figures: dict[str, Any]) -> None:
+        assert health(samples(**figures)).signs == ()
+
+    def test_a_link_that_was_low_from_the_start_is_the_configuration(self) -> None:
+        low = replace(BUSY, pcie_width=8)
+        assert health(samples(pcie_width=8), busy_first=low).signs == (Sign.PCIE_LOW,)
+        assert SIGNS[Sign.PCIE_LOW].fault is FaultClass.CONFIGURATION
+        assert SIGNS[Sign.PCIE_FELL].fault is FaultClass.HARDWARE
+
+    def test_a_link_that_is_low_for_a_moment_is_no_sign(self) -> None:
+        given = samples()
+        assert health([*given[:-1], replace(given[-1], pcie_width=8)]).signs == ()
+        assert health([replace(BUSY, pcie_width=8)]).signs == ()
+
+    @pytest.mark.parametrize("reason", [0x8, 0x40, 0x80], ids=["slowdown", "heat", "power brake"])
+    def test_throttling_is_one_from_six_minutes_of_ten_on(self, reason: int) -> None:
+        def with_minutes(count: int) -> GpuHealth:
+            return health([replace(s, slowdown=reason if s.at % 60 == 30 and s.at < 60 * count else 4) for s in given])
+
+        given = samples()
+        assert (with_minutes(5).signs, with_minutes(5).throttled_minutes) == ((), 5)
+        assert with_minutes(6).signs == (Sign.THROTTLED,)
+
+    def test_one_bad_minute_is_no_throttling_however_often_it_is_seen(self) -> None:
+        assert health(samples(slowdown=0x40)).signs == ()
+
+    def test_what_warns_and_what_is_a_witness_only(self) -> None:
+        assert set(SIGNS) == set(Sign)
+        witnesses = {sign for sign, meaning in SIGNS.items() if not meaning.warns}
+        assert witnesses == {Sign.THROTTLED, Sign.SLOW_CLOCK, Sign.PCIE_FELL, Sign.PCIE_LOW}
+
+
+class TestRise:
+    @pytest.mark.parametrize(
+        ("values", "risen"),
+        [
+            ([], 0),
+            ([None, None], 0),
+            ([5], 0),
+            ([5, 5, 9], 4),
+            ([None, 5, None, 9, None], 4),
+            ([9, 0, 9], 0),
+            ([9, 0, 4], 0),
+            ([9, 0, 12], 3),
+            ([0, 2**64 - 1], MOST_COUNTED),
+        ],
+    )
+    def test_only_what_goes_beyond_the_beginning_counts(self, values: list[int | None], risen: int) -> None:
+        """A driver that is loaded anew counts from nothing; a slip to nothing and back is no rise."""
+        assert rise(values) == risen
+
+
+class TestXids:
+    @pytest.mark.parametrize("xid", [46, 48, 62, 63, 64, 74, 79, 92, 95, 119, 120, 136, 140, 143, 154])
+    def test_of_the_hardware(self, xid: int) -> None:
+        assert xid_blame(xid) is Blame.HARDWARE
+
+    @pytest.mark.parametrize("xid", [0, 13, 31, 43, 45, 68, 9999])
+    def test_of_the_application_or_not_in_the_catalogue(self, xid: int) -> None:
+        assert xid_blame(xid) is Blame.APPLICATION
+
+    def test_a_contained_memory_error_costs_one_process(self) -> None:
+        assert xid_blame(94) is Blame.CONTAINED
+
+    def test_in_words(self) -> None:
+        assert (xid_words(79), xid_words(9999)) == ("XID 79 (GPU has fallen off the bus)", "XID 9999")
+
+
+class TestReport:
+    def test_it_travels_in_the_heartbeat(self) -> None:
+        beat = Heartbeat(gpus=(health(samples(pcie_replays=1080)),))
+        assert Heartbeat.from_json(beat.to_json()) == beat
+        assert beat.gpu_signs == (("GPU-1", ("PcieReplays",)),)
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"gpu": 7}, "gpu"),
+            ({"signs": ["x" * 41]}, "signs"),
+            ({"signs": ["x"] * 17}, "signs"),
+            ({"clock_share": 1.5}, "clock_share"),
+            ({"clock_share": float("nan")}, "clock_share"),
+            ({"temperature": -1}, "temperature"),
+            ({"pcie_replays": 2**60}, "pcie_replays"),
+        ],
+    )
+    def test_what_is_out_of_bounds_is_named(self, changes: dict[str, Any], field: str) -> None:
+        with pytest.raises(InputError, match=rf"Heartbeat\.gpus\[0\]\.{field}"):
+            Heartbeat.from_json({"gpus": [{"gpu": "GPU-1", **changes}]})
+
+    def test_nobody_has_so_many(self) -> None:
+        with pytest.raises(InputError, match="more than the 32"):
+            Heartbeat.from_json({"gpus": [{"gpu": "GPU-1"}] * (MOST_GPUS + 1)})
+
+    def test_its_signs_in_words(self) -> None:
+        report = GpuHealth(
+            "GPU-1",
+            signs=("Throttled", "PcieLow", "RowsPending", "SomethingNew"),
+            throttled_minutes=7,
+            clock_share=0.62,
+            temperature=91,
+            power=350.4,
+            pcie_width=8,
+            pcie_generation=4,
+        )
+        assert [sign.words for sign in signs_of([report])] == [
+            "GPU-1: the hardware slows its clocks down for heat or power"
+            " (in 7 of the last 10 minutes, 62% of its clock, 91 °C, 350 W)",
+            "GPU-1: its PCIe link has been below its maximum from the start (8 lanes of generation 4)",
+            "GPU-1: memory rows wait for a reset of the GPU to be remapped",
+        ]
+
+    @pytest.mark.parametrize("sign", Sign)
+    def test_each_sign_has_words(self, sign: Sign) -> None:
+        (shown,) = signs_of([GpuHealth("GPU-1", signs=(str(sign),))])
+        assert shown.words.startswith(f"GPU-1: {SIGNS[sign].words}")
+        assert shown.meaning is SIGNS[sign]

@@ -1,0 +1,101 @@
+"""Whether a node is slow beside others; and words of probe pods, which may say anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.api import ProbeFigures, ProbeLink
+from pacekeeper_operator.decide.node_figures import MAX_CHARACTERS, read_figures, slow
+
+USUAL = ProbeFigures(0.002, memory_bytes_per_second=30e9)
+FAST, SLOW = 1e9, 6e6
+
+
+def circle(**changed: ProbeFigures) -> dict[str, ProbeFigures]:
+    """Hosts a and b, and their guest c."""
+    found = {"a": USUAL, "b": linked(b_a=(FAST, FAST)), "c": linked(c_a=(FAST, FAST), c_b=(FAST, FAST))}
+    return found | changed
+
+
+def linked(**ways: tuple[float, float]) -> ProbeFigures:
+    """`c_a`: from c to a, and back."""
+    return replace(USUAL, links=tuple(ProbeLink(name[-1], *ways[name], ping=1e-5) for name in ways))
+
+
+class TestSlow:
+    def test_alike_nobody_is(self) -> None:
+        assert [slow(name, circle()) for name in "abc"] == ["", "", ""]
+
+    def test_cores_are_held_against_the_median_of_the_others(self) -> None:
+        found = circle(a=replace(USUAL, core_seconds=0.0027))
+        assert "its cores take 1.4 times as long" in slow("a", found)
+        assert slow("b", found) == slow("c", found) == ""
+        assert slow("a", circle(a=replace(USUAL, core_seconds=0.0025))) == ""
+
+    def test_time_in_which_nobody_else_worked_counts(self) -> None:
+        words = slow("a", circle(a=replace(USUAL, held_back=0.5)))
+        assert "2.0 times" in words
+        assert "held back for 50%" in words
+        assert slow("a", {name: replace(f, held_back=0.5) for name, f in circle().items()}) == "", "all are, alike"
+
+    @pytest.mark.parametrize(
+        ("out", "back", "words"),
+        [(SLOW, FAST, "it sends 6 MB/s"), (FAST, SLOW, "it receives 6 MB/s")],
+    )
+    def test_a_slow_way_of_a_guest_is_told_by_both_hosts(self, out: float, back: float, words: str) -> None:
+        found = circle(c=linked(c_a=(out, back), c_b=(out, back)))
+        assert slow("c", found).startswith(words)
+        assert slow("a", found) == slow("b", found) == ""
+
+    def test_a_slow_host_is_not_held_against_its_guests(self) -> None:
+        found = circle(b=linked(b_a=(SLOW, SLOW)), c=linked(c_a=(SLOW, SLOW), c_b=(FAST, FAST)))
+        assert "it sends" in slow("a", found)
+        assert slow("b", found) == slow("c", found) == ""
+
+    def test_memory(self) -> None:
+        assert "its memory takes" in slow("a", circle(a=replace(USUAL, memory_bytes_per_second=10e9)))
+
+    def test_of_two_nobody_can_tell(self) -> None:
+        found = {"a": replace(USUAL, core_seconds=1.0), "b": USUAL}
+        assert slow("a", found) == ""
+
+    def test_who_has_told_nothing_is_not_judged(self) -> None:
+        assert slow("d", circle()) == ""
+
+
+class TestReading:
+    def test_figures(self) -> None:
+        link = {"peer": "node-1", "up": 1.0, "down": 2.0, "ping": 0.1}
+        figures, unfit = read_figures(json.dumps({"core_seconds": 0.002, "links": [link], "of a later version": 7}))
+        assert figures == ProbeFigures(0.002, links=(ProbeLink("node-1", 1.0, 2.0, 0.1),))
+        assert unfit == ""
+
+    def test_unfit(self) -> None:
+        assert read_figures('{"unfit":"memory does not keep"}') == (None, "memory does not keep")
+
+    @pytest.mark.parametrize("words", ["", "passed", "[1]", "7", "{", "[" * 4000, '"x"', "{}" + " " * MAX_CHARACTERS])
+    def test_what_is_no_object_holds_none(self, words: str) -> None:
+        assert read_figures(words) == (None, "")
+
+    @pytest.mark.parametrize(
+        ("data", "field"),
+        [
+            ({}, "core_seconds"),
+            ({"core_seconds": "fast"}, "core_seconds"),
+            ({"core_seconds": -1}, "core_seconds"),
+            ({"core_seconds": float("nan")}, "core_seconds"),
+            ({"core_seconds": 1, "held_back": 2}, "held_back"),
+            ({"core_seconds": 1, "cores": 10**400}, "cores"),
+            ({"core_seconds": 1, "links": [{}] * 9}, "links"),
+            ({"core_seconds": 1, "links": [{"peer": "a\n", "up": 1, "down": 1, "ping": 1}]}, "peer"),
+            ({"core_seconds": 1, "links": {"peer": "a"}}, "links"),
+            ({"unfit": ["x"]}, "unfit"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, data: object, field: str) -> None:
+        with pytest.raises(InputError, match=field):
+            read_figures(json.dumps(data))

@@ -1,0 +1,189 @@
+"""The signs of GPUs as a real Prometheus finds them in ten minutes of an exporter's series, real and scripted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from pacekeeper_analysis.diagnose.gpu_health import Sign
+from pacekeeper_operator.observation import GpuValue
+from pacekeeper_operator.observe.prometheus import Prometheus
+from tests.support.launchers import eventually
+from tests.support.prometheus import prometheus
+
+Value = Callable[[float], float | None]
+"""Of a series, by the seconds since ten minutes and a half ago; None: the exporter did not say."""
+SPAN, EVERY = 630.0, 15.0
+REPLAYS, REASONS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS"
+CLOCK, ACTIVE = "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_PROF_SM_ACTIVE"
+
+
+@dataclass(frozen=True)
+class Series:
+    metric: str
+    gpu: str
+    value: Value
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def during(seconds: float) -> Value:
+    """Heat slows the clock down for so long, and power that software caps all the time."""
+    return lambda at: 0x44 if at > SPAN - seconds else 0x4
+
+
+SERIES = [
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "pending", lambda _: 1),
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "not-pending", lambda _: 0),
+    Series("DCGM_FI_DEV_ROW_REMAP_FAILURE", "failed", lambda _: 1),
+    Series(REPLAYS, "rising", lambda at: 5_000 + 0.2 * at),
+    Series(REPLAYS, "rising-slowly", lambda at: 5_000 + 0.1 * at),
+    Series(REPLAYS, "high-and-still", lambda _: 5_000),
+    Series(REPLAYS, "reset", lambda at: 5_000 if at < 300 else at),
+    Series(REPLAYS, "slipped", lambda at: 0 if 300 <= at < 330 else 5_000),
+    Series(REPLAYS, "exporter-restarts", lambda at: None if 200 <= at < 300 else 5_000 + 0.2 * at),
+    Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", "link", lambda at: 0.05 * at),
+    Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "link", lambda at: 0.05 * at),
+    Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "link-that-recovers", lambda at: 0.05 * at),
+    Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", "sound-link", lambda at: 0.01 * at),
+    Series(REASONS, "hot", during(460)),
+    Series(REASONS, "hot-for-a-while", during(240)),
+    Series(REASONS, "slowed-down", lambda _: 0x8),
+    Series(REASONS, "capped", lambda _: 0x4 | 0x1 | 0x20),
+    *(Series(CLOCK, f"peer-{n}", lambda _: 1800) for n in range(3)),
+    Series(CLOCK, "slow", lambda _: 1400),
+    Series(CLOCK, "idle", lambda _: 300),
+    Series(CLOCK, "other-model", lambda _: 900, {"modelName": "B"}),
+    Series(ACTIVE, "slow", lambda _: 0.9),
+    Series(ACTIVE, "idle", lambda _: 0.0),
+    Series(ACTIVE, "other-model", lambda _: 0.9),
+    Series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "slow", lambda _: 0.9),
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "foreign", lambda _: 1, {"namespace": "tenant"}),
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "liar", lambda _: 1, {"node": "", "Hostname": "node-9"}),
+]
+"""Each GPU but the last on node-1 by the word of service discovery."""
+
+
+def exposition(now: float) -> str:
+    """All that was to be scraped in these minutes, at once: the text format lets samples have times."""
+    lines = []
+    for series in SERIES:
+        labels = {"namespace": "gpus", "node": "node-1", "gpu": series.gpu, "UUID": f"GPU-{series.gpu}"}
+        labels = {**labels, "modelName": "A", **series.labels}
+        text = ",".join(f'{name}="{value}"' for name, value in labels.items() if value)
+        times = [EVERY * i for i in range(int(SPAN / EVERY) + 1)]
+        for at in times:
+            value = series.value(at)
+            if value is not None:
+                lines.append(f"{series.metric}{{{text}}} {value} {int(1000 * (now - SPAN + at))}")
+    return "\n".join(lines) + "\n"
+
+
+class Exporter(BaseHTTPRequestHandler):
+    text = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(self.text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a Prometheus that has scraped it all."""
+    Exporter.text = exposition(time.time())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Exporter)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    folder: Path = tmp_path_factory.mktemp("prometheus")
+    with prometheus(folder, f"127.0.0.1:{server.server_port}") as address:
+        query = {"query": f"count({{__name__=~'DCGM_.*'}}) == {len(SERIES)}"}
+
+        def scraped() -> bool:
+            answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=5).json()
+            return bool(answer["data"]["result"])
+
+        eventually(scraped, "all series are there", seconds=20)
+        yield address
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+async def signs(url: str) -> tuple[GpuValue, ...]:
+    sample = await Prometheus(url, "gpus", "Hostname").sample(time.time())
+    assert not sample.unavailable
+    return sample.of("ns", "j").gpu_signs
+
+
+def shown(signs: tuple[GpuValue, ...], metric: Sign) -> set[str]:
+    return {sign.gpu for sign in signs if sign.metric == metric}
+
+
+@pytest.mark.parametrize(
+    ("sign", "gpus"),
+    [
+        (Sign.ROWS_PENDING, {"pending", "liar"}),
+        (Sign.ROWS_FAILED, {"failed"}),
+        (Sign.PCIE_REPLAYS, {"rising", "exporter-restarts"}),
+        (Sign.NVLINK_ERRORS, {"link", "link-that-recovers"}),
+        (Sign.THROTTLED, {"hot", "slowed-down"}),
+        (Sign.SLOW_CLOCK, {"slow"}),
+    ],
+)
+async def test_each_sign_is_found_on_these_gpus_and_no_others(
+    signs: tuple[GpuValue, ...], sign: Sign, gpus: set[str]
+) -> None:
+    assert shown(signs, sign) == gpus
+    assert len([one for one in signs if one.metric == sign]) == len(gpus), "each once"
+
+
+async def test_only_service_discoverys_word_on_the_node_is_vouched_for(signs: tuple[GpuValue, ...]) -> None:
+    by_gpu = {sign.gpu: sign for sign in signs}
+    assert by_gpu["pending"] == GpuValue("node-1", "pending", "RowsPending", 1.0, vouched=True, uuid="GPU-pending")
+    assert by_gpu["liar"] == GpuValue("node-9", "liar", "RowsPending", 1.0, vouched=False, uuid="GPU-liar")
+
+
+async def test_the_figures_are_those_of_ten_minutes(signs: tuple[GpuValue, ...]) -> None:
+    figures = {sign.gpu: sign.value for sign in signs}
+    assert figures["rising"] == pytest.approx(120, abs=2)
+    assert figures["hot"] in (7, 8)
+    assert figures["slow"] == 1400
+
+
+async def test_they_are_asked_for_now_and_then_only(url: str) -> None:
+    asked: list[str] = []
+
+    async def ask(query: str) -> list[Any]:
+        asked.append(query)
+        return []
+
+    watched = Prometheus(url, "gpus", "Hostname", ask)
+    for now in (0.0, 5.0, 29.0, 31.0, 7.0):
+        await watched.sample(now)
+    assert ["PCIE" in query for query in asked] == [*(False, True, False, False, False, True, False, True)], (
+        "every 30 seconds, and when the clock was set back"
+    )
+    await Prometheus(url, "", "Hostname", ask).sample(0.0)
+    assert "DCGM" not in asked[-1]
+
+
+async def test_that_they_cannot_be_had_costs_nothing_else(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def ask(query: str) -> list[Any]:
+        if "PCIE" in query:
+            raise requests.ConnectionError("found duplicate series")
+        return []
+
+    sample = await Prometheus(url, "gpus", "Hostname", ask).sample(0.0)
+    assert (sample.unavailable, sample.gpu_signs) == ("", ())
+    assert "does not tell the signs of GPUs: found duplicate series" in caplog.text

@@ -1,0 +1,109 @@
+"""The wheels that hatchling builds: one with the native parts for this platform, and a pure one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("analysis", "operator", "trainer", "crds", "charts")
+FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
+LIBRARY = "pacekeeper/native/nccl_profiler.so"
+SAY = """
+import logging, pathlib
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from pacekeeper.launcher.nccl import usable_plugin
+from pacekeeper.observe.transport import open_transport
+print(usable_plugin(), open_transport(pathlib.Path("0.transport")))
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the wheels are made of: a build leaves the library beside its source."""
+    copy = tmp_path_factory.mktemp("sources")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for file in FILES:
+        shutil.copy(ROOT / file, copy / file)
+    return copy
+
+
+def build(sources: Path, target: str, folder: Path, **environment: str) -> tuple[Path, str]:
+    """What hatchling has built, and what it said."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    done = subprocess.run(
+        command, cwd=sources, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.iterdir()
+    return built, done.stdout + done.stderr
+
+
+def say(wheel: Path, folder: Path) -> str:
+    """What an installation of the wheel says of the transport."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", SAY], cwd=folder, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout + done.stderr
+
+
+def contents(wheel: Path) -> tuple[set[str], str]:
+    """Names of its files, and its WHEEL."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (about,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        return names, archive.read(about).decode()
+
+
+def test_where_there_is_a_compiler_the_wheel_is_for_this_platform(sources: Path, tmp_path: Path) -> None:
+    wheel, _ = build(sources, "wheel", tmp_path / "wheel")
+    names, about = contents(wheel)
+    assert LIBRARY in names
+    assert "Tag: py3-none-linux_" in about
+    assert "Root-Is-Purelib: false" in about
+    assert "-py3-none-linux_" in wheel.name
+    assert f"{tmp_path / 'here' / LIBRARY} None" in say(wheel, tmp_path / "here")
+
+
+@pytest.mark.parametrize("environment", [{"PACEKEEPER_PURE": "1"}, {"CC": "no-such-compiler"}, {"CC": "false"}])
+def test_without_one_it_is_pure_and_the_transport_unknown(
+    sources: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (sources / "trainer" / LIBRARY).write_text("of an editable installation")
+    wheel, said = build(sources, "wheel", tmp_path / "wheel", **environment)
+    names, about = contents(wheel)
+    assert "pacekeeper/launcher/nccl.py" in names
+    assert not [name for name in names if name.endswith(".so")]
+    assert "Tag: py3-none-any" in about
+    assert ("transport will be unknown" in said) == ("CC" in environment), "who asks for it is not warned"
+    told = say(wheel, tmp_path / "here")
+    assert "transport is unknown" in told
+    assert "None None" in told
+
+
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_an_editable_installation_has_them_beside_their_source(sources: Path, tmp_path: Path, compiler: str) -> None:
+    (sources / "trainer" / LIBRARY).unlink(missing_ok=True)
+    build(sources, "wheel:editable", tmp_path / "wheel", CC=compiler)
+    assert (sources / "trainer" / LIBRARY).exists() == (compiler == "cc")
+    assert not list((sources / "trainer" / LIBRARY).parent.glob(".*.so"))
+
+
+def test_a_source_archive_has_what_builds_them_and_nothing_built(sources: Path, tmp_path: Path) -> None:
+    (sources / "trainer" / LIBRARY).write_text("of an editable installation")
+    archive, _ = build(sources, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    assert {"hatch_build.py", "trainer/pacekeeper/native/nccl_profiler.c"} <= names
+    assert not [name for name in names if name.endswith(".so")]

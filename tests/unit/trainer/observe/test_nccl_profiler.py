@@ -1,0 +1,225 @@
+"""NCCL's profiler plugin in the hands of a stand-in for NCCL, and what is read of its file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pacekeeper.observe.transport import TransportReader, open_transport
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import Collective
+from pacekeeper_analysis.transport import (
+    COMMUNICATOR,
+    COMMUNICATORS_AT,
+    FILE_BYTES,
+    HEADER,
+    OPERATION,
+    OPERATIONS,
+    OPERATIONS_AT,
+    STEPS_UNTIL_AT,
+    Flag,
+    flows,
+    running_in_words,
+)
+from tests.support.nccl import Driver, build
+
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """Under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    return build(tmp_path_factory.mktemp("address"), "-fsanitize=address,undefined")
+
+
+@pytest.mark.parametrize("version", [4, 5, 6])
+def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: Driver, version: int) -> None:
+    began = time.monotonic_ns()
+    reader = driver.play(version, "normal")
+    assert reader.version == version
+    world, pair = reader.communicators()
+    assert [world[name] for name in ("id", "size", "rank", "name", "finalized_ns")] == [0xA1, 4, 1, b"world", 0]
+    assert [pair[name] for name in ("id", "size", "rank", "name")] == [0xFFFF_FFFF_FFFF_FFF1, 2, 0, b""]
+    assert began < world["created_ns"] <= pair["created_ns"] < pair["finalized_ns"] < time.monotonic_ns()
+
+    send, receive, single = reader.operations()
+    for operation, peer, nbytes, steps in ((send, 2, 1000, 2), (receive, 0, 800, 1)):
+        assert operation["communicator"] == 0xA1
+        assert (operation["collective"], operation["sequence"]) == (Collective.ALL_REDUCE, 7)
+        assert (operation["peer"], operation["channel"]) == (peer, 3)
+        assert (operation["bytes"], operation["steps"]) == (nbytes, steps)
+    assert send["flags"] == Flag.SEND | Flag.MEASURED | Flag.BEGUN
+    assert receive["flags"] == Flag.MEASURED | Flag.BEGUN
+    # Two steps that overlap count once: 10 ms the GPU, the second one 20 more; 5 ms credit; 20 ms the network.
+    duration = send["end_ns"] - send["start_ns"]
+    assert 35 * MS <= duration < 1_000 * MS, "it begins when it is its turn, 5 ms after it was started"
+    assert 10_000 <= send["gpu_us"] <= duration / 1000
+    assert 5_000 <= send["credit_us"] <= duration / 1000 - 30_000 + 1
+    assert 20_000 <= send["network_us"] <= duration / 1000 - 15_000 + 1
+    assert 10_000 <= receive["network_us"] <= (receive["end_ns"] - receive["start_ns"]) / 1000
+    assert receive["gpu_us"] >= 5_000
+    assert receive["credit_us"] == 0
+    assert single["communicator"] == 0xFFFF_FFFF_FFFF_FFF1
+    assert (single["collective"], single["sequence"]) == (Collective.SEND, 1)
+    assert (single["bytes"], single["steps"], single["flags"]) == (4_000, 0, Flag.SEND), "the most that it may be"
+
+    told = {(flow.communicator, flow.peer, flow.sends): flow for flow in flows(reader.operations())}
+    assert told[0xA1, 2, True].bytes == 1000
+    assert told[0xA1, 2, True].busy_seconds == pytest.approx(duration * 1e-9)
+    assert told[0xA1, 0, False].network_seconds == pytest.approx(receive["network_us"] * 1e-6)
+
+
+def test_of_another_process_only_what_it_says_itself_is_believed(driver: Driver) -> None:
+    operations = driver.play(6, "foreign").operations()
+    assert [(each["communicator"], each["sequence"], each["peer"]) for each in operations] == [(0, 0, 2), (0, 0, 2)]
+    assert all(each["flags"] & Flag.FOREIGN for each in operations)
+    assert flows(operations) == ()
+
+
+def test_what_comes_after_an_end_changes_nothing(driver: Driver) -> None:
+    operation, behind = driver.play(6, "late").operations()
+    assert (operation["bytes"], operation["steps"], operation["gpu_us"]) == (500, 1, 0)
+    assert operation["end_ns"] - operation["start_ns"] < 5 * MS
+    assert operation["flags"] == Flag.SEND | Flag.MEASURED | Flag.BEGUN, "it waits for nothing any more"
+    assert behind["end_ns"] > 0
+
+
+def test_what_has_not_ended_says_what_it_waits_for(driver: Driver) -> None:
+    reader = driver.play(6, "running")
+    queued, running = reader.operations()
+    assert (queued["end_ns"], queued["flags"]) == (0, 0)
+    assert (running["end_ns"], running["bytes"]) == (0, 500)
+    assert running["flags"] == Flag.SEND | Flag.MEASURED | Flag.BEGUN | Flag.WAITS_FOR_NETWORK
+    words = running_in_words(1, reader.operations(), reader.communicators(), int(running["start_ns"]) + 4_200 * MS)
+    sends = "sends to rank 3 in a communicator of 4 (BROADCAST 8, channel 3) for 4.2 s"
+    assert words == f"rank 1: {sends}, waits for the network", "and not of what waits for its turn"
+
+
+def test_entries_that_have_been_given_to_others_are_not_theirs_any_more(driver: Driver) -> None:
+    reader = driver.play(6, "lapped")
+    operations = reader.operations()
+    assert len(operations) == OPERATIONS
+    assert list(operations["index"][[0, -1]]) == [4, OPERATIONS + 3]
+    assert (operations["end_ns"] > 0).all()
+    without_collective, without_communicator = operations[-2:]
+    assert (without_collective["communicator"], without_collective["collective"]) == (0xA1, Collective.NONE)
+    assert (without_communicator["peer"], without_communicator["communicator"]) == (-2, 0)
+    assert list(reader.communicators()["order"][[0, -1]]) == [2, 257]
+
+
+def test_a_process_that_a_rank_has_forked_writes_nothing(driver: Driver) -> None:
+    reader = driver.play(6, "forks")
+    assert len(reader.operations()) == 0
+    assert list(reader.communicators()["id"]) == [0xA1]
+
+
+def test_it_can_be_unloaded_and_loaded_again(driver: Driver) -> None:
+    reader = driver.play(6, "unloaded")
+    assert list(reader.communicators()["id"]) == [0xA1, 0xB2]
+    assert reader.operations()["end_ns"][0] > 0, "a proxy thread may be behind the end of the last communicator"
+
+
+@pytest.mark.parametrize("transport", ["", "missing/0.transport", "x" * 5_000])
+def test_without_a_file_it_does_nothing(driver: Driver, transport: str) -> None:
+    driver.run(6, "inert", transport=transport and str(driver.folder / transport))
+
+
+def test_the_first_process_has_the_file(driver: Driver) -> None:
+    reader = driver.play(6, "running")
+    before = reader.operations().tobytes()
+    driver.run(6, "inert", transport=str(driver.folder / "0.transport"))
+    assert reader.operations().tobytes() == before
+    assert [path.name for path in driver.folder.glob("*.transport*")] == ["0.transport"]
+
+
+def test_a_full_volume_is_no_crash(driver: Driver) -> None:
+    """A file may not grow beyond a limit here, as it may not on a volume that is full."""
+    command = [driver.folder / "nccl_driver", driver.plugin, "6", "inert"]
+    limited = ["sh", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "sh", *map(str, command)]
+    environment = {**os.environ, "PACEKEEPER_TRANSPORT": str(driver.folder / "full.transport")}
+    done = subprocess.run(limited, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not list(driver.folder.glob("full.transport*"))
+
+
+def test_the_sanitizer_sees_what_is_wrong(driver: Driver) -> None:
+    with pytest.raises(AssertionError, match=r"insufficient space|heap-buffer-overflow"):
+        driver.run(6, "overrun", transport="")
+
+
+@pytest.mark.parametrize("version", [4, 5, 6])
+def test_a_million_calls_in_random_orders(driver: Driver, version: int) -> None:
+    transport = driver.folder / "0.transport"
+    transport.unlink(missing_ok=True)
+    started = int(driver.run(version, "random", version, 1_000_000, transport=str(transport)))
+    assert started > 250_000, "most handles were good ones"
+    operations = TransportReader(transport).operations()
+    assert len(operations) == OPERATIONS
+    assert (np.diff(operations["index"].astype("i8")) == 1).all()
+    ended = operations[operations["end_ns"] > 0]
+    assert len(ended) > 1_000
+    assert (ended["start_ns"] <= ended["end_ns"]).all()
+    assert (ended["bytes"] >= 0).all()
+    longest = (ended["end_ns"] - ended["start_ns"]) / 1000 + 1
+    assert all((ended[name] <= longest).all() for name in ("network_us", "gpu_us", "credit_us"))
+    assert sum(flow.operations for flow in flows(operations)) > 0
+
+
+def test_threads_do_not_race(tmp_path: Path) -> None:
+    """Under ThreadSanitizer: four threads on one file, with handles of their own and wrong ones."""
+    driver = build(tmp_path, "-fsanitize=thread")
+    assert len(driver.play(6, "threads").operations()) == OPERATIONS
+
+
+def test_a_reader_leaves_out_what_is_being_written(tmp_path: Path) -> None:
+    reader = TransportReader(_file(tmp_path, [1, 0, 3], end_ns=20))
+    assert list(reader.operations()["index"]) == [1, 3]
+
+
+def test_of_a_window_that_is_not_kept_whole_nothing_is_told(tmp_path: Path) -> None:
+    whole = TransportReader(_file(tmp_path, [1, 2, 3], end_ns=20))
+    for since, until, count in ((0, 99, 3), (20, 21, 3), (21, 99, 0), (0, 20, 0)):
+        ended = whole.ended(since, until)
+        assert len(_told(ended)) == count
+    lapped = TransportReader(_file(tmp_path, [7, 8, 9], end_ns=20))
+    assert lapped.ended(5, 99) is None, "those before may have ended behind 5, too"
+    assert len(_told(lapped.ended(15, 99))) == 3
+
+
+def test_readers_ask_for_steps(tmp_path: Path) -> None:
+    path = _file(tmp_path, [], end_ns=0)
+    TransportReader(path).measure_steps(1 << 40)
+    assert path.read_bytes()[STEPS_UNTIL_AT : STEPS_UNTIL_AT + 8] == (1 << 40).to_bytes(8, "little")
+
+
+def test_no_file_means_unknown_and_another_file_is_refused(tmp_path: Path) -> None:
+    assert open_transport(tmp_path / "0.transport") is None
+    for content in (b"", bytes(FILE_BYTES - 1), bytes(FILE_BYTES)):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(InputError, match=r"bad: .*transfers"):
+            open_transport(tmp_path / "bad")
+
+
+def _told(operations: NDArray[np.void] | None) -> NDArray[np.void]:
+    assert operations is not None
+    return operations
+
+
+def _file(folder: Path, indices: list[int], end_ns: int) -> Path:
+    """A file as the plugin makes it, with operations that started at 10."""
+    header = np.zeros((), HEADER)
+    header["magic"], header["capacity"] = 0x504B_4E43_434C_0001, OPERATIONS
+    operations = np.zeros(OPERATIONS, OPERATION)
+    operations["index"][: len(indices)] = indices
+    operations["start_ns"], operations["end_ns"] = 10, end_ns
+    path = folder / "made"
+    between = bytes(OPERATIONS_AT - COMMUNICATORS_AT)
+    assert len(between) % COMMUNICATOR.itemsize == 0
+    path.write_bytes(header.tobytes() + between + operations.tobytes())
+    return path

@@ -1,0 +1,136 @@
+"""What is known from beginning to end: steps and waits by the rank's own records, kernels by torch's profiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper import torch_internals
+from pacekeeper_analysis.behaviour.pattern import Owner
+from pacekeeper_analysis.behaviour.reduce import KnownSpans
+from pacekeeper_analysis.records import Collective, Kind, Phase
+
+GARBAGE = "(garbage collection)"
+WAIT = "(wait for peers)"
+"""Of a wait beside which no collective has ended."""
+
+Span = tuple[Owner, str, int, int]
+"""Owner, name, start and end in ns of CLOCK_MONOTONIC."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a window, oldest first, other phases left out."""
+
+    first: int
+    seconds: NDArray[np.float64]
+    own_seconds: NDArray[np.float64]
+    lengths: NDArray[np.float64]  # (): not all are known
+
+
+def steps_between(records: NDArray[np.void], between: tuple[int, int]) -> Steps | None:
+    """Those that have begun and ended in this time; None: none has."""
+    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)]
+    steps = steps[(steps["start_ns"] >= between[0]) & (steps["end_ns"] <= between[1])]
+    if not len(steps):
+        return None
+    own = {int(record["start_ns"]): _seconds(record) for record in records[records["kind"] == Kind.COMPUTE]}
+    totals = {int(record["step"]): float(record["value"]) for record in records[records["kind"] == Kind.LENGTHS]}
+    lengths = [totals[int(step["step"])] for step in steps if int(step["step"]) in totals]
+    return Steps(
+        first=int(steps["step"][0]),
+        seconds=(steps["end_ns"] - steps["start_ns"]) * 1e-9,
+        own_seconds=np.array([own.get(int(step["start_ns"]), _seconds(step)) for step in steps]),
+        lengths=np.array(lengths if len(lengths) == len(steps) else []),
+    )
+
+
+def spans_between(
+    records: NDArray[np.void],
+    waits: Sequence[tuple[int, int]],
+    kernels: Sequence[Span],
+    between: tuple[int, int],
+) -> KnownSpans:
+    """All that has an owner by itself. `waits`: for peers, on the host's clock."""
+    found = [*_recorded(records), *_named(waits, records), *kernels]
+    found = [
+        (owner, name, max(start, between[0]), min(end, between[1]))
+        for owner, name, start, end in found
+        if end > between[0] and start < between[1]
+    ]
+    names = list(dict.fromkeys(name for _, name, _, _ in found))
+    position = {name: i for i, name in enumerate(names)}
+    return KnownSpans(
+        owner=np.array([owner for owner, *_ in found], np.uint8),
+        start_ns=np.array([start for *_, start, _ in found], np.int64),
+        end_ns=np.array([end for *_, end in found], np.int64),
+        name=np.array([position[name] for _, name, _, _ in found], np.int64),
+        names=names,
+    )
+
+
+def _recorded(records: NDArray[np.void]) -> Iterator[Span]:
+    """Loading and collections that were part of a step."""
+    for record in records[records["phase"] == Phase.TRAIN]:
+        if record["kind"] == Kind.DATA:
+            yield Owner.DATA, "", int(record["start_ns"]), int(record["end_ns"])
+        elif record["kind"] == Kind.GARBAGE:
+            yield Owner.GARBAGE, GARBAGE, int(record["start_ns"]), int(record["end_ns"])
+
+
+def _named(waits: Sequence[tuple[int, int]], records: NDArray[np.void]) -> Iterator[Span]:
+    """A wait has the name of the collective that ended with it, or last before its end."""
+    collectives = records[records["kind"] == Kind.COLLECTIVE]
+    collectives = collectives[np.argsort(collectives["end_ns"], kind="stable")]
+    for start, end in waits:
+        place = int(np.searchsorted(collectives["end_ns"], end + 1_000_000)) - 1
+        known = place >= 0 and collectives["end_ns"][place] >= start
+        name = Collective(int(collectives["collective"][place])).name.lower() if known else WAIT
+        yield Owner.COLLECTIVE, name, start, end
+
+
+def _seconds(record: np.void) -> float:
+    return float(record["end_ns"] - record["start_ns"]) * 1e-9
+
+
+class Kernels:
+    """What the GPU did from the making of this until `stop`: by torch's profiler, with nothing of the host in it."""
+
+    def __init__(self) -> None:
+        """Raises RuntimeError where another profiler runs."""
+        self._profile = torch_internals.start_kernel_profile()
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def stop(self) -> None:
+        self._profile.stop()
+
+    def spans(self) -> list[Span]:
+        """After `stop`."""
+        found = torch_internals.device_activities(self._profile)
+        return [
+            (owner_of(name), kernel_name(name), start - self._epoch_ns, start - self._epoch_ns + duration)
+            for name, start, duration in found
+        ]
+
+
+def owner_of(activity: str) -> Owner:
+    """Of what a GPU does, by the name that CUDA gives it."""
+    if "nccl" in activity.lower():
+        return Owner.COLLECTIVE
+    return Owner.GPU_MEMORY if activity.startswith(("Memcpy", "Memset")) else Owner.GPU_COMPUTE
+
+
+def kernel_name(activity: str) -> str:
+    """Without what its template was given: "void at::native::add<float>(…)" is "at::native::add"."""
+    if activity.startswith(("Memcpy", "Memset")):
+        return activity
+    plain = activity.removeprefix("void ")
+    for mark in ("<", "("):
+        head, found, _ = plain.partition(mark)
+        if found and head.strip():
+            plain = head.strip()
+    return plain

@@ -1,0 +1,99 @@
+"""Reads what NCCL's profiler plugin has written of a rank's transfers. Where it does not run, the transport is unknown.
+
+The file is made and written by the rank, with one record a proxy operation (`pacekeeper_analysis.transport`): what a
+reader finds torn it leaves out, as in a ring of records.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.transport import (
+    COMMUNICATOR,
+    COMMUNICATORS,
+    COMMUNICATORS_AT,
+    FILE_BYTES,
+    HEADER,
+    MAGIC,
+    OPERATION,
+    OPERATIONS,
+    OPERATIONS_AT,
+    STEPS_UNTIL_AT,
+)
+
+
+def open_transport(path: Path) -> TransportReader | None:
+    """None: unknown, as there is no file. Raises InputError where `path` is none of this version."""
+    try:
+        return TransportReader(path)
+    except FileNotFoundError:
+        return None
+
+
+class TransportReader:
+    """Of one rank in one round; the next round has another file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError, and InputError where `path` is no such file of this version."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != FILE_BYTES:
+                raise InputError(f"{path}: {size} bytes are not a file of NCCL's transfers; {FILE_BYTES} are")
+            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        self._path = path
+        header = self._header()
+        if header["magic"] != MAGIC or header["capacity"] != OPERATIONS:
+            raise InputError(f"{path}: not a file of NCCL's transfers of this version; was the plugin built with it?")
+        self._communicators = np.frombuffer(self._map, COMMUNICATOR, COMMUNICATORS, COMMUNICATORS_AT)
+        self._operations = np.frombuffer(self._map, OPERATION, OPERATIONS, OPERATIONS_AT)
+
+    @property
+    def version(self) -> int:
+        """Of the profiler interface that NCCL has taken; 0: it has made no communicator yet."""
+        return int(self._header()["version"])
+
+    def communicators(self) -> NDArray[np.void]:
+        """The newest ones (`COMMUNICATOR`), in order of creation."""
+        return _whole(self._communicators, "order")
+
+    def operations(self) -> NDArray[np.void]:
+        """The newest ones (`OPERATION`), in the order in which they were started."""
+        return _whole(self._operations, "index")
+
+    def ended(self, since_ns: int, until_ns: int) -> NDArray[np.void] | None:
+        """Those that ended at `since_ns` or later, before `until_ns`; None: some of these are not kept any more."""
+        operations = self.operations()
+        lost = len(operations) and operations["index"][0] > 1 and operations["start_ns"][0] >= since_ns
+        end = operations["end_ns"]
+        return None if lost else operations[(end >= since_ns) & (end < until_ns) & (end > 0)]
+
+    def measure_steps(self, until_ns: int) -> None:
+        """Has the rank measure the steps of its operations until then: exact bytes and waits, for some 2 µs each.
+
+        Whoever asked last has its way. Raises OSError where the file may not be written.
+        """
+        file = os.open(self._path, os.O_WRONLY)
+        try:
+            os.pwrite(file, struct.pack("<q", until_ns), STEPS_UNTIL_AT)
+        finally:
+            os.close(file)
+
+    def _header(self) -> np.void:
+        header: np.void = np.frombuffer(self._map[: HEADER.itemsize], HEADER)[0]
+        return header
+
+
+def _whole(entries: NDArray[np.void], number: str) -> NDArray[np.void]:
+    """A copy of those that were not written meanwhile, by their `number`."""
+    before = entries[number].copy()
+    copy = entries.copy()
+    whole = (before > 0) & (copy[number] == before) & (entries[number] == before)
+    ordered: NDArray[np.void] = copy[whole][np.argsort(copy[number][whole])]
+    return ordered

@@ -1,0 +1,255 @@
+"""The connections between ranks as the kernel's own records show them: TCP_INFO, by NETLINK_SOCK_DIAG.
+
+    connections = Connections(runtime)
+    connections.look(time.monotonic())        # once a second
+    connections.windows()                     # the last three windows of 5 s, of the ranks' connections
+
+The sidecar shares its pod's network namespace, so it sees what the ranks send without a hook in them and without
+privileges. It does not see their processes: which rank holds a socket the launcher writes down (`runtime.sockets`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pacekeeper.runtime import Runtime, read_json
+from pacekeeper_analysis.reports import LinkWindow
+
+LOOK_SECONDS = 1.0
+"""Between two looks; one of 1,000 connections takes 3 ms."""
+WINDOW_LOOKS = 5
+"""A window's looks: `busy` goes on in ticks of 4 ms, so a short one would be coarse."""
+WINDOWS = 3
+MOST_WINDOWS = 4096
+"""That an answer holds: the connections that moved least are left out."""
+QUIET_BYTES = 1_000_000
+"""A connection that moved less than this both ways in all windows together tells nothing of its link, unless something
+waits at its end."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of one end of a connection, since it was opened."""
+
+    acked_bytes: int
+    received_bytes: int
+    unsent_bytes: int
+    least_round_trip: float  # seconds
+    busy: float  # seconds with something to send or unacknowledged
+    receiver_limited: float  # of these
+    sender_limited: float
+    retransmitted_bytes: int
+
+
+@dataclass(frozen=True)
+class _Look:
+    """All connections at one moment: by the kernel's name for each, its socket's inode and its counters as they came.
+
+    What stands still is the same object in all looks, so that thousands of idle connections cost little memory.
+    """
+
+    at: float
+    ends: Mapping[bytes, tuple[int, bytes]]
+
+
+class Connections:
+    """The last looks. Where the kernel does not answer, or does not count, there are no windows: links are unknown."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._looks: deque[_Look] = deque(maxlen=WINDOWS * WINDOW_LOOKS + 1)
+        self._failed = ""
+
+    def look(self, now: float) -> None:
+        """`now`: seconds, monotonic."""
+        before = self._looks[-1].ends if self._looks else {}
+        try:
+            ends = {name: _same(before.get(name), end) for name, end in _dump()}
+        except OSError as error:
+            if str(error) != self._failed:  # once: it comes again with every look
+                log.warning("the kernel does not tell of connections, so links stay unknown: %s", error)
+            self._failed = str(error)
+            return
+        self._looks.append(_Look(now, ends))
+
+    def windows(self) -> tuple[LinkWindow, ...]:
+        """One for each end that a rank here holds and each window in which it was there; the busiest ends first.
+
+        An end that only receives is told, too: without it, nobody could tell whose connection it is.
+        """
+        ranks = self._ranks()
+        looks = list(self._looks)[::-1]
+        if not ranks or len(looks) <= WINDOW_LOOKS:
+            return ()
+        spans = [
+            (age, looks[start + WINDOW_LOOKS], looks[start])
+            for age, start in enumerate(range(0, len(looks) - WINDOW_LOOKS, WINDOW_LOOKS))
+        ]
+        told: list[tuple[int, list[LinkWindow]]] = []
+        for name, (inode, _) in looks[0].ends.items():
+            if inode in ranks:
+                moved, windows = _of_one_end(name, ranks[inode], spans)
+                if windows and (moved >= QUIET_BYTES or windows[0].unsent_bytes):
+                    told.append((moved, windows))
+        told.sort(key=lambda item: -item[0])
+        return tuple(window for _, windows in told[: MOST_WINDOWS // WINDOWS] for window in windows)
+
+    def totals(self) -> dict[int, tuple[int, float]]:
+        """Of each rank here: bytes acknowledged and busy seconds, over the connections that are open."""
+        ranks, found = self._ranks(), dict[int, tuple[int, float]]()
+        for inode, info in self._looks[-1].ends.values() if self._looks else ():
+            counters = _counters(info)
+            if inode in ranks and counters is not None:
+                acked, busy = found.get(ranks[inode], (0, 0.0))
+                found[ranks[inode]] = acked + counters.acked_bytes, busy + counters.busy
+        return found
+
+    def _ranks(self) -> dict[int, int]:
+        """Socket's inode → rank, as the launcher has seen it last."""
+        try:
+            written = read_json(self._runtime.sockets) or {}
+            return {int(inode): int(rank) for inode, rank in written.items()}
+        except (ValueError, TypeError, AttributeError):
+            return {}
+
+
+def _of_one_end(name: bytes, rank: int, spans: list[tuple[int, _Look, _Look]]) -> tuple[int, list[LinkWindow]]:
+    """Bytes that it moved both ways, and its windows, newest first."""
+    local, remote = _addresses(name)
+    moved, windows = 0, []
+    for age, first, last in spans:
+        before, after = first.ends.get(name), last.ends.get(name)
+        if before is None or after is None:
+            break  # it is younger than this window
+        was, now = _counters(before[1]), _counters(after[1])
+        if was is None or now is None:
+            break
+        moved += now.acked_bytes - was.acked_bytes + now.received_bytes - was.received_bytes
+        windows.append(
+            LinkWindow(
+                local=local,
+                remote=remote,
+                rank=rank,
+                age=age,
+                seconds=round(last.at - first.at, 3),
+                acked_bytes=now.acked_bytes - was.acked_bytes,
+                busy_seconds=round(max(0.0, now.busy - was.busy), 3),
+                receiver_limited_seconds=round(now.receiver_limited - was.receiver_limited, 3),
+                sender_limited_seconds=round(now.sender_limited - was.sender_limited, 3),
+                retransmitted_bytes=now.retransmitted_bytes - was.retransmitted_bytes,
+                unsent_bytes=now.unsent_bytes,
+                least_round_trip_seconds=now.least_round_trip,
+            )
+        )
+    return moved, windows
+
+
+def _same(before: tuple[int, bytes] | None, now: tuple[int, bytes]) -> tuple[int, bytes]:
+    return before if before == now else now
+
+
+# --- linux/sock_diag.h, linux/inet_diag.h, linux/tcp.h: numbers of the kernel, which never change.
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_ERROR, _DONE = 2, 3  # types of netlink messages
+_WITH_INFO = 2  # INET_DIAG_INFO, the attribute that holds a tcp_info
+_CONNECTED = sum(1 << state for state in (1, 4, 5, 8))  # ESTABLISHED, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT
+_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
+_ATTRIBUTE = struct.Struct("=HH")  # nlattr: length, type
+_REQUEST = struct.Struct("=BBBBI48s")  # inet_diag_req_v2: family, protocol, extensions, padding, states, id
+_MESSAGE_BYTES = 72  # inet_diag_msg: family at 0, id at 4, inode at 68
+_ID = slice(4, 52)
+_INODE = struct.Struct("=68xI")
+_BUFFER = 1 << 18
+_PATIENCE = 1.0
+
+_KEPT = slice(120, 216)
+"""Of tcp_info: from bytes_acked to bytes_retrans. Linux 4.19 has all of it; in what is shorter busy time, or what was
+sent again, is missing."""
+_INFO = struct.Struct("=QQ8xII8x8xQQQ8x8xQ")
+_UNKNOWN_ROUND_TRIP = 0xFFFFFFFF
+
+
+def _dump() -> Iterator[tuple[bytes, tuple[int, bytes]]]:
+    """(the kernel's name of it, (inode, counters)) of each TCP connection of this network namespace; a name begins with
+    the address family. Raises OSError."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(_PATIENCE)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            asked = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_WITH_INFO - 1), 0, _CONNECTED, bytes(48))
+            netlink.send(_HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 0, 0) + asked)
+            done = False
+            while not done:
+                found, done = _parse(netlink.recv(_BUFFER))
+                yield from found
+
+
+def _parse(datagram: bytes) -> tuple[list[tuple[bytes, tuple[int, bytes]]], bool]:
+    """The connections in it, and whether it is the last one. Raises OSError where it says that something failed."""
+    found: list[tuple[bytes, tuple[int, bytes]]] = []
+    position = 0
+    while position + _HEADER.size <= len(datagram):
+        length, kind, *_ = _HEADER.unpack_from(datagram, position)
+        body = datagram[position + _HEADER.size : position + length]
+        if kind == _DONE:
+            return found, True
+        if kind == _ERROR:
+            number = -int.from_bytes(body[:4], "little", signed=True)
+            raise OSError(number, "NETLINK_SOCK_DIAG")
+        info = _attribute(body[_MESSAGE_BYTES:], _WITH_INFO)
+        if info is not None:
+            found.append((body[:1] + body[_ID], (_INODE.unpack_from(body)[0], info[_KEPT])))
+        position += max(_HEADER.size, (length + 3) & ~3)
+    return found, False
+
+
+def _attribute(attributes: bytes, wanted: int) -> bytes | None:
+    position = 0
+    while position + _ATTRIBUTE.size <= len(attributes):
+        length, kind = _ATTRIBUTE.unpack_from(attributes, position)
+        if kind == wanted:
+            return attributes[position + _ATTRIBUTE.size : position + length]
+        position += max(_ATTRIBUTE.size, (length + 3) & ~3)
+    return None
+
+
+def _counters(info: bytes) -> Counters | None:
+    """None: this kernel does not count (all of) it."""
+    if len(info) < _INFO.size:
+        return None
+    acked, received, unsent, round_trip, busy, receiver, sender, retransmitted = _INFO.unpack(info)
+    return Counters(
+        acked_bytes=acked,
+        received_bytes=received,
+        unsent_bytes=unsent,
+        least_round_trip=0.0 if round_trip == _UNKNOWN_ROUND_TRIP else round_trip * 1e-6,
+        busy=busy * 1e-6,
+        receiver_limited=receiver * 1e-6,
+        sender_limited=sender * 1e-6,
+        retransmitted_bytes=retransmitted,
+    )
+
+
+def _addresses(name: bytes) -> tuple[str, str]:
+    """address:port of both ends, the local one first. An IPv4 address in IPv6's form is written as what it is: the
+    other end may hold it either way."""
+    family, ports = name[0], struct.unpack_from("!HH", name, 1)
+    ends = []
+    for port, start in zip(ports, (5, 21), strict=True):
+        packed = name[start : start + 16]
+        if family == socket.AF_INET:
+            ends.append(f"{socket.inet_ntoa(packed[:4])}:{port}")
+        elif packed[:12] == bytes(10) + b"\xff\xff":
+            ends.append(f"{socket.inet_ntoa(packed[12:])}:{port}")
+        else:
+            ends.append(f"[{socket.inet_ntop(socket.AF_INET6, packed)}]:{port}")
+    return ends[0], ends[1]
