@@ -125,8 +125,8 @@ def compare(ring: Path) -> dict[str, Any]:
 
 
 def cost_of_a_window(step: Callable[[], None]) -> float:
-    """What looks at the stack add to the processor time of a step that is all the script's own, as part of it: of
-    steps with and without, by turns."""
+    """What looks at the stack add to the processor time of a step that is all the script's own, as part of it:
+    blocks of steps with and without, by turns."""
     took: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(WINDOW_PAIRS):
         for looking in (True, False) if pair % 2 else (False, True):
