@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,8 +82,7 @@ def test_a_suspect_beside_a_usual_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [recorded, hostile, nobody, alone])
-def test_it_fits_a_phone(make: object, tmp_path: Path) -> None:
-    assert callable(make)
+def test_it_fits_a_phone(make: Callable[[], str], tmp_path: Path) -> None:
     wider, state = noted(rendered(in_frame(make(), 360), tmp_path)).split("|")
     assert (wider, state) == ("0", "well")
 
