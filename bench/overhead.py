@@ -32,6 +32,7 @@ from pacekeeper.observe import collectives, watching
 from pacekeeper.observe.behaviour.sampler import Sampler
 from pacekeeper.observe.hooks import hook, unhook
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
+from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.records import Kind
 
 STEP_SECONDS = 0.05
@@ -47,8 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         os.environ["PACEKEEPER_RUNTIME"] = folder
-        ring = Path(folder) / "rings/0"
-        ring.parent.mkdir()
+        ring = Runtime(Path(folder)).make().ring(0)
         create_ring(ring, 0, 1)
         record_us = cost_of_a_record(Path(folder) / "other")
         say(f"one record: {record_us:.2f} µs")
@@ -125,17 +125,17 @@ def compare(ring: Path) -> dict[str, Any]:
 
 
 def cost_of_a_window(step: Callable[[], None]) -> float:
-    """What looks at the stack add to a step whose whole time is the script's own, as part of it: blocks of steps with
-    and without, by turns."""
+    """What looks at the stack add to the processor time of a step that is all the script's own, as part of it:
+    blocks of steps with and without, by turns."""
     took: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(WINDOW_PAIRS):
         for looking in (True, False) if pair % 2 else (False, True):
             sampler = Sampler(threading.get_ident(), lambda: True) if looking else None
-            start, steps = time.perf_counter(), 0
+            start, processor, steps = time.perf_counter(), time.process_time(), 0
             while time.perf_counter() - start < BLOCK_SECONDS:
                 step()
                 steps += 1
-            took[looking].append((time.perf_counter() - start) / steps)
+            took[looking].append((time.process_time() - processor) / steps)
             if sampler is not None:
                 sampler.stop()
     ratios = [on / off for on, off in zip(took[True], took[False], strict=True)]

@@ -210,6 +210,38 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
 
 
+async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
+    operator = Operator(plan=replace(PLAN, figures_band=0.05))
+    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+        create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
+        ring = RingWriter(worker.runtime.ring(0))
+        clock = 0
+
+        def train(own: float) -> None:
+            nonlocal clock
+            for _ in range(4):
+                begun, clock = clock, clock + int(1e9 * (own + 0.04))
+                ring.write(Kind.COMPUTE, begun, begun + int(1e9 * own), 1, Phase.TRAIN, 8.0)
+                ring.write(Kind.STEP, begun, clock, 1, Phase.TRAIN, 8.0)
+
+        train(0.06)
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
+        await until(lambda: any(beat.figures for beat in operator.heartbeats), "the first figures", 5)
+        await until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
+        await asyncio.sleep(1.5)
+        told = len(operator.heartbeats)
+        train(0.06)
+        await asyncio.sleep(1.5)
+        assert len(operator.heartbeats) == told, "nothing has changed"
+        train(0.12)
+        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll", 3)
+        (figures,) = operator.heartbeats[-1].figures
+        assert (figures.rank, figures.steps) == (5, 4)
+        assert figures.compute_seconds == pytest.approx(0.12)
+        assert figures.compute_seconds_per_sample == pytest.approx(0.12 / 8)
+        assert figures.wait_seconds == pytest.approx(0.04)
+
+
 async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:

@@ -45,7 +45,7 @@ def load(data: bytes) -> tuple[Page, str]:
     kept, name = _inside(content, "spec", "content"), _inside(content, "metadata", "name")
     if not isinstance(kept, str):
         raise InputError("spec.content: must be a string; is this one BehaviourWindow?")
-    return Page.from_json(kept.encode(errors="replace")), f"Behaviour window {name}"
+    return Page.from_json(kept.encode(errors="replace")), f"{name}"
 
 
 def _inside(content: Mapping[str, object], outer: str, inner: str) -> object:

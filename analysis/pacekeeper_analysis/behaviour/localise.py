@@ -51,6 +51,7 @@ FEW_RANKS = 64
 Ranks = Annotated[tuple[Annotated[int, Within(0)], ...], Longest(1000)]
 Seconds = Annotated[float, Within(0, 1e6)]
 Part = Annotated[float, Within(0, 1)]
+Remarks = Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Localisation:
     explained: Part = 0.0  # of the excess
     heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
     expected: Annotated[int, Within(0)] = 0
-    remarks: Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)] = ()  # for people: what is missing, and settings that are slow whatever the excess is
+    remarks: Remarks = ()  # for people: what is missing, and settings that are slow whatever the excess is
     usual: Ranks = ()  # ranks that are like most, to be compared with
     suspects: Ranks = ()
 

@@ -29,6 +29,7 @@ OWNERS = {
 }
 USES = np.linspace(0.0, 1.0, 41)
 """At which the usual range of a plot is drawn."""
+WHOLE = "(a whole step)"
 LEFT_OUT = "(stacks that did not fit)"
 
 
@@ -43,6 +44,8 @@ def report(page: Page, title: str) -> dict[str, Any]:
     found = page.localisation
     shown = _shown(page)
     outer = _outer([stack for one in shown for stack in one.pattern.stacks])
+    names = {WHOLE: 0}  # and their places: stacks of tenants may repeat long ones
+    patterns = [_pattern(one, len(outer), names) for one in shown]
     return {
         "title": title,
         "verdict": _finding(found.finding),
@@ -58,7 +61,8 @@ def report(page: Page, title: str) -> dict[str, Any]:
         "remarks": found.remarks,
         "outer": outer,
         "owners": [OWNERS[owner] for owner in Owner],
-        "patterns": [_pattern(one, len(outer)) for one in shown],
+        "names": list(names),
+        "patterns": patterns,
         "plots": [_plot(plot, found.suspects, found.step_seconds) for plot in page.plots],
     }
 
@@ -100,9 +104,10 @@ def _outer(stacks: Sequence[Stack]) -> list[str]:
     return list(first[: max(0, same - 1)])
 
 
-def _tree(name: str, frame: Frame) -> list[Any]:
+def _tree(name: str, frame: Frame, names: dict[str, int]) -> list[Any]:
     """Callees by name: the same function stands at the same place in both graphs."""
-    return [name, frame.looks, [_tree(*callee) for callee in sorted(frame.callees.items())]]
+    place = names.setdefault(name, len(names))
+    return [place, frame.looks, [_tree(*callee, names) for callee in sorted(frame.callees.items())]]
 
 
 # Patterns
@@ -129,7 +134,7 @@ def _shown(page: Page) -> list[_Shown]:
     ]
 
 
-def _pattern(one: _Shown, outer: int) -> dict[str, Any]:
+def _pattern(one: _Shown, outer: int, names: dict[str, int]) -> dict[str, Any]:
     pattern = one.pattern
     kind = ", early steps" if one.early else " (suspect)" if one.suspect else ""
     return {
@@ -142,7 +147,7 @@ def _pattern(one: _Shown, outer: int) -> dict[str, Any]:
         "first": pattern.first_step,
         "looks": pattern.looks,
         "functions": [[f.name, int(f.owner), f.share, f.error, f.use] for f in pattern.by_function],
-        "tree": _tree("all of a step", flame(pattern.stacks, pattern.looks, outer)),
+        "tree": _tree(WHOLE, flame(pattern.stacks, pattern.looks, outer), names),
         "setup": _setup(pattern.setup),
     }
 

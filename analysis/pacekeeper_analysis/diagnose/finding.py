@@ -83,7 +83,7 @@ class Finding:
     None: it was never tried."""
 
     fault: FaultClass
-    culprit: Annotated[str, Cut(512)]  # for people: "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
+    culprit: Annotated[str, Cut(512)]  # "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
     witnesses: Annotated[tuple[Witness, ...], Longest(16)] = ()
     confidence: Annotated[float | None, Within(0, 1)] = None
     advice: Annotated[str, Cut(1024)] = ""  # what to do, in a sentence for people

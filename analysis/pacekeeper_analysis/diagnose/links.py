@@ -54,7 +54,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Kind(StrEnum):
+class SpotKind(StrEnum):
     """What a hot spot is a fault of."""
 
     LINK = "Link"  # one cell: other cells of its row, and of its column, are as usual
@@ -97,7 +97,7 @@ class Cell:
 class HotSpot:
     """A place of the delay matrix that is slower than the others. -1: all ranks."""
 
-    kind: Kind
+    kind: SpotKind
     source: int
     destination: int
     ratio: float  # time for a byte over the usual
@@ -190,10 +190,10 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
 def describe(spot: HotSpot) -> str:
     """For people."""
     where = {
-        Kind.LINK: f"link {spot.source} → {spot.destination}",
-        Kind.SENDER: f"all that rank {spot.source} sends",
-        Kind.RECEIVER: f"all that rank {spot.destination} receives",
-        Kind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
+        SpotKind.LINK: f"link {spot.source} → {spot.destination}",
+        SpotKind.SENDER: f"all that rank {spot.source} sends",
+        SpotKind.RECEIVER: f"all that rank {spot.destination} receives",
+        SpotKind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
     }[spot.kind]
     return (
         f"{where}: {_rate(spot.bytes_per_second)} while busy, the others {_rate(spot.usual_bytes_per_second)} "
@@ -253,7 +253,7 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
 def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
     """Those of single windows, put together: the same place has to be hot in two of them (in the only one of a job that
     has no more yet, nothing is)."""
-    seen: dict[tuple[Kind, int, int], list[HotSpot]] = defaultdict(list)
+    seen: dict[tuple[SpotKind, int, int], list[HotSpot]] = defaultdict(list)
     for _, matrices in sorted(polished.items()):
         for matrix in matrices:
             for spot in _hot_in(matrix):
@@ -281,7 +281,7 @@ def _answers(spot: HotSpot, cause: HotSpot) -> bool:
     """Whether `spot` is hot only because its acknowledgements stand in the queue of a slower one. Behind a pair there
     may be the source's or the destination's side, through which those of other pairs pass."""
     by_source, by_destination = _touch(spot.destination, cause.source), _touch(spot.source, cause.destination)
-    return by_source or by_destination if cause.kind is Kind.PAIR else by_source and by_destination
+    return by_source or by_destination if cause.kind is SpotKind.PAIR else by_source and by_destination
 
 
 def _touch(one: int, other: int) -> bool:
@@ -297,16 +297,16 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
     rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot & column_is_cool[matrix.column], busy)
     columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot & row_is_cool[matrix.row], busy)
     for line, effect in rows:
-        yield _line(matrix, Kind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
+        yield _line(matrix, SpotKind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
         hot &= matrix.row != line
     for line, effect in columns:
-        yield _line(matrix, Kind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
+        yield _line(matrix, SpotKind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
         hot &= matrix.column != line
     for place in np.flatnonzero(hot).tolist():
         cell = matrix.cells[place]
         alone = row_is_cool[matrix.row[place]] and column_is_cool[matrix.column[place]]
         yield HotSpot(
-            kind=Kind.LINK if alone else Kind.PAIR,
+            kind=SpotKind.LINK if alone else SpotKind.PAIR,
             source=cell.source,
             destination=cell.destination,
             ratio=math.exp(matrix.residual[place]),
@@ -332,13 +332,13 @@ def _hot_lines(
     return [(int(place), float(effects[place])) for place in np.flatnonzero(slow | pair)]
 
 
-def _line(matrix: _Matrix, kind: Kind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
+def _line(matrix: _Matrix, kind: SpotKind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
     places = np.flatnonzero(mine)
     its = [matrix.cells[i] for i in places[np.argsort(-matrix.delay[places], kind="stable")]]
     return HotSpot(
         kind=kind,
-        source=rank if kind is Kind.SENDER else -1,
-        destination=rank if kind is Kind.RECEIVER else -1,
+        source=rank if kind is SpotKind.SENDER else -1,
+        destination=rank if kind is SpotKind.RECEIVER else -1,
         ratio=math.exp(effect),
         windows=1,
         bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),

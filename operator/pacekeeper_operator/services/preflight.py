@@ -25,7 +25,7 @@ from .operator import Operator
 AT_ONCE = 16
 """Circles of a look at many nodes."""
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 45.0
+LOOK_SECONDS = 90.0
 """So long one look takes at most; two of them fit into the time that jobs wait by default."""
 _FLIGHT = "preflight-"
 """What the names of its pods begin with."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.diagnose.links import Cell, HotSpot, Kind, describe, join, judge
+from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, describe, join, judge
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 
@@ -44,7 +44,7 @@ def ring(ranks: int, factor: Factor, seed: int = 0) -> list[Cell]:
     ]
 
 
-def places(hot: Iterable[HotSpot]) -> list[tuple[Kind, int, int]]:
+def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int, int]]:
     return [(spot.kind, spot.source, spot.destination) for spot in hot]
 
 
@@ -55,9 +55,9 @@ class TestJudge:
         slow_link = judge(matrix(ranks, lambda s, d: 3 if (s, d) == (1, 2) else 1, seed)).hot
         slow_sender = judge(matrix(ranks, lambda s, _: 3 if s == 1 else 1, seed)).hot
         slow_receiver = judge(matrix(ranks, lambda _, d: 3 if d == 2 else 1, seed)).hot
-        assert places(slow_link) == [(Kind.LINK, 1, 2)]
-        assert places(slow_sender) == [(Kind.SENDER, 1, -1)]
-        assert places(slow_receiver) == [(Kind.RECEIVER, -1, 2)]
+        assert places(slow_link) == [(SpotKind.LINK, 1, 2)]
+        assert places(slow_sender) == [(SpotKind.SENDER, 1, -1)]
+        assert places(slow_receiver) == [(SpotKind.RECEIVER, -1, 2)]
         for (spot,) in (slow_link, slow_sender, slow_receiver):
             assert spot.ratio == pytest.approx(3, rel=0.4)
             assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.2)
@@ -86,17 +86,17 @@ class TestJudge:
 
     def test_a_link_and_another_ranks_side_at_once(self) -> None:
         cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
-        assert set(places(judge(cells).hot)) == {(Kind.SENDER, 5, -1), (Kind.LINK, 1, 2)}
+        assert set(places(judge(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
 
     def test_in_a_ring_only_the_pair_is_known(self) -> None:
         (spot,) = judge(ring(8, lambda s, _: 5 if s == 3 else 1)).hot
-        assert (spot.kind, spot.pairs) == (Kind.PAIR, ((3, 4),))
+        assert (spot.kind, spot.pairs) == (SpotKind.PAIR, ((3, 4),))
         assert describe(spot).startswith("from rank 3 to rank 4: 20 MB/s while busy, the others 95 MB/s (5.4 ×")
 
     def test_ranks_of_two_cells_each_are_judged_by_whether_both_are_hot(self) -> None:
         three = judge(matrix(3, lambda s, _: 9 if s == 1 else 1)).hot
-        assert places(three) == [(Kind.SENDER, 1, -1)]
-        assert places(judge(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot) == [(Kind.LINK, 1, 2)]
+        assert places(three) == [(SpotKind.SENDER, 1, -1)]
+        assert places(judge(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot) == [(SpotKind.LINK, 1, 2)]
 
     def test_one_window_is_luck_two_are_not(self) -> None:
         once = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age == 1 else 1)) for c in slow_cell()]
@@ -104,18 +104,18 @@ class TestJudge:
         twice = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age < 2 else 1)) for c in slow_cell()]
         rest = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
         (spot,) = judge(rest + twice).hot
-        assert (spot.kind, spot.windows) == (Kind.LINK, 2)
+        assert (spot.kind, spot.windows) == (SpotKind.LINK, 2)
         assert judge([c for c in rest + twice if c.age == 0]).hot == (), "the first window of a job"
 
     def test_the_way_back_of_a_slow_link_is_not_told(self) -> None:
         def factor(source: int, destination: int) -> float:
             return {(1, 2): 9.0, (2, 1): 4.0}.get((source, destination), 1.0)
 
-        assert places(judge(matrix(6, factor)).hot) == [(Kind.LINK, 1, 2)]
+        assert places(judge(matrix(6, factor)).hot) == [(SpotKind.LINK, 1, 2)]
         sides = matrix(6, lambda s, d: 9 if s == 1 else 4 if d == 1 else 1)
-        assert places(judge(sides).hot) == [(Kind.SENDER, 1, -1)]
+        assert places(judge(sides).hot) == [(SpotKind.SENDER, 1, -1)]
         in_turn = ring(8, lambda s, _: {3: 9.0, 2: 5.0, 4: 5.0}.get(s, 1.0))
-        assert places(judge(in_turn).hot) == [(Kind.PAIR, 3, 4)]
+        assert places(judge(in_turn).hot) == [(SpotKind.PAIR, 3, 4)]
 
     def test_little_traffic_tells_nothing(self) -> None:
         """Single messages wait for their acknowledgements, however fast the link is."""
@@ -128,7 +128,7 @@ class TestJudge:
     def test_what_hardly_gets_through_is_judged_all_the_same(self) -> None:
         crawling = [replace(c, acked_bytes=2 * MB, busy_seconds=4.9) for c in slow_cell()]
         others = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
-        assert places(judge(others + crawling).hot) == [(Kind.LINK, 1, 2)]
+        assert places(judge(others + crawling).hot) == [(SpotKind.LINK, 1, 2)]
 
     def test_classes_of_links_are_judged_by_themselves(self) -> None:
         def far(source: int, destination: int) -> bool:
@@ -152,13 +152,13 @@ class TestJudge:
     @pytest.mark.parametrize(
         ("cells", "place", "seconds"),
         [
-            (ring(1024, lambda s, _: 5 if s == 700 else 1), (Kind.PAIR, 700, 701), 0.2),
-            (matrix(128, lambda s, _: 5 if s == 70 else 1), (Kind.SENDER, 70, -1), 2.0),
+            (ring(1024, lambda s, _: 5 if s == 700 else 1), (SpotKind.PAIR, 700, 701), 0.2),
+            (matrix(128, lambda s, _: 5 if s == 70 else 1), (SpotKind.SENDER, 70, -1), 2.0),
         ],
         ids=["ring of 1,024", "all pairs of 128"],
     )
     def test_many_workers_take_little_time(
-        self, cells: list[Cell], place: tuple[Kind, int, int], seconds: float
+        self, cells: list[Cell], place: tuple[SpotKind, int, int], seconds: float
     ) -> None:
         began = time.process_time()
         assert places(judge(cells).hot) == [place]

@@ -72,7 +72,7 @@ class Place:
         settings = Settings(namespace="system")
         self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""), runtime)
 
-    async def look(self, *nodes: str, seconds: float = 100.0, since: float | None = None) -> dict[str, NodeCheck]:
+    async def look(self, *nodes: str, seconds: float = 190.0, since: float | None = None) -> dict[str, NodeCheck]:
         made = self.operator.runtime.now() if since is None else since
         wanted = {name: f"uid-{name}" for name in nodes}
         task = asyncio.ensure_future(look(self.operator, wanted, SPEC, made))
@@ -118,7 +118,7 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
     [
         (told({"unfit": "memory does not keep what is written"}, "Failed"), False, "memory does not keep"),
         ({"phase": "Failed", "reason": "OutOfpods"}, None, "OutOfpods"),
-        ({"phase": "Running"}, False, "did not end within 45 s"),
+        ({"phase": "Running"}, False, "did not end within 90 s"),
         (told({"core_seconds": -1}), True, "cannot be read"),
         (told({}), True, "cannot be read"),
     ],

@@ -65,7 +65,7 @@ def test_a_rank_that_becomes_slow_is_told_of_between_two_polls() -> None:
             polls.append(team.world.now())
         return await answer(method, path, query, body, token)
 
-    team.desk.call = call  # type: ignore[method-assign]
+    team.desk.call = call  # type: ignore[assignment,method-assign]
     team.wait(10.0)
     assert polls == []
     team.world.nodes["node-1"].slow = 2.0

@@ -125,6 +125,6 @@ def test_the_page_has_suspects_beside_usual_ranks_and_keeps_its_bounds() -> None
     assert len(read.answers) == 3
     assert 7 in read.plots[0].ranks
     assert len(read.plots[0].ranks) <= 2000
-    assert read.localisation["finding"]["culprit"] == "train.py:augment on rank 7"
+    assert read.localisation.finding.culprit == "train.py:augment on rank 7"
     with pytest.raises(InputError):
         Page.from_json(json.dumps({"plots": 1}).encode())

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.behaviour.pattern import MOST_BYTES, UNKNOWN, FunctionPattern, Owner, compact
-from pacekeeper_analysis.behaviour.reduce import LOADER, OTHERS, Looks, Spans, Window, reduce
+from pacekeeper_analysis.behaviour.reduce import LOADER, OTHERS, KnownSpans, Looks, Recording, reduce
 
 MS = 1_000_000
 Given = Sequence[tuple[Owner, str, float, float]]
 """Owner, name, start and end in ms."""
 
 
-def spans(*given: tuple[Owner, str, float, float]) -> Spans:
+def spans(*given: tuple[Owner, str, float, float]) -> KnownSpans:
     names = list(dict.fromkeys(name for _, name, _, _ in given))
-    return Spans(
+    return KnownSpans(
         owner=np.array([owner for owner, *_ in given], np.uint8),
         start_ns=np.array([start * MS for *_, start, _ in given], np.int64),
         end_ns=np.array([end * MS for *_, end in given], np.int64),
@@ -35,12 +35,12 @@ def looks(*given: tuple[float, str], busy: float = 1.0) -> Looks:
     return Looks(at, (at * busy).astype(np.int64), found, stacks)
 
 
-def window(seen: Looks, known: Spans, seconds: float = 1.0, steps: int = 10) -> Window:
+def window(seen: Looks, known: KnownSpans, seconds: float = 1.0, steps: int = 10) -> Recording:
     each = np.full(steps, seconds / steps)
-    return Window(2, 1, 100, each, each, np.zeros(0), 4, seen, known)
+    return Recording(2, 1, 100, each, each, np.zeros(0), 4, seen, known)
 
 
-def functions(given: Window) -> dict[tuple[str, Owner], FunctionPattern]:
+def functions(given: Recording) -> dict[tuple[str, Owner], FunctionPattern]:
     return {(f.name, f.owner): f for f in reduce(given).by_function}
 
 

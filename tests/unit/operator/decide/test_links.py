@@ -10,7 +10,7 @@ import pytest
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.diagnose.link_probe import Verdict
-from pacekeeper_analysis.diagnose.links import Kind
+from pacekeeper_analysis.diagnose.links import SpotKind
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, LinkProbe, LinkWindow
 from pacekeeper_operator import ledger, rounds
@@ -23,7 +23,7 @@ from tests.support.worlds import NOW, change_members, change_worker, policy, tra
 
 MB = 1_000_000
 PARTS = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-LOOK = LinkLook(NOW, "ask", Kind.PAIR, 0, 1, ("from rank 0 to rank 1: 10 MB/s",), known=True)
+LOOK = LinkLook(NOW, "ask", SpotKind.PAIR, 0, 1, ("from rank 0 to rank 1: 10 MB/s",), known=True)
 INCIDENT = Incident(
     "i",
     Cause.SLOW_COMMUNICATION,
@@ -128,7 +128,7 @@ class TestQuestions:
 class TestSee:
     def test_a_hot_pair_is_kept_with_words(self) -> None:
         look = seen(links.see(asked(ring(slow=2)), policy()))
-        assert (look.kind, look.source, look.destination, look.known) == (Kind.PAIR, 2, 3, True)
+        assert (look.kind, look.source, look.destination, look.known) == (SpotKind.PAIR, 2, 3, True)
         assert look.hot[0].startswith("from rank 2 to rank 3: 12 MB/s while busy, the others 125 MB/s")
 
     def test_nothing_hot_and_nothing_known_are_two_things(self) -> None:
@@ -169,12 +169,12 @@ class TestFinding:
     @pytest.mark.parametrize(
         ("kind", "culprit"),
         [
-            (Kind.LINK, "link 0 → 1"),
-            (Kind.SENDER, "the sender side of rank 0's worker"),
-            (Kind.RECEIVER, "the receiver side of rank 1's worker"),
+            (SpotKind.LINK, "link 0 → 1"),
+            (SpotKind.SENDER, "the sender side of rank 0's worker"),
+            (SpotKind.RECEIVER, "the receiver side of rank 1's worker"),
         ],
     )
-    def test_who_is_named(self, kind: Kind, culprit: str) -> None:
+    def test_who_is_named(self, kind: SpotKind, culprit: str) -> None:
         found = links.finding(world(link=replace(LOOK, kind=kind)), diagnosis(Trouble.COMMUNICATION))
         assert found is not None
         assert found.culprit == culprit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.behaviour.localise import Explanation, Localisation
+from pacekeeper_analysis.behaviour.localise import Explanation, Localisation, sentences
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.plan import Sources, Stop, SyncMode
 from pacekeeper_operator.api import Cause, Class, DetectionSpec, JobSpec, Outcome, ProfileSpec
@@ -220,7 +220,7 @@ class TestAnswers:
 
 
 def test_the_sentences_say_what_is_missing() -> None:
-    words = profile.sentences(replace(LOCALISATION, heard=3, remarks=("3 of 4 ranks have answered",)))
+    words = sentences(replace(LOCALISATION, heard=3, remarks=("3 of 4 ranks have answered",)))
     assert "90% of that is explained" in words[0]
     assert words[1].startswith("Code: train.py:augment on rank 2; without it a step would take 0.200 s less")
     assert words[-1] == "3 of 4 ranks have answered"

@@ -14,7 +14,7 @@ import torch
 from pacekeeper.observe.behaviour import machine, sources, watch
 from pacekeeper.observe.behaviour.sampler import Sampler
 from pacekeeper.observe.behaviour.spans import WAIT, kernel_name, owner_of, spans_between, steps_between
-from pacekeeper.observe.behaviour.watch import Way
+from pacekeeper.observe.behaviour.watch import Conditions
 from pacekeeper.runtime import write_plan
 from pacekeeper_analysis.behaviour.pattern import Owner
 from pacekeeper_analysis.plan import Profile, WorkerPlan
@@ -23,7 +23,7 @@ from pacekeeper_analysis.records import RECORD, Collective, Kind, Phase
 
 class TestNames:
     def test_packages_are_named_as_they_are_installed_and_own_files_by_their_place(self) -> None:
-        named = sources.Sources("/app/job")
+        named = sources.SourceNames("/app/job")
         code = compile("def f(): pass", "/app/job/lib/data.py", "exec")
         assert named.name(code) == "./lib/data.py:<module>"
         assert named.name(compile("1", "/elsewhere/a/b/c.py", "exec")) == "./a/b/c.py:<module>"
@@ -32,7 +32,7 @@ class TestNames:
         assert named.name(sources.hidden.__code__) == "pacekeeper/observe/behaviour/sources.py:hidden"
 
     def test_stacks_begin_with_the_script(self) -> None:
-        named = sources.Sources("/app")
+        named = sources.SourceNames("/app")
         codes = [compile("1", name, "exec") for name in ("<frozen runpy>", "/app/train.py", "/app/model.py")]
         assert named.stack(codes) == ("./train.py:<module>", "./model.py:<module>")
 
@@ -113,7 +113,7 @@ class TestSampler:
         while sampler.left_out_seconds < 0.1:
             time.sleep(0.005)
         training.set()
-        named = sources.Sources("/none")
+        named = sources.SourceNames("/none")
         while len(sampler.looks(named.stack, (began, time.monotonic_ns())).at_ns) < 5:
             time.sleep(0.005)
         sampler.stop()
@@ -125,14 +125,14 @@ class TestSampler:
         assert len(sampler.looks(named.stack, (0, began)).at_ns) == 0
 
 
-class TestWay:
+class TestConditions:
     def test_early_steps_hold_for_the_same_way_to_train(self) -> None:
-        way = Way(4, 0, 8)
-        assert way.like(Way(4, 0, 8))
-        assert not way.like(Way(3, 0, 8))
-        assert not way.like(Way(4, 1, 8))
-        assert not way.like(Way(4, 0, 5)), "another share"
-        assert Way(4, 2, 8).like(Way(4, 2, 5)), "leased samples change all the time"
+        way = Conditions(4, 0, 8)
+        assert way.like(Conditions(4, 0, 8))
+        assert not way.like(Conditions(3, 0, 8))
+        assert not way.like(Conditions(4, 1, 8))
+        assert not way.like(Conditions(4, 0, 5)), "another share"
+        assert Conditions(4, 2, 8).like(Conditions(4, 2, 5)), "leased samples change all the time"
 
 
 def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ _STARTS = ("runpy.py:", "<frozen runpy>:", "pacekeeper/launcher/")
 """Outermost frames that start the script, and are the same in every stack."""
 
 
-class Sources:
+class SourceNames:
     """Names what is looked at, and remembers paths."""
 
     def __init__(self, folder: str | None = None) -> None:
