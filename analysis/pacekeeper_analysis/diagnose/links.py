@@ -8,6 +8,9 @@ for each class of link by itself (on one node, between nodes). Median polish, D 
 belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual
 and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
 
+Where small messages go, a MB takes long by nature: each cell counts by how many times the time of its own first windows
+it takes, where the sidecars still know it (C4D compares cells as they are, of rings that all carry the same).
+
 Busy is a connection until it has been acknowledged, and acknowledgements stand in the queue of what is slow the other
 way: of a place and its way back only the slower one is told.
 A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
@@ -72,6 +75,17 @@ class Cell:
     receiver_limited_seconds: float = 0.0
     retransmitted_bytes: int = 0
     same_node: bool = False
+    early_bytes: int = 0  # in the fastest of the job's first windows; 0: not known
+    early_busy_seconds: float = 0.0
+
+    @property
+    def delay(self) -> float:
+        """log(busy seconds a MB)."""
+        return math.log(1e6 / self.bytes_per_second)
+
+    @property
+    def early_delay(self) -> float:
+        return math.log(1e6 * max(self.early_busy_seconds, LEAST_COUNTED_SECONDS) / self.early_bytes)
 
     @property
     def bytes_per_second(self) -> float:
@@ -141,7 +155,7 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
         for end in answer.links:
             if end.rank >= 0:
                 owners[_place(answer.worker, end.local, end.remote)].add((end.rank, answer.worker))
-    sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0] * 6)
     near: dict[tuple[int, int], bool] = {}
     unknown: set[tuple[str, str, str]] = set()
     for answer in evidence:
@@ -156,8 +170,19 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
                 _add(sums[end.rank, rank, end.age], end)
                 near[end.rank, rank] = _same_node(answer.worker, worker, nodes or {})
     cells = [
-        Cell(source, destination, age, int(acked), busy, limited, int(again), near[source, destination])
-        for (source, destination, age), (acked, busy, limited, again) in sums.items()
+        Cell(
+            source,
+            destination,
+            age,
+            int(acked),
+            busy,
+            limited,
+            int(again),
+            near[source, destination],
+            int(early),
+            first,
+        )
+        for (source, destination, age), (acked, busy, limited, again, early, first) in sums.items()
     ]
     return cells, len(unknown)
 
@@ -178,11 +203,12 @@ def describe(spot: HotSpot) -> str:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The cells of one class in one window, taken apart: `delay` = middle + its row's + its column's + residual."""
+    """The cells of one class in one window, taken apart: `delay` = its row's + its column's + residual, beside what all
+    have in common."""
 
     cells: Sequence[Cell]
-    delay: Floats
-    middle: float
+    delay: Floats  # beyond what it was in the job's first windows, where that is known
+    usual: Floats  # bytes a second that each cell would have, if its delay were what all have in common
     sources: Ints  # ranks with a row
     destinations: Ints
     row: Ints  # of each cell, its place in `sources`
@@ -191,14 +217,12 @@ class _Matrix:
     columns: Floats
     residual: Floats
 
-    @property
-    def usual(self) -> float:
-        """Bytes a second."""
-        return 1e6 / math.exp(self.middle)
-
 
 def _polish(cells: Sequence[Cell]) -> _Matrix:
-    delay = np.log([1e6 / cell.bytes_per_second for cell in cells])
+    told = [cell for cell in cells if cell.early_bytes]
+    cells = told if 2 * len(told) >= len(cells) and len(told) >= APART else cells
+    early = np.array([cell.early_delay if cells is told else 0.0 for cell in cells])
+    delay = np.array([cell.delay for cell in cells]) - early
     sources, row = np.unique([cell.source for cell in cells], return_inverse=True)
     destinations, column = np.unique([cell.destination for cell in cells], return_inverse=True)
     rows_known = np.bincount(row) >= APART
@@ -221,7 +245,9 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
             middle += shift
     rows = np.where(rows_known, rows, np.nan)
     columns = np.where(columns_known, columns, np.nan)
-    return _Matrix(cells, delay, middle, sources, destinations, row, column, rows, columns, residual)
+    return _Matrix(
+        cells, delay, 1e6 / np.exp(early + middle), sources, destinations, row, column, rows, columns, residual
+    )
 
 
 def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
@@ -286,7 +312,7 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
             ratio=math.exp(matrix.residual[place]),
             windows=1,
             bytes_per_second=cell.bytes_per_second,
-            usual_bytes_per_second=matrix.usual,
+            usual_bytes_per_second=float(matrix.usual[place]),
             pairs=((cell.source, cell.destination),),
         )
 
@@ -316,7 +342,7 @@ def _line(matrix: _Matrix, kind: SpotKind, rank: int, mine: NDArray[np.bool_], e
         ratio=math.exp(effect),
         windows=1,
         bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),
-        usual_bytes_per_second=matrix.usual,
+        usual_bytes_per_second=float(np.median(matrix.usual[places])),
         pairs=tuple((cell.source, cell.destination) for cell in its[:NAMED]),
     )
 
@@ -366,6 +392,8 @@ def _add(sums: list[float], end: LinkWindow) -> None:
     sums[1] += end.busy_seconds
     sums[2] += end.receiver_limited_seconds
     sums[3] += end.retransmitted_bytes
+    sums[4] += end.early_bytes
+    sums[5] += end.early_busy_seconds
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -67,6 +67,23 @@ class TestJudge:
         assert judge(matrix(4, lambda *_: 1, seed, noise=0.15)).hot == ()
         assert judge(ring(8, lambda *_: 1, seed)).hot == ()
 
+    def test_small_messages_are_slow_by_nature(self) -> None:
+        """Each rank sends some to the one opposite, who lets them wait: held against the links' own first windows, only
+        the one that has become slower shows."""
+
+        def by_nature(source: int, destination: int) -> int:
+            return 20 if (destination - source) % 6 == 3 else 1
+
+        mixed = matrix(6, lambda s, d: by_nature(s, d) * (4 if (s, d) == (1, 2) else 1))
+        known = [
+            replace(cell, early_bytes=20 * MB, early_busy_seconds=SECONDS * by_nature(cell.source, cell.destination))
+            for cell in mixed
+        ]
+        (spot,) = judge(known).hot
+        assert places([spot]) == [(Kind.LINK, 1, 2)]
+        assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.3)
+        assert len(judge(mixed).hot) > 1
+
     def test_a_link_and_another_ranks_side_at_once(self) -> None:
         cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
         assert set(places(judge(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}

@@ -14,7 +14,7 @@ import pytest
 from pacekeeper.launcher.sockets import PERIOD, SocketFile, sockets_of
 from pacekeeper.runtime import Runtime, read_json, write_json, write_text
 from pacekeeper.sidecar import connections
-from pacekeeper.sidecar.connections import MOST_WINDOWS, WINDOW_LOOKS, WINDOWS, Connections
+from pacekeeper.sidecar.connections import EARLY_LOOKS, MOST_WINDOWS, WINDOW_LOOKS, WINDOWS, Connections
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 
 MB = 1_000_000
@@ -96,6 +96,16 @@ class TestWindows:
         newest = next(window for window in seen.windows() if window.age == 0)
         assert (newest.acked_bytes, newest.unsent_bytes > 0) == (0, True)
         assert newest.busy_seconds > 0.05, "it has had something to send all the time"
+
+    def test_the_fastest_of_the_first_windows_stays_known(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {3: pair[0]})
+        for look in range(2 * EARLY_LOOKS):
+            seen.look(float(look))
+            if look % WINDOW_LOOKS == 2:
+                send(pair, 4 * MB if look < EARLY_LOOKS else 8 * MB)
+        early = {(window.early_bytes, window.early_busy_seconds) for window in seen.windows()}
+        assert [acked for acked, _ in early] == [4 * MB]
+        assert all(window.acked_bytes == 8 * MB for window in seen.windows())
 
     def test_others_connections_and_quiet_ones_are_left_out(self, runtime: Runtime, pair: Pair) -> None:
         strangers = owned(runtime, {})
