@@ -275,6 +275,7 @@ SURVIVABLE: tuple[Make, ...] = (
     lambda r: ranks.NodeIsSlow(**_role(r), factor=r.choice([1.5, 3.0])),
     lambda _: ranks.LinkFails(other=1, factor=5.0),
     lambda _: ranks.CheckpointsFail(),
+    lambda r: ranks.FiguresLie(lie=r.choice(list(ranks.Lie))),
     lambda r: control.PrometheusFails(how=r.choice(list(control.Silence))),
     lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie))),
     lambda _: control.ApiFails(rate=0.1),

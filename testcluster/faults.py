@@ -107,6 +107,22 @@ def slow_link(node: str, rate: str) -> None:
     network.set_rate(cluster.member(node), rate)
 
 
+def slow_egress(node: str, rate: str) -> None:
+    """The same of what it sends."""
+    network.set_rate_out(cluster.member(node), rate)
+
+
+def slow_ingress(node: str, rate: str) -> None:
+    """The same of what it receives."""
+    network.set_rate_in(cluster.member(node), rate)
+
+
+def slow_pair(one: str, other: str, rate: str) -> None:
+    """The same of the way between two nodes, both ways; each has its own speed with all others."""
+    for source, destination in ((one, other), (other, one)):
+        network.set_rate_between(cluster.member(source), cluster.member(destination), rate)
+
+
 def clear_link(node: str) -> None:
     network.clear_rate(cluster.member(node))
 

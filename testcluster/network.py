@@ -69,16 +69,39 @@ def set_link(node: Node, up: bool) -> None:
 
 def set_rate(node: Node, rate: str) -> None:
     """Slow the node's cable down, both ways, to `rate` (in tc's words: 50mbit)."""
-    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
-    run("tc", "qdisc", "replace", "dev", node.link, *shape)
-    run("tc", "-n", node.namespace, "qdisc", "replace", "dev", "eth0", *shape)
+    set_rate_in(node, rate)
+    set_rate_out(node, rate)
+
+
+def set_rate_in(node: Node, rate: str) -> None:
+    """The same of what the node receives."""
+    run("tc", "qdisc", "replace", "dev", node.link, *_shape(rate))
+
+
+def set_rate_out(node: Node, rate: str) -> None:
+    """The same of what the node sends."""
+    run("tc", "-n", node.namespace, "qdisc", "replace", "dev", "eth0", *_shape(rate))
+
+
+def set_rate_between(node: Node, other: Node, rate: str) -> None:
+    """The same of what the pods of one node send to those of another."""
+    tc, on = ["tc", "-n", node.namespace], ["dev", "eth0"]
+    run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
+    for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
+        run(*tc, "class", "replace", *on, "parent", "1:", "classid", name, "htb", "rate", its_rate, "quantum", "60000")
+    to = ["match", "ip", "dst", other.pod_subnet]
+    run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
 
 
 def clear_rate(node: Node) -> None:
     for place in (["dev", node.link], ["-n", node.namespace, "dev", "eth0"]):
         options, device = place[:-2], place[-2:]
-        if "tbf" in run("tc", *options, "qdisc", "show", *device):
+        if {"tbf", "htb"} & set(run("tc", *options, "qdisc", "show", *device).split()):
             run("tc", *options, "qdisc", "delete", *device, "root")
+
+
+def _shape(rate: str) -> list[str]:
+    return ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
 
 
 def remove(nodes: Iterable[Node]) -> None:

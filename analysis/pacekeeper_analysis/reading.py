@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import InputError
@@ -92,6 +93,9 @@ def _reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
     if get_origin(hint) is Annotated:
         inner, *more = get_args(hint)
         return _reader(inner, (*bounds, *more))
+    if get_origin(hint) is UnionType:  # a value, or null
+        (given,) = (_reader(each, bounds) for each in get_args(hint) if each is not NoneType)
+        return lambda value, path: None if value is None else given(value, path)
     if get_origin(hint) is tuple:
         longest = next((bound.count for bound in bounds if isinstance(bound, Longest)), 0)
         item = _reader(get_args(hint)[0])

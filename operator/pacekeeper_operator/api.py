@@ -326,7 +326,7 @@ class PreflightSpec:
     """Whether probe pods look at the nodes before ranks start on them. Seconds."""
 
     enabled: bool = False
-    timeout: float = 120.0  # what has not been found out by then holds nothing up
+    timeout: float = 300.0  # what has not been found out by then holds nothing up
     valid_for: float = 86400.0  # a node that was looked at more recently is not looked at again
 
 

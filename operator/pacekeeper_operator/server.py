@@ -37,11 +37,11 @@ MAX_FAULT_BYTES = 2**20
 MAX_EVIDENCE_BYTES = 4 * 2**20
 """Evidence holds a window a rank."""
 MAX_HEARTBEAT_MARKS = 4_096
-MAX_FAULT_MARKS = 20_000
+MAX_FAULT_MARKS = 24_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
-a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70, 11 a rank and 38 a
-GPU, the fullest fault 18,600.
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70, 11 a rank and 38 a GPU, the fullest
+fault 21,700.
 """
 RANK_BYTES, RANK_MARKS = 264, 11
 """A rank's part of a heartbeat: its figures, and its number should it be unkillable."""

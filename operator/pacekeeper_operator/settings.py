@@ -49,7 +49,7 @@ class Settings:
     metrics_port: int = 9464
 
     prometheus_url: str = ""
-    """Empty: no metrics; stragglers and GPU errors are then not seen, and conditions say so."""
+    """Empty: DCGM's GPU errors are not seen, and conditions say so."""
     dcgm_namespace: str = ""
     """Where the platform's dcgm-exporter runs; "": no GPU series are read, since anybody can make some."""
     dcgm_node_label: str = "Hostname"

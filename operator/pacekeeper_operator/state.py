@@ -13,7 +13,7 @@ from typing import Any
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
-from pacekeeper_analysis.diagnose.links import Kind
+from pacekeeper_analysis.diagnose.links import SpotKind
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.price import Loss
 
@@ -150,7 +150,7 @@ class LinkLook:
 
     at: float
     request: str  # evidence request that told it
-    kind: Kind | None = None  # of the hottest place; None: none is hot
+    kind: SpotKind | None = None  # of the hottest place; None: none is hot
     source: int = -1
     destination: int = -1
     hot: tuple[str, ...] = ()  # all hot places, for people, hottest first

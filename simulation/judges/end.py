@@ -24,8 +24,8 @@ Object = Mapping[str, Any]
 STEP_SECONDS = 40.0
 """A step takes no longer."""
 LACKS = (Reason.WORKERS_UNREACHED, Reason.FEWER_REPLICAS, Reason.NO_SPARE)
-EXPIRY_SECONDS = 300.0
-"""So long after its time is over a quarantine may last: a probe, its back-off, and another probe."""
+EXPIRY_SECONDS = 360.0
+"""So long after its time is over a quarantine may last: a probe that fails, its back-off, and three that pass."""
 
 
 def unsettled(world: World, record: Record, schedule: Schedule) -> Iterator[str]:

@@ -28,9 +28,7 @@ def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG0
 
 
 def wanting(replicas: int, **spec: Any) -> dict[str, Any]:
-    return paced(
-        "careful", 10_000_000, replicas=replicas, preflight={"enabled": True, "timeout": "5m"}, cpu=CPU, **spec
-    )
+    return paced("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
 
 
 def probes(cluster: Cluster) -> dict[str, dict[str, Any]]:

@@ -212,7 +212,7 @@ def test_defaults(cluster: Cluster) -> None:
         "syncMode": "Auto",
         "schedulingTimeout": "5m",
         "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3},
-        "preflight": {"enabled": False, "timeout": "2m", "validFor": "24h"},
+        "preflight": {"enabled": False, "timeout": "5m", "validFor": "24h"},
         "detection": {"stragglerSlowdown": 1.1, "windowSteps": 32, "hangSeconds": "auto"},
         "remediation": {
             "mode": "Act",

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.runtime import read_json
+from pacekeeper_analysis.diagnose.link_probe import Party, Verdict, judge, layout
 from pacekeeper_analysis.plan import Plan, Stop
-from pacekeeper_analysis.reports import FaultKind, LauncherState
+from pacekeeper_analysis.reports import FaultKind, LauncherState, LinkProbe
 from tests.support.launchers import Team, team
 
 PORT = 29412
@@ -52,6 +54,29 @@ def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_neede
         members = one.members(a=[0], b=[1], c=[2])
         one.give(Plan(version=1, membership=1, members=members, store_port=ports["a"]))
         assert_finished(one, "a", "b", "c")
+
+
+def test_launchers_measure_their_links_while_their_ranks_train_and_tell_whose_sockets_are_whose(tmp_path: Path) -> None:
+    with team(tmp_path, steps=100_000) as one:
+        three(one)
+        one.wait_for_step(5)
+        address = {name: f"{one.workers[name].address}:{one.workers[name].heartbeat().probe_port}" for name in "abc"}
+        parties = [Party(name, address[name]) for name in "abc"]
+        asked = layout("probe-2", parties[0], parties[1], parties[2:])
+        one.give(replace(one.plan, version=2, probe=asked))
+        found = {}
+        for name, worker in one.workers.items():
+            one.wait_for(worker.runtime.probes.exists, f"what {name} has measured")
+            found[name] = read_json(worker.runtime.probes) or {}
+        answers = {name: [LinkProbe(**probe) for probe in told["probes"]] for name, told in found.items()}
+        assert {told["name"] for told in found.values()} == {"probe-2"}
+        assert [probe.target for probe in answers["a"]] == ["b", "c"]
+        assert all(probe.failed == "" for probes in answers.values() for probe in probes), answers
+        assert judge(answers, "a", "b").verdict is not Verdict.UNTOLD
+        for rank, name in enumerate("abc"):
+            held = read_json(one.workers[name].runtime.sockets)
+            assert set((held or {}).values()) == {rank}
+        assert all(worker.faults() == [] for worker in one.workers.values())
 
 
 def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pacekeeper_analysis.diagnose import link_probe, links
 from pacekeeper_analysis.diagnose.link_probe import Party, Verdict
-from pacekeeper_analysis.diagnose.links import Kind, Links
+from pacekeeper_analysis.diagnose.links import Links, SpotKind
 from pacekeeper_analysis.reports import Evidence, LinkProbe
 from tests.support.namespaces import Network, network
 
@@ -52,7 +52,7 @@ class TestConnections:
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
         shown, _ = self.shown(four, tmp_path, "all")
         (hot,) = shown.hot
-        assert (hot.kind, hot.source, hot.destination) == (Kind.LINK, 1, 2)
+        assert (hot.kind, hot.source, hot.destination) == (SpotKind.LINK, 1, 2)
         assert hot.bytes_per_second == pytest.approx(10e6, rel=0.3), "the shaper's 80 Mbit/s"
         assert (shown.cells, shown.unknown) == (12, 0)
 
@@ -62,14 +62,14 @@ class TestConnections:
         slow = four.slow_egress if way == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
         (hot,) = self.shown(four, tmp_path, "all")[0].hot
-        assert hot.kind in (Kind.SENDER, Kind.RECEIVER)
+        assert hot.kind in (SpotKind.SENDER, SpotKind.RECEIVER)
         assert {hot.source, hot.destination} == {1, -1}
 
     def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: Network, tmp_path: Path) -> None:
         four.slow_egress(four.hosts[1], SLOW)
         shown, evidence = self.shown(four, tmp_path, "next")
         (hot,) = shown.hot
-        assert (hot.kind, hot.pairs) == (Kind.PAIR, ((1, 2),))
+        assert (hot.kind, hot.pairs) == (SpotKind.PAIR, ((1, 2),))
         renamed = [_translated(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
         through_nat = links.judge(*links.join([renamed[0], evidence[1], *renamed[2:]]))
         assert through_nat.unknown == 4, "both ends of both of its connections"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,11 +15,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pacekeeper.launcher.sockets import SocketFile
 from pacekeeper.observe.ring import RingWriter, create_ring
-from pacekeeper.runtime import Runtime, read_json, write_json
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper.runtime import Runtime, read_json, write_json, write_text
+from pacekeeper_analysis.plan import EvidencePart, ProbeTarget, ProbeTask, Role, WorkerPlan
 from pacekeeper_analysis.records import Kind, Phase
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, GpuHealth, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, GpuHealth, Heartbeat, LauncherState, LinkProbe
 from tests.support.network import free_port
 from tests.support.tls import Authority
 
@@ -35,6 +37,7 @@ class Operator:
     heartbeats: list[Heartbeat] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
+    patterns: dict[str, bytes] = field(default_factory=dict)
     refused: int = 0
 
     def application(self) -> web.Application:
@@ -54,6 +57,7 @@ class Operator:
                 web.post("/v1/plan", self._plan),
                 web.post("/v1/faults", self._fault),
                 web.post("/v1/evidence/{request}", self._evidence),
+                web.post("/v1/patterns/{window}/{rank}", self._pattern),
             ]
         )
         return app
@@ -73,6 +77,10 @@ class Operator:
 
     async def _evidence(self, request: web.Request) -> web.Response:
         self.evidence.append(Evidence.from_json(await request.json()))
+        return web.Response(status=202)
+
+    async def _pattern(self, request: web.Request) -> web.Response:
+        self.patterns["/".join(request.match_info.values())] = await request.read()
         return web.Response(status=202)
 
 
@@ -166,6 +174,21 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
     assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
 
 
+async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None:
+    operator = Operator(away=True)
+    async with sidecar(tmp_path, operator) as worker:
+        path = worker.runtime.pattern("profile-1.5", 12)
+        write_text(path, '{"any": 1}')
+        early = worker.runtime.early_pattern(12)
+        write_text(early, "kept")
+        await until(lambda: operator.refused >= 3, "tries while the operator is away")
+        assert path.exists()
+        operator.away = False
+        await until(lambda: not path.exists(), "handed on")
+    assert operator.patterns == {"profile-1.5/12": b'{"any": 1}'}
+    assert early.exists()
+
+
 async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator) as worker:
@@ -185,6 +208,38 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     assert evidence.windows[0].compute_seconds == pytest.approx((0.06,) * 4)
     assert 'pacekeeper_rank_compute_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.06' in page
     assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
+
+
+async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
+    operator = Operator(plan=replace(PLAN, figures_band=0.05))
+    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+        create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
+        ring = RingWriter(worker.runtime.ring(0))
+        clock = 0
+
+        def train(own: float) -> None:
+            nonlocal clock
+            for _ in range(4):
+                begun, clock = clock, clock + int(1e9 * (own + 0.04))
+                ring.write(Kind.COMPUTE, begun, begun + int(1e9 * own), 1, Phase.TRAIN, 8.0)
+                ring.write(Kind.STEP, begun, clock, 1, Phase.TRAIN, 8.0)
+
+        train(0.06)
+        write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
+        await until(lambda: any(beat.figures for beat in operator.heartbeats), "the first figures", 5)
+        await until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
+        await asyncio.sleep(1.5)
+        told = len(operator.heartbeats)
+        train(0.06)
+        await asyncio.sleep(1.5)
+        assert len(operator.heartbeats) == told, "nothing has changed"
+        train(0.12)
+        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll", 3)
+        (figures,) = operator.heartbeats[-1].figures
+        assert (figures.rank, figures.steps) == (5, 4)
+        assert figures.compute_seconds == pytest.approx(0.12)
+        assert figures.compute_seconds_per_sample == pytest.approx(0.12 / 8)
+        assert figures.wait_seconds == pytest.approx(0.04)
 
 
 async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
@@ -241,6 +296,57 @@ async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None
         assert not worker.runtime.plan.exists()
         worker.token_file.write_text(TOKEN)
         await until(worker.runtime.plan.exists, "the plan, once the token is good")
+
+
+async def test_what_the_launcher_has_measured_is_told_once_for_the_probe_that_is_out(tmp_path: Path) -> None:
+    operator = Operator(plan=replace(PLAN, probe=ProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
+    found = LinkProbe("gpt-w1-0", 1e8, 0.001)
+    async with sidecar(tmp_path, operator) as worker:
+        await until(worker.runtime.plan.exists, "the plan")
+        write_json(worker.runtime.probes, {"name": "probe-6", "probes": [vars(found)]})
+        told = len(operator.heartbeats)
+        operator.plan = replace(operator.plan, version=2)
+        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        assert operator.evidence == [], "an older probe's"
+        write_json(worker.runtime.probes, {"name": "probe-7", "probes": [vars(found)]})
+        await until(lambda: bool(operator.evidence), "the answer")
+        assert operator.evidence == [Evidence("probe-7", "gpt-w0-0", 0, probes=(found,))]
+        told = len(operator.heartbeats)
+        operator.plan = replace(operator.plan, version=3)
+        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        assert len(operator.evidence) == 1
+
+
+async def test_connections_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Of a rank (here the test itself), once a window is over."""
+    asked = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
+    operator = Operator(plan=PLAN)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        local = f"127.0.0.1:{one.getsockname()[1]}"
+        with one, other:
+            async with sidecar(tmp_path, operator) as worker:
+                SocketFile(worker.runtime.sockets).look({0: os.getpid()}, now=0.0)
+                version = 1
+
+                async def ask() -> Evidence:
+                    nonlocal version
+                    version, before = version + 1, len(operator.evidence)
+                    operator.plan = replace(asked, version=version, evidence_request=f"why-{version}")
+                    await until(lambda: len(operator.evidence) > before, "an answer")
+                    return operator.evidence[-1]
+
+                assert (await ask()).links == (), "no window is over yet"
+                for _ in range(100):
+                    one.sendall(bytes(50_000))
+                    for _ in range(5):
+                        await asyncio.to_thread(other.recv, 10_000)
+                    await asyncio.sleep(0.05)
+                links = (await ask()).links
+                metrics = await _metrics(worker)
+    assert [(link.local, link.rank) for link in links if link.acked_bytes > 1_000_000] == [(local, 0)]
+    assert 'pacekeeper_rank_sent_bytes_total{rank="0"' in metrics
 
 
 async def _metrics(worker: Worker) -> str:

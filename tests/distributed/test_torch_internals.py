@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -449,3 +450,23 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
     assert (where.relative_path, where.offset) == ("__0_0.distcp", 0)
     (plan,) = FileSystemWriter(tmp_path).prepare_global_plan([SavePlan([])])
     assert plan.storage_data == torch_internals.StoragePrefix("__0_")
+
+
+def test_device_activities() -> None:
+    """Of the host's activities here, where there is no GPU: a device's are told in the same way."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    began = time.time_ns()
+    profile.start()
+    torch.ones(64) + 1
+    profile.stop()
+    assert list(torch_internals.device_activities(profile)) == []
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]  # it has run
+    assert all(began <= event.start_ns() <= time.time_ns() for event in events)
+    assert "aten::ones" in {event.name() for event in events}
+    assert all(event.duration_ns() >= 0 for event in events)
+
+
+def test_start_kernel_profile() -> None:
+    """Here, where there is no GPU, it says so."""
+    with pytest.raises(RuntimeError, match="activities"):
+        torch_internals.start_kernel_profile()

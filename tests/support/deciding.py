@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from pacekeeper.sidecar.client import OperatorClient, Unavailable
+from pacekeeper.sidecar.connections import Connections
 from pacekeeper.sidecar.ranks import RankRings
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import Sidecar
@@ -164,4 +165,4 @@ def _sidecar(operator: Deciding, worker: Worker) -> Sidecar:
     window = operator.job.spec.detection.window_steps
     settings = SidecarSettings(worker.runtime, operator.job.name, worker.name, "", "", Path(), window_steps=window)
     line = cast(OperatorClient, Line(operator, worker.name))
-    return Sidecar(settings, line, RankRings(worker.runtime, window))
+    return Sidecar(settings, line, RankRings(worker.runtime, window), Connections(worker.runtime))

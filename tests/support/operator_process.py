@@ -97,10 +97,10 @@ def operator_process(cluster: Cluster, resources: None) -> Iterator[OperatorProc
 
 
 @contextmanager
-def operating(cluster: Cluster) -> Iterator[OperatorProcess]:
+def operating(cluster: Cluster, prometheus_url: str = PROMETHEUS_URL) -> Iterator[OperatorProcess]:
     """It ends when the jobs that are being deleted are gone."""
     log = Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
-    operator = OperatorProcess(cluster, log)
+    operator = OperatorProcess(cluster, log, prometheus_url)
     if cluster.get("namespace", SYSTEM) is None:
         cluster.kubectl("create", "namespace", SYSTEM)
     operator.start()

@@ -29,6 +29,7 @@ def pattern(
     idle: frozenset[tuple[str, Owner]] = frozenset(),
     setup: Setup | None = None,
     length: float = 0.0,
+    samples: int = 0,
     follows_lengths: float = 0.0,
 ) -> RankPattern:
     """`idle`: functions that leave the processor alone."""
@@ -49,6 +50,7 @@ def pattern(
         seconds=32 * step_seconds,
         looks=1000,
         length=length,
+        samples=samples,
         follows_lengths=follows_lengths,
         setup=setup or Setup(threads=2, processors=2.0, ranks=1, throttled=0.0, ran=0.9, delayed=0.01),
         names=names,

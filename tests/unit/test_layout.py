@@ -68,6 +68,7 @@ def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None
 
 
 FOREIGN = {
+    ("observe/behaviour/sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
     ("launcher/rank.py", "_shutdown"): "threading's: what Python does before it ends",
     ("launcher/rank.py", "_run_exitfuncs"): "atexit's: the same",
     ("torch_internals.py", ""): "the one place for torch's",

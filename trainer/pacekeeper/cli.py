@@ -10,6 +10,7 @@ from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
     "run": ("pacekeeper.launcher.command", "run a training script's ranks, in a worker's pod or on this machine"),
+    "behaviour": ("pacekeeper_analysis.behaviour.command", "show which function makes a job slow, from a kept window"),
     "whatif": ("pacekeeper_analysis.whatif.command", "compute from a trace what each straggler costs"),
 }
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines = [f"  {name:9} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(["usage: pacekeeper COMMAND …; pacekeeper COMMAND --help tells more", *lines])
 
 

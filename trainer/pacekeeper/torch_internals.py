@@ -270,14 +270,14 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def start_kernel_profile() -> Any:
-    """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs."""
+    """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs, or
+    torch cannot."""
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    profile.start()
+    try:
+        profile.start()
+    except AssertionError as error:  # no such activity in this build
+        raise RuntimeError(str(error)) from error
     return profile
-
-
-def stop_profile(profile: Any) -> None:
-    profile.stop()
 
 
 def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from ..reading import Cut, Longest, Within
 from . import setup as setups
-from .pattern import Owner
+from .pattern import LONGEST_NAME, Owner
 from .table import Figures, Table, read_table
 
 SUSPECT = 5.0
@@ -46,15 +48,21 @@ FEW_RANKS = 64
 """Up to so many, a rank is compared with the others without itself."""
 
 
+Ranks = Annotated[tuple[Annotated[int, Within(0)], ...], Longest(1000)]
+Seconds = Annotated[float, Within(0, 1e6)]
+Part = Annotated[float, Within(0, 1)]
+Remarks = Annotated[tuple[Annotated[str, Cut(2048)], ...], Longest(1000)]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """One cause of a part of the excess."""
 
     finding: Finding
-    function: str  # that is named; "": none
-    ranks: tuple[int, ...]  # on which; (): on all
-    saved_seconds: float  # a step
-    explained: float  # part of the job's excess
+    function: Annotated[str, Longest(LONGEST_NAME)]  # that is named; "": none
+    ranks: Ranks  # on which; (): on all
+    saved_seconds: Seconds  # a step
+    explained: Part  # of the job's excess
 
 
 @dataclass(frozen=True)
@@ -62,15 +70,15 @@ class Localisation:
     """What a window comes to. `finding`: the verdict, Unknown where less than half of the excess is explained."""
 
     finding: Finding
-    explanations: tuple[Explanation, ...] = ()  # those that save most first
-    step_seconds: float = 0.0
-    excess_seconds: float = 0.0  # of a step
-    explained: float = 0.0  # part of the excess
-    heard: int = 0  # ranks whose patterns came
-    expected: int = 0
-    remarks: tuple[str, ...] = ()  # for people: what is missing, and settings that are slow whatever the excess is
-    usual: tuple[int, ...] = ()  # ranks that are like most, to be compared with
-    suspects: tuple[int, ...] = ()
+    explanations: Annotated[tuple[Explanation, ...], Longest(MOST_EXPLANATIONS)] = ()  # those that save most first
+    step_seconds: Seconds = 0.0
+    excess_seconds: Seconds = 0.0  # of a step
+    explained: Part = 0.0  # of the excess
+    heard: Annotated[int, Within(0)] = 0  # ranks whose patterns came
+    expected: Annotated[int, Within(0)] = 0
+    remarks: Remarks = ()  # for people: what is missing, and settings that are slow whatever the excess is
+    usual: Ranks = ()  # ranks that are like most, to be compared with
+    suspects: Ranks = ()
 
 
 def localise(answers: Iterable[tuple[int, bytes]], expected: int) -> Localisation:
@@ -106,19 +114,34 @@ def judge(table: Table, expected: int) -> Localisation:
     return replace(frame, finding=finding, explanations=tuple(found), explained=explained, suspects=suspects)
 
 
+def sentences(found: Localisation) -> tuple[str, ...]:
+    """For people: what was found, beginning with what saves most, how much of the excess that is, and what is
+    missing."""
+    each = tuple(
+        f"{e.finding.fault}: {e.finding.culprit}; without it a step would take {e.saved_seconds:.3f} s less "
+        f"({e.explained:.0%} of the excess). {'; '.join(witness.words for witness in e.finding.witnesses)}"
+        for e in found.explanations
+    )
+    whole = (
+        f"in a behaviour window of {found.heard} ranks a step took {found.step_seconds:.3f} s, "
+        f"{found.excess_seconds:.3f} s more than usual; {found.explained:.0%} of that is explained",
+    )
+    return (*whole, *each, *found.remarks)
+
+
 class _View:
     """The table, with what all three questions need of it."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table = table = _with_equal_shares(table)
         waits = table.owners == Owner.COLLECTIVE
         self.own = ~waits
         now, early = table.now, table.early
         self.known = np.isfinite(early.step_seconds)
         """Ranks whose early steps are known."""
         self.has_early = 2 * self.known.sum() >= len(table.ranks)
-        self.work = now.step_seconds - now.seconds[:, waits].sum(axis=1)
-        self.early_work = early.step_seconds - early.seconds[:, waits].sum(axis=1)
+        self.work = (now.step_seconds - now.seconds[:, waits].sum(axis=1)) * _to_equal(now)
+        self.early_work = (early.step_seconds - early.seconds[:, waits].sum(axis=1)) * _to_equal(early)
         self.peers_work = _others(self.work[:, None].astype(np.float32))[:, 0]
         self.step = float(np.median(now.step_seconds))
         ahead = self.work - self.peers_work if len(table.ranks) > 1 else np.zeros(1)
@@ -141,6 +164,31 @@ class _View:
             return 0.0
         now, early = self.table.now.seconds[:, waits].sum(axis=1), self.table.early.seconds[:, waits].sum(axis=1)
         return max(0.0, float(now.min()) - float(early[self.known].min()))
+
+
+def _with_equal_shares(table: Table) -> Table:
+    """As if each rank had as many samples: own work, in seconds of such a step. Waits stay as they are: shares that fit
+    slow ranks hide them there."""
+    return replace(table, now=_rescaled(table, table.now), early=_rescaled(table, table.early))
+
+
+def _rescaled(table: Table, figures: Figures) -> Figures:
+    factor = np.where(table.owners == Owner.COLLECTIVE, 1.0, _to_equal(figures)[:, None]).astype(np.float32)
+    return replace(
+        figures,
+        seconds=figures.seconds * factor,
+        errors=figures.errors * factor,
+        busy=figures.busy * factor,
+        spread=figures.spread * factor,
+    )
+
+
+def _to_equal(figures: Figures) -> NDArray[np.float64]:
+    """Of each rank: an equal share over its own; 1 where shares are not known."""
+    samples = figures.samples[np.isfinite(figures.step_seconds)]
+    if not len(samples) or samples.min() <= 0:
+        return np.ones(len(figures.samples))
+    return np.asarray(samples.mean() / np.maximum(figures.samples, 1.0), np.float64)
 
 
 # One rank against its peers

@@ -1,15 +1,15 @@
 """What is kept of a window for people: the verdict, the named functions on all ranks, and whole patterns of the
-suspects and of usual ranks beside them. A page with flame graphs can be made of it."""
+suspects and of usual ranks beside them. `report` makes an HTML page of it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from ..errors import InputError
-from ..reading import Longest, Within, read
+from ..reading import Longest, Within, read, read_tuple
 from .localise import Localisation
 from .pattern import LONGEST_NAME, Answer, Owner, compact
 from .table import Table
@@ -33,25 +33,40 @@ class Plot:
     busy: Figures  # of these, those in which it used what it is bound to
     early: Figures  # seconds in the early steps; -1: not known
 
+    @classmethod
+    def from_json(cls, data: object, path: str) -> Self:
+        """Raises InputError that names the field."""
+        plot = read(cls, data, path)
+        for name in ("seconds", "busy", "early"):
+            if len(getattr(plot, name)) != len(plot.ranks):
+                raise InputError(f"{path}.{name}: must have a figure for each of the {len(plot.ranks)} ranks")
+        return plot
+
 
 @dataclass(frozen=True)
 class Page:
     """All of it. `answers`: of the suspects first, then of the usual ranks."""
 
-    localisation: Mapping[str, Any]  # as `Localisation` is, as plain values
+    localisation: Localisation
     plots: tuple[Plot, ...]
     answers: tuple[Answer, ...]
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """What `page` has written. Raises InputError."""
+        """What `page` has written. Raises InputError that names the field."""
+        if len(data) > MOST_BYTES:
+            raise InputError(f"page: {len(data)} bytes are more than the {MOST_BYTES} that are kept")
         try:
             content = json.loads(data)
-            plots = tuple(read(Plot, plot, f"plots[{i}]") for i, plot in enumerate(content["plots"]))
-            answers = tuple(Answer.from_bytes(answer.encode()) for answer in content["answers"])
-            return cls(dict(content["localisation"]), plots, answers)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"this is no page of a behaviour window: {error!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"page: is not JSON: {str(error)[:80]}") from error
+        if not isinstance(content, Mapping):
+            raise InputError("page: must be an object")
+        return cls(
+            read(Localisation, content.get("localisation"), "localisation"),
+            read_tuple(Plot.from_json, content.get("plots"), "plots", MOST_PLOTTED),
+            read_tuple(_answer, content.get("answers"), "answers", MOST_SUSPECTS + MOST_USUAL),
+        )
 
 
 def page(localisation: Localisation, table: Table, answers: Mapping[int, bytes]) -> bytes:
@@ -68,6 +83,16 @@ def page(localisation: Localisation, table: Table, answers: Mapping[int, bytes])
         whole.pop()
         data = compact(content)
     return data
+
+
+def _answer(data: object, path: str) -> Answer:
+    """As it was sent: text that holds JSON."""
+    if not isinstance(data, str):
+        raise InputError(f"{path}: must be a string")
+    try:
+        return Answer.from_bytes(data.encode(errors="replace"))
+    except InputError as error:
+        raise InputError(f"{path}.{error}") from error
 
 
 def _plots(localisation: Localisation, table: Table) -> list[Plot]:

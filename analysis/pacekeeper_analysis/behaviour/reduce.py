@@ -57,7 +57,7 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class Spans:
+class KnownSpans:
     """Stretches of known work, in any order, overlapping as they may."""
 
     owner: NDArray[np.uint8]
@@ -69,7 +69,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Window:
+class Recording:
     """What a rank has of a window."""
 
     rank: int
@@ -80,13 +80,13 @@ class Window:
     lengths: NDArray[np.float64]  # of each step's samples in sum; (): not known
     samples: int  # of this rank in a step
     looks: Looks
-    spans: Spans
+    spans: KnownSpans
     mode: str = ""
     sources: Sources = Sources.HASH
     setup: Setup = field(default_factory=Setup)
 
 
-def reduce(window: Window) -> RankPattern:
+def reduce(window: Recording) -> RankPattern:
     """The pattern, of MOST_BYTES at most when it is written. Raises ValueError for a window without steps."""
     if not len(window.step_seconds):
         raise ValueError("a window without a step has no pattern")
@@ -115,7 +115,7 @@ _Row = tuple[Owner, str, float, float, float, float]
 """Owner, name, share, error, use, spread."""
 
 
-def _functions(window: Window) -> list[_Row]:
+def _functions(window: Recording) -> list[_Row]:
     """Those with most of the time first; what is small goes together, by owner."""
     total = float(window.step_seconds.sum())
     rows, sampled = _exact(window.spans, total)
@@ -188,7 +188,7 @@ class _Covered:
         return before
 
 
-def _exact(spans: Spans, total: float) -> tuple[list[_Row], _Covered]:
+def _exact(spans: KnownSpans, total: float) -> tuple[list[_Row], _Covered]:
     """The functions that spans name, and what they leave to looks: the data's time and Python's."""
     covered, rows = _Covered(), list[_Row]()
     for owner in (owner for owner in Owner if owner is not Owner.PYTHON):

@@ -32,6 +32,7 @@ class Figures:
     busy: Matrix  # of these seconds, those in which it used what it is bound to; 0 where that is not known
     spread: Matrix  # seconds × standard deviation of that use
     lengths: NDArray[np.float64]  # of each rank's samples, in sum; 0: not known
+    samples: NDArray[np.float64]  # of each rank in a step; 0: not known
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +62,12 @@ class _Column:
     figures: list[NDArray[np.float32]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
 
     def add(self, row: int, pattern: RankPattern | None, names: dict[Name, int]) -> None:
         self.step_seconds.append(np.nan if pattern is None else pattern.step_seconds)
         self.lengths.append(0.0 if pattern is None else pattern.length)
+        self.samples.append(0.0 if pattern is None else pattern.samples)
         if pattern is None or not len(pattern.functions):
             return
         keys = zip(pattern.functions.tolist(), pattern.owners.tolist(), strict=True)
@@ -148,4 +151,5 @@ def _figures(column: _Column, places: NDArray[np.int64], functions: int) -> Figu
         busy=matrix(share * np.maximum(use, 0)),
         spread=matrix(share * np.maximum(spread, 0)),
         lengths=np.array(column.lengths),
+        samples=np.array(column.samples),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
+from ..reading import Cut, Longest, Within
 from .confidence import confidence
 
 
@@ -72,7 +74,7 @@ class Witness:
     """One piece of evidence, in a sentence for people."""
 
     kind: WitnessKind
-    words: str
+    words: Annotated[str, Cut(2048)]
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class Finding:
     None: it was never tried."""
 
     fault: FaultClass
-    culprit: str  # for people: "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
-    witnesses: tuple[Witness, ...] = ()
-    confidence: float | None = None
-    advice: str = ""  # what to do, in a sentence for people
+    culprit: Annotated[str, Cut(512)]  # "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
+    witnesses: Annotated[tuple[Witness, ...], Longest(16)] = ()
+    confidence: Annotated[float | None, Within(0, 1)] = None
+    advice: Annotated[str, Cut(1024)] = ""  # what to do, in a sentence for people
 
     @property
     def kinds(self) -> frozenset[WitnessKind]:

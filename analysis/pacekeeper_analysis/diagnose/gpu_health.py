@@ -37,7 +37,7 @@ BUSY_STATE = 0
 """The performance state of a GPU that computes. In others its PCIe link saves power, and says nothing."""
 
 
-class Blame(StrEnum):
+class Origin(StrEnum):
     """Whose fault an XID is."""
 
     HARDWARE = "hardware"
@@ -50,38 +50,38 @@ class Xid:
     """A number of NVIDIA's catalogue of XID errors."""
 
     words: str
-    blame: Blame
+    blame: Origin
 
 
 XIDS: Mapping[int, Xid] = {
-    13: Xid("graphics engine exception", Blame.APPLICATION),
-    31: Xid("memory page fault", Blame.APPLICATION),
-    43: Xid("the GPU stopped a process", Blame.APPLICATION),
-    45: Xid("a process was ended early", Blame.APPLICATION),
-    46: Xid("GPU stopped processing", Blame.HARDWARE),
-    48: Xid("double-bit memory error", Blame.HARDWARE),
-    62: Xid("internal micro-controller halt", Blame.HARDWARE),
-    63: Xid("row remapping or page retirement", Blame.HARDWARE),
-    64: Xid("row remapping or page retirement failed", Blame.HARDWARE),
-    68: Xid("video processor exception", Blame.APPLICATION),
-    74: Xid("NVLink error", Blame.HARDWARE),
-    79: Xid("GPU has fallen off the bus", Blame.HARDWARE),
-    92: Xid("high rate of single-bit memory errors", Blame.HARDWARE),
-    94: Xid("contained memory error", Blame.CONTAINED),
-    95: Xid("uncontained memory error", Blame.HARDWARE),
-    119: Xid("GSP firmware does not answer", Blame.HARDWARE),
-    120: Xid("GSP firmware error", Blame.HARDWARE),
-    136: Xid("link training failed", Blame.HARDWARE),
-    140: Xid("unrecovered memory error", Blame.HARDWARE),
-    143: Xid("GPU initialisation failed", Blame.HARDWARE),
-    154: Xid("GPU needs a recovery action", Blame.HARDWARE),
+    13: Xid("graphics engine exception", Origin.APPLICATION),
+    31: Xid("memory page fault", Origin.APPLICATION),
+    43: Xid("the GPU stopped a process", Origin.APPLICATION),
+    45: Xid("a process was ended early", Origin.APPLICATION),
+    46: Xid("GPU stopped processing", Origin.HARDWARE),
+    48: Xid("double-bit memory error", Origin.HARDWARE),
+    62: Xid("internal micro-controller halt", Origin.HARDWARE),
+    63: Xid("row remapping or page retirement", Origin.HARDWARE),
+    64: Xid("row remapping or page retirement failed", Origin.HARDWARE),
+    68: Xid("video processor exception", Origin.APPLICATION),
+    74: Xid("NVLink error", Origin.HARDWARE),
+    79: Xid("GPU has fallen off the bus", Origin.HARDWARE),
+    92: Xid("high rate of single-bit memory errors", Origin.HARDWARE),
+    94: Xid("contained memory error", Origin.CONTAINED),
+    95: Xid("uncontained memory error", Origin.HARDWARE),
+    119: Xid("GSP firmware does not answer", Origin.HARDWARE),
+    120: Xid("GSP firmware error", Origin.HARDWARE),
+    136: Xid("link training failed", Origin.HARDWARE),
+    140: Xid("unrecovered memory error", Origin.HARDWARE),
+    143: Xid("GPU initialisation failed", Origin.HARDWARE),
+    154: Xid("GPU needs a recovery action", Origin.HARDWARE),
 }
 ROW_REMAP_FAILED_XID = 64
 
 
-def xid_blame(xid: int) -> Blame:
+def xid_blame(xid: int) -> Origin:
     """What the catalogue does not lay on the hardware may come of the application alone."""
-    return XIDS[xid].blame if xid in XIDS else Blame.APPLICATION
+    return XIDS[xid].blame if xid in XIDS else Origin.APPLICATION
 
 
 def xid_words(xid: int) -> str:

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from ..records import Collective, Device, Phase
 from ..reports import Fault, FaultKind, RankState
-from .waiting import Meeting, Sinks, WaitGraph, name_ranks
+from .waiting import Gathering, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
 """So long all ranks must have been inside the same collective before it is taken for one that never ends."""
@@ -150,7 +150,7 @@ _MEETS_IN = "/torch/distributed/"
 """Part of the path of files in which ranks make their groups together, which is no collective."""
 
 
-def _odd(meeting: Meeting) -> Collection[int]:
+def _odd(meeting: Gathering) -> Collection[int]:
     """Its group's others have gone on to later ones, so those inside lag behind; or some take it for another one."""
     return tuple(meeting.inside) if meeting.was_left else meeting.odd
 
@@ -172,7 +172,7 @@ def _communication(sinks: Sinks, ranks: Mapping[int, RankState]) -> HangVerdict 
     return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=sinks.unknown)
 
 
-def _who_stayed(meeting: Meeting) -> str:
+def _who_stayed(meeting: Gathering) -> str:
     if len(meeting.inside) == len(meeting.group.members):
         return "none came out of it"
     return f"{name_ranks(sorted(meeting.inside))} did not come out of it"

@@ -23,8 +23,8 @@ from ..reports import LinkProbe
 SLOW = 1.5
 """× a control's time for the same bytes. Of the pairs beside the suspect only those share its fault that are nearer to
 it than to the controls: how many times the usual they take is at least the root of what the suspect takes."""
-SLOW_PING, LEAST_PING_SECONDS = 4.0, 0.001
-"""× a control's time for a ping, and so much more than it at least."""
+SLOW_PING, LEAST_PING_SECONDS = 4.0, 0.005
+"""× a control's time for a ping, and so much more than it at least: a busy processor takes milliseconds to answer."""
 CEILING = 1e9
 """Bytes a second: faster transfers are limited by the launchers' own processors, and are as good as each other."""
 MOST_OTHERS = 4

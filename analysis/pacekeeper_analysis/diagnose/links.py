@@ -8,6 +8,9 @@ for each class of link by itself (on one node, between nodes). Median polish, D 
 belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual
 and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
 
+Where small messages go, a MB takes long by nature: each cell counts by how many times the time of its own first windows
+it takes, where the sidecars still know it (C4D compares cells as they are, of rings that all carry the same).
+
 Busy is a connection until it has been acknowledged, and acknowledgements stand in the queue of what is slow the other
 way: of a place and its way back only the slower one is told.
 A ring has one cell a row and a column, so these cannot be told apart there: `kind` says PAIR, and a probe decides.
@@ -51,7 +54,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Kind(StrEnum):
+class SpotKind(StrEnum):
     """What a hot spot is a fault of."""
 
     LINK = "Link"  # one cell: other cells of its row, and of its column, are as usual
@@ -72,6 +75,17 @@ class Cell:
     receiver_limited_seconds: float = 0.0
     retransmitted_bytes: int = 0
     same_node: bool = False
+    early_bytes: int = 0  # in the fastest of the job's first windows; 0: not known
+    early_busy_seconds: float = 0.0
+
+    @property
+    def delay(self) -> float:
+        """log(busy seconds a MB)."""
+        return math.log(1e6 / self.bytes_per_second)
+
+    @property
+    def early_delay(self) -> float:
+        return math.log(1e6 * max(self.early_busy_seconds, LEAST_COUNTED_SECONDS) / self.early_bytes)
 
     @property
     def bytes_per_second(self) -> float:
@@ -83,7 +97,7 @@ class Cell:
 class HotSpot:
     """A place of the delay matrix that is slower than the others. -1: all ranks."""
 
-    kind: Kind
+    kind: SpotKind
     source: int
     destination: int
     ratio: float  # time for a byte over the usual
@@ -141,7 +155,7 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
         for end in answer.links:
             if end.rank >= 0:
                 owners[_place(answer.worker, end.local, end.remote)].add((end.rank, answer.worker))
-    sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0] * 6)
     near: dict[tuple[int, int], bool] = {}
     unknown: set[tuple[str, str, str]] = set()
     for answer in evidence:
@@ -156,8 +170,19 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
                 _add(sums[end.rank, rank, end.age], end)
                 near[end.rank, rank] = _same_node(answer.worker, worker, nodes or {})
     cells = [
-        Cell(source, destination, age, int(acked), busy, limited, int(again), near[source, destination])
-        for (source, destination, age), (acked, busy, limited, again) in sums.items()
+        Cell(
+            source,
+            destination,
+            age,
+            int(acked),
+            busy,
+            limited,
+            int(again),
+            near[source, destination],
+            int(early),
+            first,
+        )
+        for (source, destination, age), (acked, busy, limited, again, early, first) in sums.items()
     ]
     return cells, len(unknown)
 
@@ -165,10 +190,10 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
 def describe(spot: HotSpot) -> str:
     """For people."""
     where = {
-        Kind.LINK: f"link {spot.source} → {spot.destination}",
-        Kind.SENDER: f"all that rank {spot.source} sends",
-        Kind.RECEIVER: f"all that rank {spot.destination} receives",
-        Kind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
+        SpotKind.LINK: f"link {spot.source} → {spot.destination}",
+        SpotKind.SENDER: f"all that rank {spot.source} sends",
+        SpotKind.RECEIVER: f"all that rank {spot.destination} receives",
+        SpotKind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
     }[spot.kind]
     return (
         f"{where}: {_rate(spot.bytes_per_second)} while busy, the others {_rate(spot.usual_bytes_per_second)} "
@@ -178,11 +203,12 @@ def describe(spot: HotSpot) -> str:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The cells of one class in one window, taken apart: `delay` = middle + its row's + its column's + residual."""
+    """The cells of one class in one window, taken apart: `delay` = its row's + its column's + residual, beside what all
+    have in common."""
 
     cells: Sequence[Cell]
-    delay: Floats
-    middle: float
+    delay: Floats  # beyond what it was in the job's first windows, where that is known
+    usual: Floats  # bytes a second that each cell would have, if its delay were what all have in common
     sources: Ints  # ranks with a row
     destinations: Ints
     row: Ints  # of each cell, its place in `sources`
@@ -191,14 +217,12 @@ class _Matrix:
     columns: Floats
     residual: Floats
 
-    @property
-    def usual(self) -> float:
-        """Bytes a second."""
-        return 1e6 / math.exp(self.middle)
-
 
 def _polish(cells: Sequence[Cell]) -> _Matrix:
-    delay = np.log([1e6 / cell.bytes_per_second for cell in cells])
+    told = [cell for cell in cells if cell.early_bytes]
+    cells = told if 2 * len(told) >= len(cells) and len(told) >= APART else cells
+    early = np.array([cell.early_delay if cells is told else 0.0 for cell in cells])
+    delay = np.array([cell.delay for cell in cells]) - early
     sources, row = np.unique([cell.source for cell in cells], return_inverse=True)
     destinations, column = np.unique([cell.destination for cell in cells], return_inverse=True)
     rows_known = np.bincount(row) >= APART
@@ -221,13 +245,15 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
             middle += shift
     rows = np.where(rows_known, rows, np.nan)
     columns = np.where(columns_known, columns, np.nan)
-    return _Matrix(cells, delay, middle, sources, destinations, row, column, rows, columns, residual)
+    return _Matrix(
+        cells, delay, 1e6 / np.exp(early + middle), sources, destinations, row, column, rows, columns, residual
+    )
 
 
 def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
     """Those of single windows, put together: the same place has to be hot in two of them (in the only one of a job that
     has no more yet, nothing is)."""
-    seen: dict[tuple[Kind, int, int], list[HotSpot]] = defaultdict(list)
+    seen: dict[tuple[SpotKind, int, int], list[HotSpot]] = defaultdict(list)
     for _, matrices in sorted(polished.items()):
         for matrix in matrices:
             for spot in _hot_in(matrix):
@@ -255,7 +281,7 @@ def _answers(spot: HotSpot, cause: HotSpot) -> bool:
     """Whether `spot` is hot only because its acknowledgements stand in the queue of a slower one. Behind a pair there
     may be the source's or the destination's side, through which those of other pairs pass."""
     by_source, by_destination = _touch(spot.destination, cause.source), _touch(spot.source, cause.destination)
-    return by_source or by_destination if cause.kind is Kind.PAIR else by_source and by_destination
+    return by_source or by_destination if cause.kind is SpotKind.PAIR else by_source and by_destination
 
 
 def _touch(one: int, other: int) -> bool:
@@ -271,22 +297,22 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
     rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot & column_is_cool[matrix.column], busy)
     columns = _hot_lines(matrix.columns, matrix.residual, matrix.column, hot & row_is_cool[matrix.row], busy)
     for line, effect in rows:
-        yield _line(matrix, Kind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
+        yield _line(matrix, SpotKind.SENDER, int(matrix.sources[line]), matrix.row == line, effect)
         hot &= matrix.row != line
     for line, effect in columns:
-        yield _line(matrix, Kind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
+        yield _line(matrix, SpotKind.RECEIVER, int(matrix.destinations[line]), matrix.column == line, effect)
         hot &= matrix.column != line
     for place in np.flatnonzero(hot).tolist():
         cell = matrix.cells[place]
         alone = row_is_cool[matrix.row[place]] and column_is_cool[matrix.column[place]]
         yield HotSpot(
-            kind=Kind.LINK if alone else Kind.PAIR,
+            kind=SpotKind.LINK if alone else SpotKind.PAIR,
             source=cell.source,
             destination=cell.destination,
             ratio=math.exp(matrix.residual[place]),
             windows=1,
             bytes_per_second=cell.bytes_per_second,
-            usual_bytes_per_second=matrix.usual,
+            usual_bytes_per_second=float(matrix.usual[place]),
             pairs=((cell.source, cell.destination),),
         )
 
@@ -306,17 +332,17 @@ def _hot_lines(
     return [(int(place), float(effects[place])) for place in np.flatnonzero(slow | pair)]
 
 
-def _line(matrix: _Matrix, kind: Kind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
+def _line(matrix: _Matrix, kind: SpotKind, rank: int, mine: NDArray[np.bool_], effect: float) -> HotSpot:
     places = np.flatnonzero(mine)
     its = [matrix.cells[i] for i in places[np.argsort(-matrix.delay[places], kind="stable")]]
     return HotSpot(
         kind=kind,
-        source=rank if kind is Kind.SENDER else -1,
-        destination=rank if kind is Kind.RECEIVER else -1,
+        source=rank if kind is SpotKind.SENDER else -1,
+        destination=rank if kind is SpotKind.RECEIVER else -1,
         ratio=math.exp(effect),
         windows=1,
         bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),
-        usual_bytes_per_second=matrix.usual,
+        usual_bytes_per_second=float(np.median(matrix.usual[places])),
         pairs=tuple((cell.source, cell.destination) for cell in its[:NAMED]),
     )
 
@@ -366,6 +392,8 @@ def _add(sums: list[float], end: LinkWindow) -> None:
     sums[1] += end.busy_seconds
     sums[2] += end.receiver_limited_seconds
     sums[3] += end.retransmitted_bytes
+    sums[4] += end.early_bytes
+    sums[5] += end.early_busy_seconds
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -31,7 +31,7 @@ class Sinks:
 
     outside: tuple[int, ...]  # ranks that wait for nobody
     circles: tuple[tuple[int, ...], ...]  # ranks that wait for each other, in different collectives
-    meetings: tuple[Meeting, ...]  # collectives that all their ranks have entered, and some have not left
+    meetings: tuple[Gathering, ...]  # collectives that all their ranks have entered, and some have not left
     unknown: tuple[int, ...]  # ranks that wait, nobody knows for whom
 
 
@@ -96,7 +96,7 @@ class WaitGraph:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Gathering:
     """A collective that ranks are inside of."""
 
     group: _Group
@@ -197,7 +197,7 @@ def _place(rank: RankState) -> _Place | None:
     return _Place(False, rank.group, rank.sequence, rank.collective, rank.peer)
 
 
-def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: Iterable[Fault]) -> list[Meeting]:
+def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: Iterable[Fault]) -> list[Gathering]:
     """What the ranks are inside of; the meetings of a group by rising sequence."""
     known = _Members(faults, frozenset(ranks))
     speak: dict[tuple[bool, int], list[int]] = defaultdict(list)
@@ -218,7 +218,7 @@ def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: 
         called = names[on_gpu, identity, members]
         come = {rank: _come(ranks[rank], entered[rank], on_gpu, identity) for rank in members}
         group = _Group(members, called or "", called is not None, come)
-        meetings += [Meeting(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
+        meetings += [Gathering(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
     return meetings
 
 

@@ -1,35 +1,85 @@
 """The sidecar's eyes, without its voice: `python -m bench.scripts.diagnosis.agent NUMBER`, in a host's network.
 
-Once a second it writes what a sidecar would answer to a request for everything.
+It writes down what its sidecar would tell, when it would tell it, one JSON object a line (`told-NUMBER`): heartbeats
+with figures by the sidecar's own rule, stalls as the launcher reports them, and once a second the answer to a request
+for everything. Collectives are much: they are asked for every third time.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper.runtime import Runtime, read_json
+from pacekeeper.sidecar.connections import Connections
+from pacekeeper.sidecar.figures import FiguresTold
 from pacekeeper.sidecar.ranks import RankRings
+from pacekeeper_analysis.plan import EvidencePart, Plan
 from pacekeeper_analysis.reports import Heartbeat
 
 WINDOW_STEPS = 32
+LOOK_SECONDS, SECOND = 0.1, 1.0
+POLL_SECONDS = 3.0
+"""A heartbeat goes out after so long in any case."""
+EVERY_PART, MOST_PARTS = 3, (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 
-def main(number: int) -> None:
-    runtime, worker = Runtime.from_environment(), os.environ["PACEKEEPER_WORKER"]
-    path = Path(os.environ["FOLDER"]) / f"evidence-{number}.json"
-    rings = RankRings(runtime, WINDOW_STEPS)
-    due = time.monotonic()
-    while True:
-        runtime.contact.touch()
-        if time.monotonic() >= due:
-            due += 1.0
-            beat = Heartbeat.from_json(read_json(runtime.heartbeat) or {})
-            write_json(path, rings.evidence("all", worker, beat.round).to_json())
-        time.sleep(0.1)
+class Agent:
+    """One worker's."""
+
+    def __init__(self, number: int) -> None:
+        self._runtime, self._worker = Runtime.from_environment(), os.environ["PACEKEEPER_WORKER"]
+        self._path = Path(os.environ["FOLDER"]) / f"told-{number}"
+        self._rings = RankRings(self._runtime, WINDOW_STEPS)
+        self._connections = Connections(self._runtime)
+        self._figures = FiguresTold()
+        self._told_news, self._told_at, self._looks, self._probed = 0, 0.0, 0, ""
+
+    def run(self) -> None:
+        """Until killed."""
+        due = time.monotonic()
+        while True:
+            self._runtime.contact.touch()
+            self._tell_faults()
+            self._tell_probes()
+            if time.monotonic() >= due:
+                due += SECOND
+                self._look(time.monotonic())
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self, now: float) -> None:
+        self._connections.look(now)
+        self._figures.look(self._rings.seen(), Plan.figures_band, now)
+        beat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
+        if self._figures.news != self._told_news or now >= self._told_at + POLL_SECONDS:
+            self._told_news, self._told_at = self._figures.news, now
+            self._write(heartbeat=replace(beat, figures=self._figures.tell()).to_json())
+        self._looks += 1
+        parts = MOST_PARTS if self._looks % EVERY_PART == 0 else (EvidencePart.WINDOWS,)
+        evidence = self._rings.evidence("all", self._worker, beat.round, parts)
+        self._write(evidence=replace(evidence, links=self._connections.windows()).to_json())
+
+    def _tell_faults(self) -> None:
+        for path in sorted(self._runtime.faults.glob("[!.]*.json")):
+            self._write(fault=json.loads(path.read_text()))
+            path.unlink()
+
+    def _tell_probes(self) -> None:
+        written = read_json(self._runtime.probes) or {}
+        if written.get("name", "") != self._probed:
+            self._probed = written["name"]
+            self._write(probe=written)
+
+    def _write(self, **what: Mapping[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"at": time.time(), "worker": self._worker, **what}, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    Agent(int(sys.argv[1])).run()

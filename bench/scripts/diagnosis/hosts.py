@@ -14,15 +14,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime, read_json, write_plan
-from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, meeting_place
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from pacekeeper_analysis.plan import (
+    SECRET_BYTES,
+    Member,
+    Plan,
+    Probe,
+    ProbeTarget,
+    Profile,
+    Sources,
+    meeting_place,
+)
+from pacekeeper_analysis.reports import Heartbeat, LauncherState
 from testcluster import cgroups
 from testcluster.settings import REPOSITORY
 from testcluster.shell import run, succeeds
@@ -30,11 +39,23 @@ from testcluster.shell import run, succeeds
 NAME = "pacekeeper-diagnosis"
 SWITCH = f"{NAME}-switch"
 INTERFACE = "eth0"
+NOBODY = "02:00:00:00:00:99"
 HOSTS, RANKS_A_HOST = 4, 2
 RANKS = HOSTS * RANKS_A_HOST
+HOGS = f"{NAME}/hogs"
+HOG = "import numpy; a = numpy.ones(1 << 24)\nwhile True: a = a.copy()"
 PERIOD_US = 100_000
 """Of a cgroup's quota."""
 STARTING_SECONDS = 90.0
+TURNS = (
+    ((0, 1), (2, 3)),
+    ((1, 0), (3, 2)),
+    ((0, 2), (1, 3)),
+    ((2, 0), (3, 1)),
+    ((0, 3), (1, 2)),
+    ((3, 0), (2, 1)),
+)
+"""Of a probe of all links: source and destination hosts."""
 
 _WITHOUT_NAME_SERVER = (
     *("unshare", "--mount", "sh", "-c"),
@@ -87,14 +108,9 @@ class Host:
         return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
 
     @property
-    def evidence(self) -> Evidence | None:
-        """The newest that its agent has written."""
-        written = read_json(self.folder / f"evidence-{self.number}.json")
-        return None if written is None else Evidence.from_json(written)
-
-    def stalls(self) -> list[Fault]:
-        found = [Fault.from_json(json.loads(path.read_text())) for path in self.runtime.faults.glob("[!.]*.json")]
-        return [fault for fault in found if fault.kind is FaultKind.STALLED]
+    def told(self) -> Path:
+        """What its agent has written down."""
+        return self.folder / f"told-{self.number}"
 
     def pid_of(self, rank: int) -> int:
         """Of the rank's process."""
@@ -113,7 +129,7 @@ class Job:
         """Returns once all ranks train."""
         for host in self.hosts:
             host.runtime.make()
-            self._start(host, cgroups.entering(host.cgroup, self._launcher()), "launcher")
+            self._start(host, _entering(host.cgroup, self._launcher()), "launcher")
             self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
         self.wait_for(
             lambda: all(host.heartbeat.state is LauncherState.WARM for host in self.hosts), "the launchers are warm"
@@ -138,6 +154,26 @@ class Job:
         self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
         for host in self.hosts:
             write_plan(host.runtime.plan, self.plan.part(host.name))
+
+    def ask_probe(self, name: str) -> None:
+        """Each host measures its link to each other one; those of a turn have no host in common."""
+        address = {host.name: f"{host.address}:{host.heartbeat.probe_port}" for host in self.hosts}
+        targets: dict[str, list[ProbeTarget]] = {host.name: [] for host in self.hosts}
+        for slot, turn in enumerate(TURNS):
+            for source, destination in turn:
+                other = self.hosts[destination].name
+                targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
+        self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
+
+    def ask_profile(self, name: str, ahead: int, steps: int) -> None:
+        """A behaviour window of so many steps, on all ranks, from so many steps on."""
+        first = max(host.heartbeat.step for host in self.hosts) + ahead
+        self.give(profile=Profile(name, first_step=first, steps=steps, sources=Sources.SHOW))
+
+    def patterns(self, name: str) -> dict[int, bytes]:
+        """By rank, what has come of this window so far."""
+        of = {rank: host.runtime.pattern(name, rank) for host in self.hosts for rank in host.ranks}
+        return {rank: path.read_bytes() for rank, path in of.items() if path.exists()}
 
     def step(self) -> int:
         return min(host.heartbeat.step for host in self.hosts)
@@ -228,53 +264,78 @@ def quota(host: Host, cores: float | None) -> None:
 
 
 def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
-    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only that to this host."""
+    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
     place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
-    shape = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    tc = ("tc", "-n", place)
     if to is None:
-        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *shape)
+        run(*tc, *_words(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
         return
-    run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "handle", "1:", "prio", "bands", "3", "priomap",
-        *["1"] * 16)  # fmt: skip
-    run("tc", "-n", place, "qdisc", "add", "dev", device, "parent", "1:3", *shape)
-    match = ["match", "ip", "dst", f"{to.address}/32"]
-    run(
-        "tc",
-        "-n",
-        place,
-        "filter",
-        "add",
-        "dev",
-        device,
-        "parent",
-        "1:",
-        "protocol",
-        "ip",
-        "u32",
-        *match,
-        "flowid",
-        "1:3",
-    )
+    run(*tc, *_words(f"qdisc replace dev {device} root handle 1: htb default 1"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
+    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
+    match = f"protocol ip u32 match ip dst {to.address}/32 flowid 1:2"
+    run(*tc, *_words(f"filter add dev {device} parent 1: {match}"))
 
 
-def drop(host: Host, *, egress: bool = True, to: Host | None = None) -> None:
-    """As `slow`, but nothing comes through."""
-    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
-    if to is None:
-        run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", "netem", "loss", "100%")
-        return
-    slow(host, "1gbit", egress=egress, to=to)
-    run("tc", "-n", place, "qdisc", "replace", "dev", device, "parent", "1:3", "netem", "loss", "100%")
+def drop(source: Host, destination: Host) -> None:
+    """What the one sends to the other goes to an address that nobody has."""
+    neighbour = f"neigh replace {destination.address} lladdr {NOBODY} dev {INTERFACE} nud permanent"
+    run("ip", "-n", source.namespace, *_words(neighbour))
+
+
+def _words(command: str) -> list[str]:
+    return command.split()
 
 
 def heal(host: Host) -> None:
     """Its network and its processors, as they were."""
     for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
         succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+    run("ip", "-n", host.namespace, *_words(f"neigh flush dev {INTERFACE} nud permanent"))
     quota(host, None)
 
 
+def _entering(path: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The command that enters the cgroup, with processes and processor time, and then becomes `command`."""
+    folders = sorted({str(cgroups.controller(name, path)) for name in ("pids", "cpu", "cpuacct")})
+    enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
+    return ("sh", "-c", f'{enter}; exec "$@"', "sh", *command)
+
+
+def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
+    """So many neighbours copy memory on the one processor that this host shares with them then, and take most of it;
+    the other hosts have the other processors. 0: it is over."""
+    cgroups.kill(HOGS)
+    processors = os.sched_getaffinity(0)
+    first = min(processors)
+    for host in hosts:
+        mine = {first} if host.number == victim else processors - {first} or processors
+        _pin(host, mine if hogs else processors)
+    if not hogs:
+        return
+    cgroups.create(HOGS)
+    _weigh(HOGS, 8)
+    for _ in range(hogs):
+        command = ("taskset", "--cpu-list", str(first), sys.executable, "-c", HOG)
+        subprocess.Popen(_entering(HOGS, command), start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def _weigh(path: str, times: int) -> None:
+    """Its part of the processors, over that of a usual group beside it."""
+    name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
+    (cgroups.controller("cpu", path) / name).write_text(str(times * usual))
+
+
+def _pin(host: Host, processors: set[int]) -> None:
+    for pid in cgroups.pids(host.cgroup):
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), processors)
+
+
 def _make(hosts: Sequence[Host]) -> None:
+    cgroups.create(NAME)
+    _weigh(NAME, 100)  # whatever else the machine is busy with: the faults are ours
     run("ip", "netns", "add", SWITCH)
     run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
     run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")

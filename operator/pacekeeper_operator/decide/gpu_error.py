@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pacekeeper_analysis.diagnose.gpu_health import Blame, xid_blame, xid_words
+from pacekeeper_analysis.diagnose.gpu_health import Origin, xid_blame, xid_words
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Remedy, Witness
@@ -44,7 +44,7 @@ class GpuFault:
     node: str
     gpu: str
     words: str
-    blame: Blame
+    blame: Origin
     workers: tuple[str, ...]  # of the job, on this node
     fault: Fault | None = None
     value: GpuValue | None = None
@@ -63,7 +63,7 @@ class GpuFault:
 
     @property
     def fatal(self) -> bool:
-        return self.blame is Blame.HARDWARE
+        return self.blame is Origin.HARDWARE
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -110,10 +110,10 @@ def _measured(observation: Observation) -> Iterator[GpuFault]:
 
 def _of_the_application(observation: Observation, found: GpuFault) -> Sequence[GpuFault]:
     """All errors that are heard of now and may come of the application alone, where the first one may."""
-    if found.blame is not Blame.APPLICATION or not found.node:
+    if found.blame is not Origin.APPLICATION or not found.node:
         return ()
     heard = (*_reported(observation), *_measured(observation))
-    return [one for one in heard if one.blame is Blame.APPLICATION and one.node]
+    return [one for one in heard if one.blame is Origin.APPLICATION and one.node]
 
 
 def _nodes_before(observation: Observation) -> set[str]:
@@ -157,7 +157,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
         subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.identity),
-        class_=Class.APPLICATION if found.blame is Blame.APPLICATION else Class.INFRASTRUCTURE,
+        class_=Class.APPLICATION if found.blame is Origin.APPLICATION else Class.INFRASTRUCTURE,
         message=f"{where}: {found.words}{_ADVICE[found.blame]}",
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,
         actions=actions,
@@ -174,10 +174,10 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     )
 
 
-_ADVICE: Mapping[Blame, str] = {
-    Blame.HARDWARE: "",
-    Blame.CONTAINED: "; it has cost one process, which is started again",
-    Blame.APPLICATION: "; may come of the application alone",
+_ADVICE: Mapping[Origin, str] = {
+    Origin.HARDWARE: "",
+    Origin.CONTAINED: "; it has cost one process, which is started again",
+    Origin.APPLICATION: "; may come of the application alone",
 }
 
 
@@ -185,10 +185,10 @@ def _words(value: GpuValue) -> str:
     return xid_words(int(value.value)) if value.metric == XID else COUNTERS.get(value.metric, value.metric)
 
 
-def _blame(observation: Observation, value: GpuValue) -> Blame:
+def _blame(observation: Observation, value: GpuValue) -> Origin:
     """A memory error that is counted while the GPU's last XID says that it was contained is that error."""
     if value.metric == XID:
         return xid_blame(int(value.value))
     last = next((v.value for v in observation.metrics.gpu if v.metric == XID and v.gpu_key == value.gpu_key), 0.0)
-    contained = value.metric == MEMORY_ERRORS and xid_blame(int(last)) is Blame.CONTAINED
-    return Blame.CONTAINED if contained else Blame.HARDWARE
+    contained = value.metric == MEMORY_ERRORS and xid_blame(int(last)) is Origin.CONTAINED
+    return Origin.CONTAINED if contained else Origin.HARDWARE

@@ -18,7 +18,7 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose import link_probe, links
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.link_probe import Judgement, Party, Verdict
-from pacekeeper_analysis.diagnose.links import Kind, Links
+from pacekeeper_analysis.diagnose.links import Links, SpotKind
 from pacekeeper_analysis.plan import EvidencePart
 
 from ..api import Cause, Class, Remedy
@@ -126,7 +126,9 @@ def probe(observation: Observation, policy: Policy) -> Draft:
         verdict = replace(verdict, worker=view.name, node=view.node)
     earlier = (*draft.state.adaptation.link_verdicts, verdict)[-MOST_VERDICTS:]
     if told.verdict is Verdict.REVERSED:  # the other way is what is to be asked about
-        turned = replace(seen, kind=Kind.PAIR, source=seen.destination, destination=seen.source, incident="", probe="")
+        turned = replace(
+            seen, kind=SpotKind.PAIR, source=seen.destination, destination=seen.source, incident="", probe=""
+        )
         return draft.with_adaptation(link=turned, link_verdicts=earlier)
     draft = draft.with_adaptation(link=replace(seen, probe=""), link_verdicts=earlier)
     incident = draft.state.incidents.find(seen.incident)
@@ -296,7 +298,7 @@ def _culprit(seen: LinkLook) -> str:
     match seen.kind:
         case None:
             return ""
-        case Kind.PAIR:
+        case SpotKind.PAIR:
             return f"between rank {seen.source} and rank {seen.destination}"
         case kind:
             return _side(seen, Verdict(kind.value))

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import Localisation
+from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.behaviour.localise import Localisation, sentences
 from pacekeeper_analysis.diagnose.finding import FaultClass, WitnessKind, join
 from pacekeeper_analysis.plan import Profile, Stop, SyncMode
 
@@ -69,7 +70,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
     if observation.state.life.over or plan.stop is not Stop.NO:
         return _end(draft) if plan.profile is not None else draft
     if plan.profile is None:
-        return _begin(observation, policy)
+        return _begin(observation.with_draft(_explained(observation)), policy)
     done = _done(observation)
     if done is not None:
         return _tell(observation, done)
@@ -87,21 +88,6 @@ def errands(observation: Observation) -> Iterator[Effect]:
     done = observation.localised
     if done is not None and done.page and done.window == profiling.shown and profiling.shown_in:
         yield KeepBehaviour(done.window, profiling.shown_in)
-
-
-def sentences(found: Localisation) -> tuple[str, ...]:
-    """For people: what was found, beginning with what saves most, how much of the excess that is, and what is
-    missing."""
-    each = tuple(
-        f"{e.finding.fault}: {e.finding.culprit}; without it a step would take {e.saved_seconds:.3f} s less "
-        f"({e.explained:.0%} of the excess). {'; '.join(witness.words for witness in e.finding.witnesses)}"
-        for e in found.explanations
-    )
-    whole = (
-        f"in a behaviour window of {found.heard} ranks a step took {found.step_seconds:.3f} s, "
-        f"{found.excess_seconds:.3f} s more than usual; {found.explained:.0%} of that is explained",
-    )
-    return (*whole, *each, *found.remarks)
 
 
 def _begin(observation: Observation, policy: Policy) -> Draft:
@@ -139,6 +125,20 @@ def _begin(observation: Observation, policy: Policy) -> Draft:
     )
 
 
+def _explained(observation: Observation) -> Draft:
+    """How slow all ranks are with a link that is named needs no window: only steps that are slower still do."""
+    uniform, known = observation.metrics.uniform, observation.state.profiling.uniform
+    named = any(
+        incident.cause is Cause.SLOW_COMMUNICATION and not _names_nobody(incident)
+        for incident in observation.state.incidents.open
+    )
+    return (
+        observation.draft.with_profiling(uniform=uniform)
+        if named and uniform and uniform > known
+        else observation.draft
+    )
+
+
 def _window(observation: Observation) -> Profile:
     """The same steps for all ranks, far enough ahead for each of them to have heard of it."""
     each = max(observation.step_seconds, 1e-3)
@@ -157,13 +157,17 @@ def _nameless(observation: Observation) -> Incident | None:
         (
             incident
             for incident in reversed(observation.state.incidents.current)
-            if incident.cause in CAUSES
+            if (incident.cause in CAUSES or (incident.cause is Cause.SLOW_COMMUNICATION and _names_nobody(incident)))
             and incident.round == observation.round
             and incident.name not in observation.state.profiling.looked_into
             and (incident.finding is None or WitnessKind.BEHAVIOUR not in incident.finding.kinds)
         ),
         None,
     )
+
+
+def _names_nobody(incident: Incident) -> bool:
+    return incident.finding is None or not incident.finding.culprit
 
 
 def _all_slow(observation: Observation) -> float:
@@ -173,7 +177,9 @@ def _all_slow(observation: Observation) -> float:
         return 0.0
     one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
     changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
-    return 0.0 if one or changed or observation.state.adaptation.suspicion is not None else uniform
+    suspicion = observation.state.adaptation.suspicion
+    looked_into = suspicion is not None and suspicion.shown is not Trouble.NONE  # it may tell by itself
+    return 0.0 if one or changed or looked_into else uniform
 
 
 def _done(observation: Observation) -> Localised | None:

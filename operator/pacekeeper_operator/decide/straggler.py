@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis import adapt, price, staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
@@ -79,8 +79,12 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
+    threshold = observation.job.spec.detection.straggler_slowdown
     if observation.plan.sync_mode is SYNC:
-        return adapt.diagnose(windows, observation.job.spec.detection.straggler_slowdown)
+        if waits.may_have_stages(observation):
+            return None  # the next answer tells what its ranks do together
+        stages = waits.stages(observation)
+        return adapt.diagnose(windows, threshold) if stages is None else staged.diagnose(stages, windows, threshold)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -299,7 +303,8 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
     slow_links = suspicion.shown is Trouble.COMMUNICATION
-    collectives = bool(suspicion.request) or draft.plan.world_size <= waits.ASKED_AT_ONCE
+    most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
+    collectives = draft.plan.world_size <= most
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(

@@ -11,13 +11,17 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose.blame import Blame, blame, slow_transfers, transfers, usual_among_groups
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.waiting import name_ranks
+from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective
 from pacekeeper_analysis.reports import Evidence
+from pacekeeper_analysis.staged import live_window
+from pacekeeper_analysis.whatif.live import LiveWindow
 
 from ..observation import Observation
 
-ASKED_AT_ONCE = 64
-"""Up to so many ranks tell of their collectives with the first answer: kilobytes a rank; of more, with the second."""
+ASKED_AT_ONCE, MOST_ASKED = 64, 1024
+"""Up to so many ranks tell of their collectives with the first answer: up to 130 KB a rank; up to so many, with the
+second; of more, none do."""
 NOTHING = 0.02
 """Of a step: a rank that costs its peers less than this, beyond what the others of its role do, holds nobody up."""
 CLASSES = {Trouble.GARBAGE: FaultClass.CODE, Trouble.LENGTHS: FaultClass.DATA}
@@ -30,6 +34,18 @@ def holds_up(observation: Observation, found: Diagnosis, rank: int) -> bool:
     if told is None or len(set(told.roles.tolist())) == 1 or rank not in told.ranks:
         return True
     return _share(told, found, rank) >= NOTHING
+
+
+def may_have_stages(observation: Observation) -> bool:
+    """Whether this answer tells of own work alone, in a script that is only watched: its ranks may differ by nature."""
+    asked = EvidencePart.OPERATIONS in observation.plan.evidence_parts
+    watched = any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members)
+    return watched and not asked and observation.plan.world_size <= MOST_ASKED
+
+
+def stages(observation: Observation) -> LiveWindow | None:
+    """What the ranks of a job with pipeline stages did; None: it has none, or that is not known."""
+    return _live_window(observation.evidence) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -75,6 +91,12 @@ def _told(observation: Observation) -> Blame | None:
 def _is_told(observation: Observation) -> bool:
     ranks = {of.rank for evidence in observation.evidence for of in evidence.operations if of.operations}
     return len(ranks) == observation.plan.world_size
+
+
+@lru_cache(maxsize=4)
+def _live_window(evidence: tuple[Evidence, ...]) -> LiveWindow | None:
+    """As `_blame`."""
+    return live_window(evidence)
 
 
 @lru_cache(maxsize=4)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import judge
+from pacekeeper_analysis.behaviour.localise import judge, sentences
 from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
 
 from ..api import API_VERSION, LABEL_JOB
 from ..cluster import BEHAVIOURS, INCIDENTS, Conflict, NotFound, Object
-from ..decide.profile import sentences
 from ..effects import KeepBehaviour, Localise
 from ..observation import Localised
+from ..runtime import Runtime
 from . import events
 from .desk import Desk
 from .operator import Operator
@@ -26,7 +25,9 @@ log = logging.getLogger(__name__)
 async def localise(operator: Operator, desk: Desk, effect: Localise) -> None:
     """What it brings back is news for the next pass."""
     answers = dict(sorted(desk.memory.patterns.items()))
-    desk.memory.localised = await operator.runtime.compute(lambda: _localised(effect, answers))
+    desk.memory.localised = await operator.runtime.compute(
+        lambda: _localised(effect, _leisurely(operator.runtime, answers), answers)
+    )
     found = desk.memory.localised.localisation
     note = "; ".join(sentences(found)[:2])
     await events.tell(operator, desk.job, "BehaviourWindow", note, "ProfileRanks")
@@ -47,16 +48,16 @@ async def keep(operator: Operator, desk: Desk, effect: KeepBehaviour) -> None:
     desk.memory.localised = replace(done, page="")
 
 
-def _localised(effect: Localise, answers: Mapping[int, bytes]) -> Localised:
-    table = read_table(_leisurely(answers))
+def _localised(effect: Localise, read: Iterator[tuple[int, bytes]], answers: Mapping[int, bytes]) -> Localised:
+    table = read_table(read)
     found = judge(table, effect.expected)
     return Localised(effect.window, found, page(found, table, answers).decode())
 
 
-def _leisurely(answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
-    """Whoever waits for the interpreter has it between two ranks: polls are answered meanwhile."""
+def _leisurely(runtime: Runtime, answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+    """Polls are answered between two ranks."""
     for item in answers.items():
-        time.sleep(0)
+        runtime.give_way()
         yield item
 
 

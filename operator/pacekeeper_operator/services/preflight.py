@@ -25,6 +25,8 @@ from .operator import Operator
 AT_ONCE = 16
 """Circles of a look at many nodes."""
 POLL_SECONDS = 0.5
+LOOK_SECONDS = 90.0
+"""So long one look takes at most; two of them fit into the time that jobs wait by default."""
 _FLIGHT = "preflight-"
 """What the names of its pods begin with."""
 log = logging.getLogger(__name__)
@@ -120,7 +122,7 @@ async def _fly(operator: Operator, planned: Sequence[Sequence[str]], nodes: Mapp
             bodies = await probing.pods_of(operator.cluster, operator.settings, flight)
             pods = {body["metadata"]["name"]: ProbePod.parse(body) for body in bodies}
             due = [launch for circle in seats for launch in launches(circle, pods, waited)]
-            if waited >= operator.settings.probe_timeout or (not due and all(pod.ended for pod in pods.values())):
+            if waited >= LOOK_SECONDS or (not due and all(pod.ended for pod in pods.values())):
                 break
             for launch in due:
                 node = nodes[launch.seat.node]
@@ -133,11 +135,7 @@ async def _fly(operator: Operator, planned: Sequence[Sequence[str]], nodes: Mapp
             await runtime.sleep(POLL_SECONDS)
     finally:
         await probing.end(operator.cluster, operator.settings, flight)
-    return {
-        seat.node: _judged(seat, circle, pods, nodes, runtime.now(), operator.settings.probe_timeout)
-        for circle in seats
-        for seat in circle
-    }
+    return {seat.node: _judged(seat, circle, pods, nodes, runtime.now()) for circle in seats for seat in circle}
 
 
 def _judged(
@@ -146,18 +144,19 @@ def _judged(
     pods: Mapping[str, ProbePod],
     nodes: Mapping[str, Object],
     now: float,
-    timeout: float,
 ) -> _Found:
-    """What one look has come to."""
+    """What one look has come to. Where others do not end either, it may be the whole cluster that is slow."""
     pod = pods.get(seat.pod, ProbePod(phase=""))
+    others = tuple(pods[other.pod] for other in circle if other.pod in pods and other != seat)
     probe = NodeProbe(nodes[seat.node]["metadata"]["uid"], now, None, pod.message, pod.figures)
     if not pod.ended:
-        reason = pod.inconclusive or (Inconclusive.NOT_RUN if not pod.phase else None)
-        words = f"its probe pod did not end within {timeout:.0f} s" + (f": {pod.message}" if pod.message else "")
-        return replace(probe, passed=None if reason else False, message=words), reason
+        only = bool(pod.phase) and sum(other.phase == "Succeeded" for other in others) >= FEWEST - 1
+        reason = pod.inconclusive or (Inconclusive.SLOW if only else Inconclusive.NOT_RUN)
+        words = f"its probe pod did not end within {LOOK_SECONDS:.0f} s" + (f": {pod.message}" if pod.message else "")
+        return replace(probe, message=words), reason
     if pod.phase == "Failed":
         return replace(probe, passed=None if pod.inconclusive else False), pod.inconclusive
-    words = slowness(replace(pod, others=tuple(pods[o.pod] for o in circle if o.pod in pods and o != seat)))
+    words = slowness(replace(pod, others=others))
     if words:
         return replace(probe, passed=True, message=f"slow: {words}"), Inconclusive.SLOW
     alone = "" if len(circle) >= FEWEST else "there was no other node of its kind to hold it against"

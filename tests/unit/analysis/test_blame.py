@@ -188,9 +188,9 @@ def test_many_ranks_are_judged_in_a_moment() -> None:
             job.work(own)
             job.collective(0 if at % 10 == 9 else 1)
     told = job.evidence(8)
-    began = time.monotonic()
+    began = time.process_time()
     found = blame(told)
-    seconds = time.monotonic() - began
+    seconds = time.process_time() - began
     assert found.slow(float(job.now.max() / 16)) == (77,)
     assert found.lost == pytest.approx(job.waited.sum(), rel=1e-2)
     assert seconds < 2.0, "it takes 0.3 s, and 1.4 s with 1,024 ranks"

@@ -11,8 +11,8 @@ from pacekeeper_analysis.diagnose.finding import FaultClass
 from pacekeeper_analysis.diagnose.gpu_health import (
     MOST_COUNTED,
     SIGNS,
-    Blame,
     GpuSample,
+    Origin,
     Sign,
     examine,
     rise,
@@ -145,14 +145,14 @@ class TestRise:
 class TestXids:
     @pytest.mark.parametrize("xid", [46, 48, 62, 63, 64, 74, 79, 92, 95, 119, 120, 136, 140, 143, 154])
     def test_of_the_hardware(self, xid: int) -> None:
-        assert xid_blame(xid) is Blame.HARDWARE
+        assert xid_blame(xid) is Origin.HARDWARE
 
     @pytest.mark.parametrize("xid", [0, 13, 31, 43, 45, 68, 9999])
     def test_of_the_application_or_not_in_the_catalogue(self, xid: int) -> None:
-        assert xid_blame(xid) is Blame.APPLICATION
+        assert xid_blame(xid) is Origin.APPLICATION
 
     def test_a_contained_memory_error_costs_one_process(self) -> None:
-        assert xid_blame(94) is Blame.CONTAINED
+        assert xid_blame(94) is Origin.CONTAINED
 
     def test_in_words(self) -> None:
         assert (xid_words(79), xid_words(9999)) == ("XID 79 (GPU has fallen off the bus)", "XID 9999")

@@ -283,9 +283,9 @@ def test_thousands_of_ranks_in_nested_groups_are_judged_in_a_moment(spread: int)
         faults.append(
             Fault(f"w{rank}", FaultKind.STALLED, f"w{rank}", 1, 10.0, ranks=(state,), communicators=(world, tensor))
         )
-    began = time.monotonic()
+    began = time.process_time()
     found = verdict(faults, world_size=ranks)
-    assert time.monotonic() - began < 3.0, "it takes 0.2 s; by the square of the ranks, many"
+    assert time.process_time() - began < 3.0, "it takes 0.2 s; by the square of the ranks, many"
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (hung,))
 

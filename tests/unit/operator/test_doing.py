@@ -8,9 +8,22 @@ from typing import Any
 import kopf
 import pytest
 
+from pacekeeper_analysis.behaviour.page import Page
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import Cause, Class, Outcome, Remedy, Verdict
-from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS, POLICIES, QUARANTINES, Conflict, Kind, Object
+from pacekeeper_operator.cluster import (
+    BEHAVIOURS,
+    EVENTS,
+    INCIDENTS,
+    JOBS,
+    PODS,
+    POLICIES,
+    QUARANTINES,
+    Conflict,
+    Kind,
+    NotFound,
+    Object,
+)
 from pacekeeper_operator.effects import (
     AskForQuarantine,
     CreatePod,
@@ -18,6 +31,8 @@ from pacekeeper_operator.effects import (
     DeletePod,
     Effect,
     GuardNetwork,
+    KeepBehaviour,
+    Localise,
     TryTemplate,
     WriteIncident,
 )
@@ -31,6 +46,7 @@ from pacekeeper_operator.services.reconcile import desk_for
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Incident, WantedQuarantine, Worker
 from tests.support.fake_cluster import FakeCluster
+from tests.support.patterns import SLOW, WORK, answers, pattern
 from tests.support.still import Still
 from tests.support.worlds import NOW, training
 from tests.support.written import INSTALLATION
@@ -259,3 +275,31 @@ class TestIncidents:
         bench.cluster.objects.clear()
         await self.write(bench, incident(applied=NOW))
         assert remedies() == pytest.approx(before, abs=0.5)
+
+
+class TestBehaviour:
+    async def test_patterns_are_localised_and_kept_with_their_incident(self, bench: Bench) -> None:
+        slow = [pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(3)]
+        bench.desk.memory.patterns = dict(answers(slow))
+        await bench.do(Localise("profile-7", 4))
+        done = bench.desk.memory.localised
+        assert done is not None
+        assert (done.window, done.localisation.finding.culprit) == ("profile-7", "train.py:augment on rank 1")
+        assert done.localisation.remarks == ("3 of 4 ranks have answered",)
+        ((kind, reason, note),) = bench.events()
+        assert (kind, reason) == ("Normal", "BehaviourWindow")
+        assert "train.py:augment on rank 1" in note
+
+        with pytest.raises(NotFound):  # tried again: the incident is written by another errand
+            await bench.do(KeepBehaviour("profile-7", "why"))
+        await bench.cluster.create(INCIDENTS, {"metadata": {"name": "why", "namespace": "ns", "uid": "u"}})
+        for _ in range(2):
+            await bench.do(KeepBehaviour("profile-7", "why"))
+        kept = await bench.cluster.get(BEHAVIOURS, "why", "ns")
+        assert kept["metadata"]["ownerReferences"][0]["uid"] == "u"
+        page = Page.from_json(kept["spec"]["content"].encode())
+        assert [answer.pattern.rank for answer in page.answers] == [1, 0, 2]
+        assert page.plots[0].function == "train.py:augment"
+        assert page.plots[0].seconds == pytest.approx((0.0, 0.2, 0.0), abs=1e-3)
+        assert bench.desk.memory.localised is not None
+        assert bench.desk.memory.localised.page == ""

@@ -23,8 +23,9 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
 from pacekeeper_analysis.diagnose.gpu_health import Sign
-from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.plan import Profile, WorkerPlan
 from pacekeeper_analysis.reports import (
     MOST_GPUS,
     MOST_RANKS,
@@ -325,7 +326,9 @@ class TestBodies:
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, 'File "x", line 1, in f(a, b)\n' * 10)
         names = tuple(f"j-w{number}-0" for number in range(64))
+        groups = tuple(Communicator(identity, "0-1023") for identity in range(MOST_COMMUNICATORS))
         fault = replace(crash("j-w0-0", 0), ranks=(rank,) * MOST_RANKS, unreachable=names, missing=names)
+        fault = replace(fault, communicators=groups)
         assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
 
 
@@ -832,3 +835,37 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110  # of others' state, which sets no event
             await asyncio.sleep(0)
+
+
+class TestPatterns:
+    @pytest.fixture
+    async def asked(self, job: JobMemory) -> JobMemory:
+        await job.publish(WORLD.draft.with_plan(profile=Profile("profile-7", 100)), "2")
+        return job
+
+    async def test_are_kept_as_they_came_while_they_are_asked_for(self, client: Client, asked: JobMemory) -> None:
+        assert (await client.post("/v1/patterns/profile-7/0", data=b'{"any":1}', **W0)).status == 202
+        assert asked.patterns == {0: b'{"any":1}'}
+        await asked.publish(WORLD.draft, "3")
+        assert asked.patterns == {}
+
+    @pytest.mark.parametrize("path", ["profile-6/0", "profile-7/1", "profile-7/999"], ids=str)
+    async def test_of_other_windows_and_ranks_are_not_even_read(
+        self, client: Client, asked: JobMemory, path: str
+    ) -> None:
+        assert (await client.post(f"/v1/patterns/{path}", data=b"x" * 2**20, **W0)).status == 202
+        assert asked.patterns == {}
+
+    async def test_are_bounded(self, client: Client, asked: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert (await client.post("/v1/patterns/profile-7/0", data=b"x" * 2**15, **W0)).status == 413
+        assert (await client.post("/v1/patterns/profile-7/0", data=b"[" * 5000, **W0)).status == 400
+        assert (await client.post("/v1/patterns/profile-7/x", data=b"{}", **W0)).status == 400
+        monkeypatch.setattr(sidecars, "MAX_PATTERN_BYTES", -1)
+        assert (await client.post("/v1/patterns/profile-7/0", data=b"{}", **W0)).status == 503
+        assert asked.patterns == {}
+
+    async def test_all_of_them_wake_the_loop(self, client: Client, asked: JobMemory) -> None:
+        asked.patterns = dict.fromkeys(range(1, WORLD.plan.world_size), b"{}")
+        asked.wake.clear()
+        await client.post("/v1/patterns/profile-7/0", data=b"{}", **W0)
+        assert asked.wake.is_set()

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, RankWindow
+from pacekeeper_analysis.plan import Probe, ProbeTarget
+from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, LinkProbe, LinkWindow, RankWindow
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.services.sidecars import MAX_NAME, Caller, NotYet, Sidecars, _names_its_own
@@ -134,6 +135,26 @@ class TestEvidence:
         served.job.draft = None
         served.sidecars.take_evidence(W0, evidence(W0, "why", 0))
         assert served.job.evidence == {}
+
+    def test_of_a_probe_wakes_the_loop_once_its_sources_have_told(self, served: Served) -> None:
+        assert served.job.draft is not None
+        target = ProbeTarget("j-w1-0", "10.0.0.1:1")
+        probe = Probe("probe-9", ("j-w0-0",), ((target,),))
+        served.job.draft = served.job.draft.with_plan(probe=probe)
+        told = Evidence("probe-9", "j-w0-0", 1, probes=(LinkProbe("j-w1-0", 1e8, 0.001),))
+        awaited = served.sidecars.awaits_evidence
+        assert (awaited(W0, "probe-9"), awaited(W1, "probe-9"), awaited(SPARE, "probe-9")) == (True, False, False)
+        served.sidecars.take_evidence(W1, replace(told, worker="j-w1-0"))
+        served.sidecars.take_evidence(W0, replace(told, request="probe-8"))
+        assert (served.job.probes, served.job.wake.is_set()) == ({}, False)
+        served.sidecars.take_evidence(W0, told)
+        assert (served.job.probes, served.job.evidence) == ({"j-w0-0": told}, {})
+        assert served.job.wake.is_set()
+
+    def test_of_connections_is_believed_about_ones_own_ranks(self, served: Served) -> None:
+        ends = tuple(LinkWindow("10.0.0.1:1", "10.0.0.2:2", rank) for rank in (-1, 0, 1))
+        served.sidecars.take_evidence(W0, replace(evidence(W0, "why", 0), links=ends))
+        assert [end.rank for end in served.job.evidence["j-w0-0"].links] == [0]
 
     def test_who_is_awaited(self, served: Served) -> None:
         def awaited(caller: Caller, request: str = "why") -> bool:

@@ -194,6 +194,6 @@ def test_whom_a_fault_is_for_may_not_be_there() -> None:
 def test_what_never_heals_says_what_a_job_may_lack_for_it() -> None:
     drawn = [generator.generate(seed) for seed in range(400)]
     costs = Counter(cost for schedule in drawn for cost in schedule.costs)
-    assert costs[Cost.METRICS] > 0
+    assert costs[Cost.FIGURES] > 0
     assert costs[Cost.STATUS] > 0
     assert all(kind(type(stroke.what)) for schedule in drawn for stroke in schedule.strokes)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import re
-import shutil
-import subprocess
 from pathlib import Path
-
-import pytest
 
 from pacekeeper_analysis.whatif import analyse, window_from_trace
 from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.faults import Case
 from pacekeeper_analysis.whatif.report.page import page
 from pacekeeper_analysis.whatif.synthetic import Shape
+from tests.support.browser import needs_browser, noted, rendered
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+pytestmark = needs_browser
 
-RECORD_ERRORS = "<script>onerror = message => { document.documentElement.dataset.failed = message; };</script>"
-USE_THE_PAGE = """<script>
+USE_THE_PAGE = """
 const map = document.getElementById("map"), seen = [];
 const note = () => seen.push(byId("worker-title").textContent + "; " + byId("range").textContent);
 const pointer = (type, x, y) => { const box = map.getBoundingClientRect();
@@ -34,21 +28,7 @@ map.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 map.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown"})); note();
 byId("worst").rows[0].click(); note();
 document.documentElement.dataset.seen = seen.join("|");
-</script>"""
-
-
-def rendered(content: str, folder: Path) -> str:
-    """The page's document after its scripts have run."""
-    (folder / "page.html").write_text(content.replace("<head>", "<head>" + RECORD_ERRORS), encoding="utf-8")
-    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    options += (
-        " --disable-component-update --disable-sync --window-size=1200,1000 --virtual-time-budget=3000 --dump-dom"
-    )
-    assert CHROMIUM is not None
-    command = [CHROMIUM, *options.split(), f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'page.html'}"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    assert "data-failed" not in done.stdout, re.findall(r'data-failed="[^"]*"', done.stdout)
-    return done.stdout
+"""
 
 
 def test_the_heat_map_leads_to_the_worker(tmp_path: Path) -> None:
@@ -56,9 +36,8 @@ def test_the_heat_map_leads_to_the_worker(tmp_path: Path) -> None:
     whatif = analyse(window_from_trace(case.trace()))
     finding = diagnose(whatif)
     worst = "Worker: dp rank {}, stage {}".format(*finding.workers[0])
-    document = rendered(page(whatif, finding, "job").replace("</body>", USE_THE_PAGE + "</body>"), tmp_path)
-    (found,) = re.findall(r'data-seen="([^"]*)"', document)
-    start, zoomed, clicked, moved, from_table = html.unescape(found).split("|")
+    document = rendered(page(whatif, finding, "job"), tmp_path, USE_THE_PAGE)
+    start, zoomed, clicked, moved, from_table = noted(document).split("|")
     assert start == f"{worst}; "
     assert re.fullmatch(rf"{worst}; ranks \d+ to \d+", zoomed)
     assert clicked == "Worker: dp rank 0, stage 0; "

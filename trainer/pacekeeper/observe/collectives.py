@@ -71,7 +71,7 @@ def unwatch(group: dist.ProcessGroup) -> None:
     unhook(group)
 
 
-def introduce(group: dist.ProcessGroup | None, recorder: Recorder) -> Place:
+def introduce(group: dist.ProcessGroup | None, recorder: Recorder) -> Lane:
     """Where the rank's collectives of this group are counted. Launcher and sidecar know its ranks from now on."""
     assert group is not None, "its hooks are called while it is there"
     ranks = torch_internals.ranks_of(group)
@@ -80,7 +80,7 @@ def introduce(group: dist.ProcessGroup | None, recorder: Recorder) -> Place:
     return _place(group, identity, recorder)
 
 
-class Place(NamedTuple):
+class Lane(NamedTuple):
     """Of a group, or of one of its channels."""
 
     identity: int
@@ -91,10 +91,10 @@ class Place(NamedTuple):
     """Global rank at the channel's other end."""
 
 
-def _place(group: dist.ProcessGroup, identity: int, recorder: Recorder, peer: int = -1) -> Place:
+def _place(group: dist.ProcessGroup, identity: int, recorder: Recorder, peer: int = -1) -> Lane:
     entered = recorder.ring.take_place(identity)
     weakref.finalize(group, _give_back, recorder, identity, entered).atexit = False
-    return Place(identity, entered, itertools.count(1), peer)
+    return Lane(identity, entered, itertools.count(1), peer)
 
 
 def _give_back(recorder: Recorder, identity: int, entered: int) -> None:
@@ -134,8 +134,8 @@ class Watcher:
     def watch(self, group: dist.ProcessGroup) -> None:
         recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
         itself = weakref.ref(group)  # the group keeps its hooks, which must not keep the group
-        place: Place | None = None
-        channels: dict[tuple[int, int], Place] = {}
+        place: Lane | None = None
+        channels: dict[tuple[int, int], Lane] = {}
         now, graph_task = time.monotonic_ns, torch_internals.graph_task
         entry: _Entry | None = None
         begun: Mark | None = None
@@ -193,11 +193,11 @@ class Watcher:
     def _channel(
         self,
         group: dist.ProcessGroup | None,
-        place: Place,
-        channels: dict[tuple[int, int], Place],
+        place: Lane,
+        channels: dict[tuple[int, int], Lane],
         collective: int,
         root: int,
-    ) -> Place:
+    ) -> Lane:
         """Of a send or receive; `root`: the peer's rank in the group, -1 where it is received from whoever comes."""
         channel = channels.get((collective, root))
         if channel is None:
@@ -210,7 +210,7 @@ class Watcher:
                 self._recorder.communicators.add(identity, ends, name_of(group.group_desc))
                 channel = _place(group, identity, self._recorder, peer)
             else:
-                channel = Place(place.identity, NO_PLACE, itertools.count(1))
+                channel = Lane(place.identity, NO_PLACE, itertools.count(1))
             channels[collective, root] = channel
         self._ring.state.peer = channel.peer
         return channel

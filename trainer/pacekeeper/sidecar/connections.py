@@ -25,6 +25,10 @@ LOOK_SECONDS = 1.0
 WINDOW_LOOKS = 5
 """A window's looks: `busy` goes on in ticks of 4 ms, so a short one would be coarse."""
 WINDOWS = 3
+EARLY_LOOKS = 6 * WINDOW_LOOKS
+"""A connection's first looks, the fastest window of which is how fast it is by nature."""
+EARLY_BYTES = 1_000_000
+"""That a window has to carry for that."""
 MOST_WINDOWS = 4096
 """That an answer holds: the connections that moved least are left out."""
 QUIET_BYTES = 1_000_000
@@ -59,12 +63,35 @@ class _Look:
     ends: Mapping[bytes, tuple[int, bytes]]
 
 
+@dataclass
+class _Early:
+    """A connection's first windows."""
+
+    counters: bytes  # when the present one began
+    looks: int = 0
+    acked_bytes: int = 0  # in the fastest one
+    busy: float = 0.0
+
+    def look(self, info: bytes) -> None:
+        self.looks += 1
+        if self.looks > EARLY_LOOKS or self.looks % WINDOW_LOOKS:
+            return
+        was, now = _counters(self.counters), _counters(info)
+        self.counters = info
+        if was is None or now is None:
+            return
+        acked, busy = now.acked_bytes - was.acked_bytes, max(0.0, now.busy - was.busy)
+        if acked >= EARLY_BYTES and (not self.acked_bytes or busy * self.acked_bytes < self.busy * acked):
+            self.acked_bytes, self.busy = acked, busy
+
+
 class Connections:
     """The last looks. Where the kernel does not answer, or does not count, there are no windows: links are unknown."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._looks: deque[_Look] = deque(maxlen=WINDOWS * WINDOW_LOOKS + 1)
+        self._early: dict[bytes, _Early] = {}
         self._failed = ""
 
     def look(self, now: float) -> None:
@@ -78,6 +105,9 @@ class Connections:
             self._failed = str(error)
             return
         self._looks.append(_Look(now, ends))
+        self._early = {name: self._early.get(name) or _Early(info) for name, (_, info) in ends.items()}
+        for name, (_, info) in ends.items():
+            self._early[name].look(info)
 
     def windows(self) -> tuple[LinkWindow, ...]:
         """One for each end that a rank here holds and each window in which it was there; the busiest ends first.
@@ -95,7 +125,7 @@ class Connections:
         told: list[tuple[int, list[LinkWindow]]] = []
         for name, (inode, _) in looks[0].ends.items():
             if inode in ranks:
-                moved, windows = _of_one_end(name, ranks[inode], spans)
+                moved, windows = _of_one_end(name, ranks[inode], self._early[name], spans)
                 if windows and (moved >= QUIET_BYTES or windows[0].unsent_bytes):
                     told.append((moved, windows))
         told.sort(key=lambda item: -item[0])
@@ -120,7 +150,9 @@ class Connections:
             return {}
 
 
-def _of_one_end(name: bytes, rank: int, spans: list[tuple[int, _Look, _Look]]) -> tuple[int, list[LinkWindow]]:
+def _of_one_end(
+    name: bytes, rank: int, early: _Early, spans: list[tuple[int, _Look, _Look]]
+) -> tuple[int, list[LinkWindow]]:
     """Bytes that it moved both ways, and its windows, newest first."""
     local, remote = _addresses(name)
     moved, windows = 0, []
@@ -146,6 +178,8 @@ def _of_one_end(name: bytes, rank: int, spans: list[tuple[int, _Look, _Look]]) -
                 retransmitted_bytes=now.retransmitted_bytes - was.retransmitted_bytes,
                 unsent_bytes=now.unsent_bytes,
                 least_round_trip_seconds=now.least_round_trip,
+                early_bytes=early.acked_bytes,
+                early_busy_seconds=round(early.busy, 3),
             )
         )
     return moved, windows

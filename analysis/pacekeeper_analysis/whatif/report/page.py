@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from pacekeeper_analysis.pages import one_file
 from pacekeeper_analysis.whatif.causes import Finding
 from pacekeeper_analysis.whatif.figures import WhatIf
 from pacekeeper_analysis.whatif.report.document import document
@@ -20,9 +20,7 @@ MOST_NUMBERS = 400_000
 def page(whatif: WhatIf, finding: Finding, title: str) -> str:
     """The page as HTML text."""
     template = files("pacekeeper_analysis.whatif.report").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(whatif, finding, title), separators=(",", ":"), allow_nan=False)
-    # "</" would end the script element that holds the data.
-    return template.replace("/*DATA*/null", data.replace("</", "<\\/"))
+    return one_file(template, page_data(whatif, finding, title))
 
 
 def page_data(whatif: WhatIf, finding: Finding, title: str) -> dict[str, Any]:

@@ -101,6 +101,13 @@ class TestOneRank:
         busy = [pattern(rank, slow if rank == 1 else work, 0.83) for rank in range(3)]
         assert localise(answers(busy), 3).finding.fault is FaultClass.HARDWARE
 
+    def test_shares_that_hide_it_do_not(self) -> None:
+        """A rank at 1.6 × with 5 of 26 samples, where its peers have 7 each, is as quick in a step as they are."""
+        slow = pattern(0, scaled(WORK, 1.6 * 5 / 7), 0.44, samples=5)
+        found = localise(answers([slow, *(pattern(rank, WORK, 0.44, samples=7) for rank in (1, 2, 3))]), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.HARDWARE, "rank 0")
+        assert "1.60 ×" in str(found.finding.witnesses)
+
     def test_two_at_once_are_both_found(self) -> None:
         found = job(WORK, {**WORK, SLOW: 0.25}, WORK, scaled(WORK, 1.5), WORK)
         assert [(e.finding.fault, e.ranks) for e in found.explanations] == [

@@ -78,8 +78,8 @@ class TestBeforeTheStart:
     def test_what_is_not_found_out_in_time_does_not_hold_the_job_up(self) -> None:
         world = stepped(placed())
         assert world.state.preflight.began == NOW
-        assert not founded(replace(world, now=NOW + 119))
-        late = replace(world, now=NOW + 120)
+        assert not founded(replace(world, now=NOW + 299))
+        late = replace(world, now=NOW + 300)
         assert founded(late)
         assert condition(late)[:2] == ("Unknown", "NotFoundOut")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
-from pacekeeper_analysis.plan import Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Loss
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Class, JobSpec, Mode, Remedy, WantedMode
@@ -70,8 +70,9 @@ def windows(slow: float = 2.0, exposed: float = 0.01, rank: int = 2, first: floa
 def answered(
     metrics: Metrics = SLOW, shown: Trouble | None = None, *, plan: dict[str, Any] | None = None, **of_windows: Any
 ) -> Observation:
-    """All ranks have answered the question that is out; `shown`: by the answer before."""
-    found = world(metrics, suspicion(shown=shown), **{"evidence_request": "ask", **(plan or {})})
+    """All ranks have answered the question that is out, for everything; `shown`: by the answer before."""
+    asked = {"evidence_request": "ask", "evidence_parts": tuple(EvidencePart)}
+    found = world(metrics, suspicion(shown=shown), **{**asked, **(plan or {})})
     return replace(found, evidence=windows(**of_windows))
 
 
@@ -337,6 +338,11 @@ class TestWhyNotAMode:
 
     def test_the_script_cannot_be_steered(self) -> None:
         assert self.why(steered=False).startswith("the script does not use the library")
+
+    def test_what_ranks_do_together_is_waited_for_where_the_script_is_only_watched(self) -> None:
+        found = change_members(answered(plan={"evidence_parts": (EvidencePart.WINDOWS,)}), steered=False)
+        assert straggler.diagnose(found) is None
+        assert EvidencePart.OPERATIONS in suspected(found).plan.evidence_parts
 
     def test_the_ranks_have_refused_it_before(self) -> None:
         assert self.why(adaptation={"mode_refusal": "no dimension"}) == "the ranks refused it: no dimension"

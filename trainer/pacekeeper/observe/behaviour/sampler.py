@@ -31,7 +31,9 @@ class Sampler:
         self._thread = thread
         self._is_training = is_training
         self._clock = _processor_clock(thread)
-        self._stacks: dict[Codes, int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {}
+        """By identity: equal code may stand in two files."""
+        self._codes: list[Codes] = []
         self._looks: list[tuple[int, int, int]] = []
         self._left_out = 0
         self._over = threading.Event()
@@ -50,7 +52,7 @@ class Sampler:
 
     def looks(self, name: Callable[[Codes], tuple[str, ...]], between: tuple[int, int]) -> Looks:
         """Those of the steps between these times (ns of CLOCK_MONOTONIC). `name`: the frames of a stack."""
-        stacks = [name(codes) for codes in self._stacks]
+        stacks = [name(codes) for codes in self._codes]
         taken = [look for look in self._looks if between[0] <= look[0] < between[1] and stacks[look[2]]]
         columns = np.array(taken, np.int64).reshape(-1, 3)
         return Looks(columns[:, 0], columns[:, 1], columns[:, 2], [stack or ("?",) for stack in stacks])
@@ -69,7 +71,9 @@ class Sampler:
             codes.append(frame.f_code)
             frame = frame.f_back
         if codes:
-            stack = self._stacks.setdefault(tuple(reversed(codes)), len(self._stacks))
+            stack = self._stacks.setdefault(tuple(map(id, codes)), len(self._codes))
+            if stack == len(self._codes):
+                self._codes.append(tuple(reversed(codes)))
             ran = 0 if self._clock is None else time.clock_gettime_ns(self._clock)
             self._looks.append((time.monotonic_ns(), ran, stack))
 

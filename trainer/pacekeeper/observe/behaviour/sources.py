@@ -19,13 +19,13 @@ _STARTS = ("runpy.py:", "<frozen runpy>:", "pacekeeper/launcher/")
 """Outermost frames that start the script, and are the same in every stack."""
 
 
-class Sources:
-    """Names what is looked at, and remembers how."""
+class SourceNames:
+    """Names what is looked at, and remembers paths."""
 
     def __init__(self, folder: str | None = None) -> None:
         """folder: of the job's script; None: that of the one which runs."""
         self._folder = (folder or _script_folder()).rstrip("/") + "/"
-        self._names: dict[CodeType, str] = {}
+        self._paths: dict[str, str] = {}
 
     def stack(self, codes: Sequence[CodeType]) -> tuple[str, ...]:
         """Names from the script's own first frame on; (): it is not in it."""
@@ -35,10 +35,10 @@ class Sources:
 
     def name(self, code: CodeType) -> str:
         """file:function."""
-        known = self._names.get(code)
-        if known is None:
-            known = self._names[code] = f"{self._path(code.co_filename)}:{_function(code)}"
-        return known
+        path = self._paths.get(code.co_filename)
+        if path is None:
+            path = self._paths[code.co_filename] = self._path(code.co_filename)
+        return f"{path}:{_function(code)}"
 
     def _path(self, path: str) -> str:
         for folder in _PACKAGES:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pacekeeper import torch_internals
 from pacekeeper_analysis.behaviour.pattern import Owner
-from pacekeeper_analysis.behaviour.reduce import Spans
+from pacekeeper_analysis.behaviour.reduce import KnownSpans
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
 GARBAGE = "(garbage collection)"
@@ -54,7 +54,7 @@ def spans_between(
     waits: Sequence[tuple[int, int]],
     kernels: Sequence[Span],
     between: tuple[int, int],
-) -> Spans:
+) -> KnownSpans:
     """All that has an owner by itself. `waits`: for peers, on the host's clock."""
     found = [*_recorded(records), *_named(waits, records), *kernels]
     found = [
@@ -64,7 +64,7 @@ def spans_between(
     ]
     names = list(dict.fromkeys(name for _, name, _, _ in found))
     position = {name: i for i, name in enumerate(names)}
-    return Spans(
+    return KnownSpans(
         owner=np.array([owner for owner, *_ in found], np.uint8),
         start_ns=np.array([start for *_, start, _ in found], np.int64),
         end_ns=np.array([end for *_, end in found], np.int64),
@@ -106,7 +106,7 @@ class Kernels:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def stop(self) -> None:
-        torch_internals.stop_profile(self._profile)
+        self._profile.stop()
 
     def spans(self) -> list[Span]:
         """After `stop`."""

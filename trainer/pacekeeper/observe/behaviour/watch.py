@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from pacekeeper.environment import Environment
 from pacekeeper.runtime import Runtime, write_text
 from pacekeeper_analysis.behaviour.pattern import Answer, RankPattern
-from pacekeeper_analysis.behaviour.reduce import Window, reduce
+from pacekeeper_analysis.behaviour.reduce import Recording, reduce
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, Profile, Sources, SyncMode, WorkerPlan
 from pacekeeper_analysis.records import Phase
@@ -57,14 +57,14 @@ def watch_behaviour(recorder: Recorder, environment: Environment) -> None:
 
 
 @dataclass(frozen=True)
-class Way:
+class Conditions:
     """How a rank trains: steps under different ones do not compare."""
 
     world_size: int
     mode: int
     samples: int  # in a step; 0: unknown
 
-    def like(self, other: Way) -> bool:
+    def like(self, other: Conditions) -> bool:
         """Whether early steps under `other` are still something to hold these against."""
         if (self.world_size, self.mode) != (other.world_size, other.mode):
             return False
@@ -86,9 +86,9 @@ class BehaviourWatch:
         self._since: float | None = None
         self._steps = 0
         """Of this round."""
-        self._early: tuple[Way, RankPattern] | None = None
-        self._early_tried: Way | None = None
-        self._sources = sources.Sources()
+        self._early: tuple[Conditions, RankPattern] | None = None
+        self._early_tried: Conditions | None = None
+        self._sources = sources.SourceNames()
 
     def step_ended(self) -> None:
         """In the training thread."""
@@ -98,9 +98,9 @@ class BehaviourWatch:
         asked = self._asked(self._plan.profile(now))
         window = self._open
         if window is not None:
-            way = self._way()
+            conditions = self._conditions()
             interrupted = asked is not None and not window.profile.name
-            if window.is_over(now, self._steps) or interrupted or not way.like(window.way):
+            if window.is_over(now, self._steps) or interrupted or not conditions.like(window.conditions):
                 self._end(window)
         if self._open is None and asked is not None:
             self._begin(asked, now)
@@ -119,23 +119,23 @@ class BehaviourWatch:
     def _wants_early(self, now: float) -> bool:
         if self._steps < EARLY_AFTER_STEPS or now - (self._since or now) < EARLY_AFTER_SECONDS:
             return False
-        way = self._way()
-        return self._early_tried is None or not way.like(self._early_tried)
+        conditions = self._conditions()
+        return self._early_tried is None or not conditions.like(self._early_tried)
 
-    def _way(self) -> Way:
+    def _conditions(self) -> Conditions:
         state = self._recorder.ring.state
-        return Way(self._environment.world_size, int(state.sync_mode), int(state.share))
+        return Conditions(self._environment.world_size, int(state.sync_mode), int(state.share))
 
     def _begin(self, profile: Profile, now: float) -> None:
-        way = self._way()
+        conditions = self._conditions()
         if profile.name:
             self._told = profile.name
         else:
-            self._early_tried = way
-            if (kept := self._kept_early(way)) is not None:
-                self._early = way, kept
+            self._early_tried = conditions
+            if (kept := self._kept_early(conditions)) is not None:
+                self._early = conditions, kept
                 return
-        self._open = _OpenWindow(self._recorder, profile, way, now, self._steps)
+        self._open = _OpenWindow(self._recorder, profile, conditions, now, self._steps)
 
     def _end(self, window: _OpenWindow) -> None:
         """The training goes on while another thread puts together what was seen."""
@@ -152,12 +152,12 @@ class BehaviourWatch:
             elif window.profile.name:
                 self._tell(window, pattern)
             elif pattern.seconds >= LEAST_EARLY_SECONDS:
-                self._keep_early(window.way, pattern)
+                self._keep_early(window.conditions, pattern)
         except Exception:
             log.exception("behaviour window %s is lost", window.profile.name)
 
     def _tell(self, window: _OpenWindow, pattern: RankPattern) -> None:
-        early = self._early[1] if self._early is not None and self._early[0].like(window.way) else None
+        early = self._early[1] if self._early is not None and self._early[0].like(window.conditions) else None
         answer = Answer(pattern, early)
         if window.profile.sources is Sources.HASH:
             table = sources.aliases(answer.names)
@@ -166,17 +166,17 @@ class BehaviourWatch:
         path = self._runtime.pattern(window.profile.name, self._environment.rank)
         write_text(path, answer.to_bytes().decode())
 
-    def _keep_early(self, way: Way, pattern: RankPattern) -> None:
-        self._early = way, pattern
-        content = {"world_size": way.world_size, "mode": way.mode, "samples": way.samples, "pattern": pattern.to_json()}
+    def _keep_early(self, conditions: Conditions, pattern: RankPattern) -> None:
+        self._early = conditions, pattern
+        content = {**asdict(conditions), "pattern": pattern.to_json()}
         write_text(self._runtime.early_pattern(self._environment.rank), json.dumps(content))
 
-    def _kept_early(self, way: Way) -> RankPattern | None:
-        """Of an earlier round on this worker, under the same way to train."""
+    def _kept_early(self, conditions: Conditions) -> RankPattern | None:
+        """Of an earlier round on this worker, under the same conditions."""
         try:
             content = json.loads(self._runtime.early_pattern(self._environment.rank).read_text())
-            kept = Way(content["world_size"], content["mode"], content["samples"])
-            return RankPattern.from_json(content["pattern"]) if way.like(kept) else None
+            kept = Conditions(content["world_size"], content["mode"], content["samples"])
+            return RankPattern.from_json(content["pattern"]) if conditions.like(kept) else None
         except (OSError, ValueError, KeyError, TypeError, InputError):
             return None
 
@@ -184,9 +184,9 @@ class BehaviourWatch:
 class _OpenWindow:
     """A window that is under way."""
 
-    def __init__(self, recorder: Recorder, profile: Profile, way: Way, now: float, steps: int) -> None:
+    def __init__(self, recorder: Recorder, profile: Profile, conditions: Conditions, now: float, steps: int) -> None:
         self.profile = profile
-        self.way = way
+        self.conditions = conditions
         self._recorder = recorder
         self._began, self._steps = now, steps
         self._waits: list[tuple[Mark, Mark]] = []
@@ -214,7 +214,7 @@ class _OpenWindow:
         self._until = self._recorder.last_end
         self._after = machine.look(self._recorder.training_thread)
 
-    def pattern(self, environment: Environment, runtime: Runtime, names: sources.Sources) -> RankPattern | None:
+    def pattern(self, environment: Environment, runtime: Runtime, names: sources.SourceNames) -> RankPattern | None:
         """None: it has no whole step."""
         between = self._from.ns, self._until.ns
         records = RingReader(runtime.ring(environment.local_rank)).records()
@@ -224,17 +224,17 @@ class _OpenWindow:
         waits = [(start.ns, end.ns) for start, end in self._waits]
         kernels = [] if self._kernels is None else self._kernels.spans()
         return reduce(
-            Window(
+            Recording(
                 rank=environment.rank,
                 round=environment.round,
                 first_step=steps.first,
                 step_seconds=steps.seconds,
                 own_seconds=steps.own_seconds,
                 lengths=steps.lengths,
-                samples=self.way.samples,
+                samples=self.conditions.samples,
                 looks=self._sampler.looks(names.stack, between),
                 spans=spans_between(records, waits, kernels, between),
-                mode=MODES[self.way.mode] if self.way.mode >= 0 else "",
+                mode=MODES[self.conditions.mode] if self.conditions.mode >= 0 else "",
                 sources=Sources.SHOW,
                 setup=machine.setup_between(self._before, self._after),
             )

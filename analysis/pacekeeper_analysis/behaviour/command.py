@@ -1,0 +1,78 @@
+"""The command `pacekeeper behaviour`: says what a behaviour window has shown, and makes a page of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import InputError
+from .localise import sentences
+from .page import MOST_BYTES, Page
+from .report import html
+
+MOST_READ = 4 * MOST_BYTES
+"""Of an object as kubectl writes it: what is kept stands in it as a string."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 0, or 2 where the input cannot be read (the message is on standard error)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        page, title = load(_read(arguments.window))
+        print("\n".join((title, *sentences(page.localisation), f"to do: {page.localisation.finding.advice}")))
+        if arguments.output:
+            arguments.output.write_text(html(page, title), encoding="utf-8")
+    except (InputError, OSError) as error:
+        print(f"pacekeeper behaviour: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load(data: bytes) -> tuple[Page, str]:
+    """A page and its title, from a BehaviourWindow as `kubectl get -o json` writes it, or from its `spec.content`.
+
+    Raises InputError.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"this is not JSON: {str(error)[:80]}") from error
+    if not isinstance(content, Mapping) or "spec" not in content:
+        return Page.from_json(data), "Behaviour window"
+    kept, name = _inside(content, "spec", "content"), _inside(content, "metadata", "name")
+    if not isinstance(kept, str):
+        raise InputError("spec.content: must be a string; is this one BehaviourWindow?")
+    return Page.from_json(kept.encode(errors="replace")), f"{name}"
+
+
+def _inside(content: Mapping[str, object], outer: str, inner: str) -> object:
+    within = content.get(outer)
+    return within.get(inner) if isinstance(within, Mapping) else None
+
+
+def _read(path: Path) -> bytes:
+    """Of standard input where the path is `-`. Raises InputError for more than a window can be."""
+    with sys.stdin.buffer if str(path) == "-" else path.open("rb") as stream:
+        data = stream.read(MOST_READ + 1)
+    if len(data) > MOST_READ:
+        raise InputError(f"{path}: is longer than {MOST_READ} bytes, which no behaviour window is")
+    return data
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pacekeeper behaviour",
+        description="Which function makes a job slow, on which ranks, and what kind of fault is it?",
+    )
+    parser.add_argument(
+        "window", type=Path, metavar="FILE", help="from `kubectl get behaviourwindow NAME -o json`; -: standard input"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="PAGE", help="write a page with flame graphs (HTML)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""The faults: how each begins and ends on the hosts, and what is true about it.
+
+Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
+
+from .hosts import HOSTS, RANKS, RANKS_A_HOST, Job, beside, drop, heal, quota, slow
+
+PLACES = 3
+VICTIMS = (3, 4, 6)
+"""The rank of a fault of one rank, by place."""
+STRENGTHS = (1.0, 0.6, 1.6)
+SECONDS = 0.05
+"""That a slow script loses in a step of about 0.12 s, at strength 1."""
+PAIRS = ((0, 1), (3, 2), (1, 3))
+"""Source and destination hosts of a slow link: of gradients, of gradients, of activations."""
+RATES = ("200mbit", "300mbit", "40mbit")
+SIDES = ((0, "200mbit"), (2, "300mbit"), (3, "150mbit"))
+HOGS = 3
+
+ALL, GROUP = "all ranks", "links of rank"
+"""How findings call all of them, and those of a group."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Who is to blame: one of `ranks` (() : all of them alike), or what `source` sends to `destination` (hosts)."""
+
+    classes: frozenset[FaultClass]
+    ranks: tuple[int, ...] = ()
+    source: int | None = None
+    destination: int | None = None
+    function: str = ""
+
+    def is_named(self, finding: Finding) -> bool:
+        """Whether the culprit's words name it, and nobody else."""
+        if self.source is not None or self.destination is not None:
+            return self._names_link(finding.culprit)
+        if self.function and self.function in finding.culprit and (not self.ranks or self._names_rank(finding.culprit)):
+            return True
+        return self._names_rank(finding.culprit) if self.ranks else ALL in finding.culprit
+
+    def is_blamed(self, ranks: frozenset[int]) -> bool:
+        """By a rule that knows nothing but ranks."""
+        if self.source is not None or self.destination is not None:
+            return False
+        return ranks <= set(self.ranks) if self.ranks else len(ranks) == RANKS
+
+    def is_class(self, finding: Finding) -> bool:
+        return finding.fault in self.classes
+
+    def _names_rank(self, words: str) -> bool:
+        named = {int(number) for number in re.findall(r"\d+", words.rpartition("rank")[2])}
+        return "rank" in words and bool(named) and named <= set(self.ranks)
+
+    def _names_link(self, words: str) -> bool:
+        """By a side, or by a pair of ranks: a pair has to have the guilty hosts at its ends."""
+        hosts = [int(number) // RANKS_A_HOST for number in re.findall(r"\d+", words)]
+        guilty = {self.source, self.destination} - {None}
+        if words.startswith(GROUP):
+            return guilty <= set(hosts)
+        if len(hosts) == 1:
+            side = self.source if "sender" in words else self.destination if "receiver" in words else None
+            return side == hosts[0] and (self.source is None or self.destination is None)
+        if len(hosts) != 2:
+            return False
+        return self.source in (None, hosts[0]) and self.destination in (None, hosts[1])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`strike`, `heal`: of a job, by place."""
+
+    name: str
+    strike: Callable[[Job, int], None]
+    heal: Callable[[Job, int], None]
+    truths: Callable[[int], tuple[Truth, ...]]
+    hangs: bool = False
+
+
+def catalogue() -> tuple[Fault, ...]:
+    return (*_hangs(), *_of_hosts(), *_of_scripts(), *_of_links())
+
+
+def _hangs() -> Iterator[Fault]:
+    of_script = frozenset({FaultClass.CODE})
+    yield Fault(
+        "stopped process",
+        lambda job, place: os.kill(job.host_of(VICTIMS[place]).pid_of(VICTIMS[place]), signal.SIGSTOP),
+        lambda _job, _place: None,
+        _of_rank(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
+        hangs=True,
+    )
+    yield _in_script("deadlock in Python", "deadlock", of_script, hangs=True)
+    yield _in_script("mismatched collective", "mismatch", of_script, hangs=True)
+    yield _in_script("hang in a tensor group", "tensor-hang", of_script, hangs=True)
+    for name, source, destination in (("pair", 1, 0), ("egress", 2, None), ("ingress", None, 3)):
+        truth = Truth(frozenset({FaultClass.NETWORK}), source=source, destination=destination)
+
+        yield Fault(f"dropped {name}", _drop(source, destination), _heal_links, _always(truth), hangs=True)
+
+
+def _of_hosts() -> Iterator[Fault]:
+    machine = frozenset({FaultClass.CONFIGURATION, FaultClass.HARDWARE})
+
+    def hosts(place: int) -> tuple[int, ...]:
+        return (VICTIMS[place] // RANKS_A_HOST,)
+
+    def throttle(job: Job, which: tuple[int, ...], cores: float | None) -> None:
+        for number in which:
+            quota(job.hosts[number], cores)
+
+    def of_host(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
+        return lambda place: (Truth(classes, job_ranks(hosts(place))),)
+
+    everywhere = tuple(range(HOSTS))
+    yield Fault(
+        "quota on one host",
+        lambda job, place: throttle(job, hosts(place), QUOTAS[place]),
+        lambda job, place: throttle(job, hosts(place), None),
+        of_host(frozenset({FaultClass.CONFIGURATION})),
+    )
+    yield Fault(
+        "quota on all hosts",
+        lambda job, place: throttle(job, everywhere, QUOTAS[place]),
+        lambda job, _place: throttle(job, everywhere, None),
+        lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
+    )
+    yield Fault(
+        "hog beside one host",
+        lambda job, place: beside(job.hosts, hosts(place)[0], HOGS),
+        lambda job, place: beside(job.hosts, hosts(place)[0], 0),
+        of_host(machine),
+    )
+
+
+QUOTAS = (0.10, 0.11, 0.08)
+"""Cores for the two ranks of a host, which need about 0.14."""
+
+
+def _of_scripts() -> Iterator[Fault]:
+    code, data = frozenset({FaultClass.CODE}), frozenset({FaultClass.DATA})
+    yield _in_script("sleep by turns", "turns", code, everywhere=True)
+    yield _in_script("garbage", "garbage", code, everywhere=True)
+    yield _in_script("slow loader on one", "loader", data)
+    yield _in_script("slow loader on all", "loader", data, everywhere=True)
+    yield _in_script("slow function on one", "slow-function", code, function="augment_sample")
+    yield _in_script(
+        "slow function on all", "slow-function", code, everywhere=True, function="augment_sample", part=0.4
+    )
+    yield _in_script("synchronisation in each step", "synchronise", code, everywhere=True, function="log_metrics")
+
+
+def _of_links() -> Iterator[Fault]:
+    network = frozenset({FaultClass.NETWORK})
+
+    def pair(place: int) -> Truth:
+        return Truth(network, source=PAIRS[place][0], destination=PAIRS[place][1])
+
+    def slow_pair(job: Job, place: int) -> None:
+        source, destination = PAIRS[place]
+        slow(job.hosts[source], RATES[place], to=job.hosts[destination])
+
+    yield Fault("slow link", slow_pair, _heal_links, lambda place: (pair(place),))
+    yield Fault(
+        "slow egress",
+        lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1]),
+        _heal_links,
+        lambda place: (Truth(network, source=SIDES[place][0]),),
+    )
+    yield Fault(
+        "slow ingress",
+        lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1], egress=False),
+        _heal_links,
+        lambda place: (Truth(network, destination=SIDES[place][0]),),
+    )
+    loader = _in_script("", "loader", frozenset({FaultClass.DATA}))
+
+    def both(job: Job, place: int) -> None:
+        slow_pair(job, place)
+        loader.strike(job, place)
+
+    def mend_both(job: Job, place: int) -> None:
+        _heal_links(job, place)
+        loader.heal(job, place)
+
+    yield Fault("slow link and slow rank", both, mend_both, lambda place: (pair(place), *loader.truths(place)))
+
+
+def _in_script(
+    name: str,
+    kind: str,
+    classes: frozenset[FaultClass],
+    *,
+    everywhere: bool = False,
+    function: str = "",
+    part: float = 1.0,
+    hangs: bool = False,
+) -> Fault:
+    """What the script itself does (`job.strike`), on the victim or on all ranks."""
+
+    def ranks(place: int) -> tuple[int, ...]:
+        return tuple(range(RANKS)) if everywhere else (VICTIMS[place],)
+
+    def strike(job: Job, place: int) -> None:
+        for rank in ranks(place):
+            job.strike(rank, {"kind": kind, "seconds": part * SECONDS * STRENGTHS[place]})
+
+    def mend(job: Job, place: int) -> None:
+        for rank in ranks(place):
+            job.strike(rank, {})
+
+    def truths(place: int) -> tuple[Truth, ...]:
+        return (Truth(classes, () if everywhere else ranks(place), function=function),)
+
+    return Fault(name, strike, mend, truths, hangs)
+
+
+def _of_rank(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
+    return lambda place: (Truth(classes, (VICTIMS[place],)),)
+
+
+def job_ranks(hosts: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of these hosts."""
+    return tuple(rank for host in hosts for rank in range(RANKS_A_HOST * host, RANKS_A_HOST * (host + 1)))
+
+
+def _always(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
+    return lambda _place: truths
+
+
+def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], None]:
+    def strike(job: Job, _place: int) -> None:
+        for one in job.hosts:
+            for other in job.hosts:
+                if one is not other and source in (None, one.number) and destination in (None, other.number):
+                    drop(one, other)
+
+    return strike
+
+
+def _heal_links(job: Job, _place: int) -> None:
+    for host in job.hosts:
+        heal(host)

@@ -1,0 +1,185 @@
+"""Recordings: all that the operator would have been told of a fault on real ranks, kept to be replayed.
+
+`python -m bench.scripts.diagnosis.record [PLACES [FAULT …]]` makes those that are missing. They are kept outside of the
+repository, by what makes them: who changes the trainer, the protocol or these scripts records anew.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from testcluster.settings import REPOSITORY
+
+from .faults import PLACES, Fault, catalogue
+from .hosts import Job, job
+
+HEALTHY = "healthy"
+WARM_SECONDS = 40.0
+"""The job's first steady steps, which are its baseline."""
+BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 20.0
+FLUSH_SECONDS = 16.0
+"""After which windows of steps and connections hold nothing of the fault before."""
+HEALTHY_SECONDS = 60.0
+PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS = 3.0, 15, 48
+"""Seconds after a fault's beginning, steps ahead of then, and steps: about 8 seconds of behaviour."""
+PROBE_AFTER = 24.0
+"""Late: its bytes would be in the windows."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`told`: each worker's words, oldest first: {"at": seconds since the epoch, "worker": …, and heartbeat, evidence,
+    fault or probe}. `began`: when the fault struck; 0: there was none."""
+
+    fault: str
+    place: int
+    began: float
+    ended: float
+    told: Sequence[Mapping[str, Any]]
+    patterns: Mapping[int, bytes]  # by rank, of the behaviour window that was asked for
+    profiled: float  # when they were complete; 0: they were not
+    load: float  # of the machine when it began, by its one-minute average
+
+    def save(self, path: Path) -> None:
+        fields = {**vars(self), "patterns": {rank: data.decode() for rank, data in self.patterns.items()}}
+        new = path.with_suffix(".new")
+        with gzip.open(new, "wt", compresslevel=1) as file:
+            json.dump(fields, file)
+        new.rename(path)
+
+    @classmethod
+    def load_from(cls, path: Path) -> Recording:
+        with gzip.open(path, "rt") as file:
+            fields = json.load(file)
+        patterns = {int(rank): text.encode() for rank, text in fields["patterns"].items()}
+        return cls(**{**fields, "patterns": patterns})
+
+
+def folder() -> Path:
+    """Where those that the present code makes are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pacekeeper-bench" / "diagnosis"
+    return base / _hash()
+
+
+def path_of(name: str, place: int) -> Path:
+    return folder() / f"{name.replace(' ', '-')}-{place}.json.gz"
+
+
+def recordings(faults: Sequence[str], places: int) -> Iterator[Path]:
+    for place in range(places):
+        for name in (*faults, HEALTHY):
+            yield path_of(name, place)
+
+
+def record(faults: Sequence[Fault], places: int = PLACES) -> None:
+    """Makes what is missing, one place after the other, the faults of each in an order of their own."""
+    folder().mkdir(parents=True, exist_ok=True)
+    if all(path.exists() for path in recordings([fault.name for fault in faults], places)):
+        return
+    with job() as running:
+        running.start()
+        time.sleep(WARM_SECONDS)
+        for place in range(places):
+            missing = [fault for fault in faults if not path_of(fault.name, place).exists()]
+            random.Random(place).shuffle(missing)
+            if not path_of(HEALTHY, place).exists():
+                _healthy(running, place).save(path_of(HEALTHY, place))
+            for fault in missing:
+                made = _struck(running, fault, place)
+                made.save(path_of(fault.name, place))
+                print(f"recorded {fault.name} ({place}), load {made.load:.1f}", file=sys.stderr, flush=True)
+
+
+def _healthy(running: Job, place: int) -> Recording:
+    listening = _Listening(running)
+    time.sleep(HEALTHY_SECONDS)
+    return listening.recording(HEALTHY, place, 0.0)
+
+
+def _struck(running: Job, fault: Fault, place: int) -> Recording:
+    load = os.getloadavg()[0]
+    listening = _Listening(running)
+    time.sleep(BEFORE_SECONDS)
+    began = time.time()
+    fault.strike(running, place)
+    name = f"profile-{running.plan.version + 1}"
+    profiled = 0.0
+    try:
+        if fault.hangs:
+            time.sleep(HANG_SECONDS)
+        else:
+            time.sleep(PROFILE_AFTER)
+            running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS)
+            while time.time() < began + PROBE_AFTER:
+                time.sleep(0.2)
+                if not profiled and len(running.patterns(name)) == len(running.plan.members) * len(
+                    running.plan.members[0].ranks
+                ):
+                    profiled = time.time()
+            running.ask_probe(f"probe-{running.plan.version + 1}")
+            time.sleep(SLOW_SECONDS - PROBE_AFTER)
+    finally:
+        fault.heal(running, place)
+    patterns = running.patterns(name)
+    made = listening.recording(fault.name, place, began, patterns, profiled, load)
+    if fault.hangs:
+        running.train()
+    running.give(profile=None, probe=None)
+    time.sleep(FLUSH_SECONDS)
+    return made
+
+
+class _Listening:
+    """To what the agents write from now on."""
+
+    def __init__(self, running: Job) -> None:
+        self._running = running
+        self._load = os.getloadavg()[0]
+        self._from = {host.number: host.told.stat().st_size if host.told.exists() else 0 for host in running.hosts}
+
+    def recording(
+        self,
+        name: str,
+        place: int,
+        began: float,
+        patterns: Mapping[int, bytes] | None = None,
+        profiled: float = 0.0,
+        load: float | None = None,
+    ) -> Recording:
+        lines: list[dict[str, Any]] = []
+        for host in self._running.hosts:
+            with host.told.open() as file:
+                file.seek(self._from[host.number])
+                lines += [json.loads(line) for line in file if line.endswith("\n")]
+            os.truncate(host.told, 0)
+        lines.sort(key=lambda line: line["at"])
+        load = self._load if load is None else load
+        return Recording(name, place, began, time.time(), lines, patterns or {}, profiled, load)
+
+
+@cache
+def _hash() -> str:
+    found = hashlib.sha256()
+    here = Path(__file__).parent
+    files = [here / f"{name}.py" for name in ("agent", "faults", "hosts", "job", "record")]
+    files += sorted((REPOSITORY / "trainer").rglob("*.py"))
+    for path in files:
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    chosen = [fault for fault in catalogue() if not sys.argv[2:] or fault.name in sys.argv[2:]]
+    record(chosen, int(sys.argv[1]) if sys.argv[1:] else PLACES)
+    print(folder())

@@ -1,0 +1,60 @@
+"""Real ranks that become slow, under real sidecars and the operator's real decisions, without Prometheus.
+
+What they take is slept, so that a busy machine disturbs little; how long it may take is what is promised for steps of
+about half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_operator.api import Cause, Condition, DetectionSpec, Job, Outcome, Remedy
+from tests.support.deciding import Deciding, deciding
+from tests.support.launchers import Team, team
+from tests.support.worlds import job
+
+SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "slowed.py"
+SECONDS_A_SAMPLE = 0.02
+SLOW_RANK = 2
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Team]:
+    """Four, each with a rank that takes 16 samples a step."""
+    with team(tmp_path, script=SCRIPT) as found:
+        found.environment["SECONDS_A_SAMPLE"] = str(SECONDS_A_SAMPLE)
+        for name in "abcd":
+            found.start(name)
+        yield found
+
+
+def wanted() -> Job:
+    """Bounds that a machine with fewer processors than ranks does not reach by itself."""
+    return job(4, 0, detection=DetectionSpec(straggler_slowdown=1.25, window_steps=16))
+
+
+async def trained(operator: Deciding) -> None:
+    await operator.until(lambda: operator.observation.step >= 20, "20 steps", 60)
+
+
+async def test_a_rank_that_becomes_slow_is_found_and_mended_in_seconds_and_a_healthy_job_is_let_be(
+    workers: Team,
+) -> None:
+    async with deciding(workers, wanted()) as operator:
+        await trained(operator)
+        await asyncio.sleep(10)
+        assert not operator.incidents
+        condition = next(c for c in operator.status.conditions if c.type == Condition.METRICS_AVAILABLE)
+        assert "prometheus.url" in (condition.message or "")
+        (workers.folder / f"seconds-{SLOW_RANK}").write_text(str(SECONDS_A_SAMPLE / 0.5))
+        decided = await operator.until(lambda: operator.incidents, "an incident", 30)
+        (incident,) = operator.incidents
+        assert (incident.cause, incident.rank, incident.remedy) == (Cause.STRAGGLER, SLOW_RANK, Remedy.REBALANCE)
+        mended = await operator.until(lambda: operator.incidents[0].outcome, "its outcome", 30)
+        assert operator.incidents[0].outcome in (Outcome.RECOVERED, Outcome.MITIGATED)
+        assert decided <= 12, "10 s on a machine that has time"
+        assert decided + mended <= 24, "20 s on a machine that has time"

@@ -1,0 +1,236 @@
+"""The delay matrix: joined from both ends of connections, polished, and what of it is hot."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, describe, join, judge
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reports import Evidence, LinkWindow
+
+MB = 1_000_000
+SECONDS = 0.2
+"""That a healthy cell needs for its 20 MB."""
+
+Factor = Callable[[int, int], float]
+
+
+def matrix(ranks: int, factor: Factor, seed: int = 0, noise: float = 0.1, ages: Iterable[int] = range(3)) -> list[Cell]:
+    """All pairs. `factor`: of (source, destination), how many times as long a byte takes."""
+    draws = np.random.default_rng(seed)
+    return [
+        Cell(s, d, age, 20 * MB, SECONDS * factor(s, d) * math.exp(draws.normal(0, noise)))
+        for age in ages
+        for s in range(ranks)
+        for d in range(ranks)
+        if s != d
+    ]
+
+
+def ring(ranks: int, factor: Factor, seed: int = 0) -> list[Cell]:
+    """Each sends to the next one only."""
+    draws = np.random.default_rng(seed)
+    return [
+        Cell(s, (s + 1) % ranks, age, 20 * MB, SECONDS * factor(s, (s + 1) % ranks) * math.exp(draws.normal(0, 0.1)))
+        for age in range(3)
+        for s in range(ranks)
+    ]
+
+
+def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int, int]]:
+    return [(spot.kind, spot.source, spot.destination) for spot in hot]
+
+
+class TestJudge:
+    @pytest.mark.parametrize("ranks", [4, 8, 16])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_link_a_sender_and_a_receiver_are_told_apart(self, ranks: int, seed: int) -> None:
+        slow_link = judge(matrix(ranks, lambda s, d: 3 if (s, d) == (1, 2) else 1, seed)).hot
+        slow_sender = judge(matrix(ranks, lambda s, _: 3 if s == 1 else 1, seed)).hot
+        slow_receiver = judge(matrix(ranks, lambda _, d: 3 if d == 2 else 1, seed)).hot
+        assert places(slow_link) == [(SpotKind.LINK, 1, 2)]
+        assert places(slow_sender) == [(SpotKind.SENDER, 1, -1)]
+        assert places(slow_receiver) == [(SpotKind.RECEIVER, -1, 2)]
+        for (spot,) in (slow_link, slow_sender, slow_receiver):
+            assert spot.ratio == pytest.approx(3, rel=0.4)
+            assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.2)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_links_that_are_alike_show_nothing(self, seed: int) -> None:
+        assert judge(matrix(4, lambda *_: 1, seed, noise=0.15)).hot == ()
+        assert judge(ring(8, lambda *_: 1, seed)).hot == ()
+
+    def test_small_messages_are_slow_by_nature(self) -> None:
+        """Each rank sends some to the one opposite, who lets them wait: held against the links' own first windows, only
+        the one that has become slower shows."""
+
+        def by_nature(source: int, destination: int) -> int:
+            return 20 if (destination - source) % 6 == 3 else 1
+
+        mixed = matrix(6, lambda s, d: by_nature(s, d) * (4 if (s, d) == (1, 2) else 1))
+        known = [
+            replace(cell, early_bytes=20 * MB, early_busy_seconds=SECONDS * by_nature(cell.source, cell.destination))
+            for cell in mixed
+        ]
+        (spot,) = judge(known).hot
+        assert places([spot]) == [(Kind.LINK, 1, 2)]
+        assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.3)
+        assert len(judge(mixed).hot) > 1
+
+    def test_a_link_and_another_ranks_side_at_once(self) -> None:
+        cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
+        assert set(places(judge(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
+
+    def test_in_a_ring_only_the_pair_is_known(self) -> None:
+        (spot,) = judge(ring(8, lambda s, _: 5 if s == 3 else 1)).hot
+        assert (spot.kind, spot.pairs) == (SpotKind.PAIR, ((3, 4),))
+        assert describe(spot).startswith("from rank 3 to rank 4: 20 MB/s while busy, the others 95 MB/s (5.4 ×")
+
+    def test_ranks_of_two_cells_each_are_judged_by_whether_both_are_hot(self) -> None:
+        three = judge(matrix(3, lambda s, _: 9 if s == 1 else 1)).hot
+        assert places(three) == [(SpotKind.SENDER, 1, -1)]
+        assert places(judge(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot) == [(SpotKind.LINK, 1, 2)]
+
+    def test_one_window_is_luck_two_are_not(self) -> None:
+        once = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age == 1 else 1)) for c in slow_cell()]
+        assert judge(once).hot == ()
+        twice = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age < 2 else 1)) for c in slow_cell()]
+        rest = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
+        (spot,) = judge(rest + twice).hot
+        assert (spot.kind, spot.windows) == (SpotKind.LINK, 2)
+        assert judge([c for c in rest + twice if c.age == 0]).hot == (), "the first window of a job"
+
+    def test_the_way_back_of_a_slow_link_is_not_told(self) -> None:
+        def factor(source: int, destination: int) -> float:
+            return {(1, 2): 9.0, (2, 1): 4.0}.get((source, destination), 1.0)
+
+        assert places(judge(matrix(6, factor)).hot) == [(SpotKind.LINK, 1, 2)]
+        sides = matrix(6, lambda s, d: 9 if s == 1 else 4 if d == 1 else 1)
+        assert places(judge(sides).hot) == [(SpotKind.SENDER, 1, -1)]
+        in_turn = ring(8, lambda s, _: {3: 9.0, 2: 5.0, 4: 5.0}.get(s, 1.0))
+        assert places(judge(in_turn).hot) == [(SpotKind.PAIR, 3, 4)]
+
+    def test_little_traffic_tells_nothing(self) -> None:
+        """Single messages wait for their acknowledgements, however fast the link is."""
+        quiet = [Cell(5, 6, age, MB // 2, 4.0) for age in range(3)]
+        idle = [Cell(6, 5, age, 9 * MB, 0.004) for age in range(3)]
+        found = judge(matrix(4, lambda *_: 1) + quiet + idle)
+        assert found.hot == ()
+        assert found.cells == 13, "the fast one counts, however coarse its time"
+
+    def test_what_hardly_gets_through_is_judged_all_the_same(self) -> None:
+        crawling = [replace(c, acked_bytes=2 * MB, busy_seconds=4.9) for c in slow_cell()]
+        others = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
+        assert places(judge(others + crawling).hot) == [(SpotKind.LINK, 1, 2)]
+
+    def test_classes_of_links_are_judged_by_themselves(self) -> None:
+        def far(source: int, destination: int) -> bool:
+            return source // 4 != destination // 4
+
+        cells = [replace(c, same_node=not far(c.source, c.destination)) for c in matrix(8, lambda *_: 1)]
+        slower = [replace(c, busy_seconds=c.busy_seconds * (1 if c.same_node else 8)) for c in cells]
+        assert judge(slower).hot == (), "between nodes all is slower, and no fault"
+
+    def test_rows_and_columns_of_ratios(self) -> None:
+        found = judge(matrix(6, lambda s, _: 3 if s == 1 else 1))
+        assert found.row_ratio[1] == pytest.approx(3, rel=0.3)
+        assert found.row_ratio[0] == pytest.approx(1, rel=0.3)
+        assert set(found.column_ratio) == set(range(6))
+        assert judge(ring(6, lambda *_: 1)).row_ratio == {}, "a ring has none that could be told"
+
+    def test_nothing_is_known_of_nothing(self) -> None:
+        assert not judge([]).known
+        assert judge([Cell(0, 1, 0, 20 * MB, 1.0)]).hot == (), "with nothing to compare with"
+
+    @pytest.mark.parametrize(
+        ("cells", "place", "seconds"),
+        [
+            (ring(1024, lambda s, _: 5 if s == 700 else 1), (SpotKind.PAIR, 700, 701), 0.2),
+            (matrix(128, lambda s, _: 5 if s == 70 else 1), (SpotKind.SENDER, 70, -1), 2.0),
+        ],
+        ids=["ring of 1,024", "all pairs of 128"],
+    )
+    def test_many_workers_take_little_time(
+        self, cells: list[Cell], place: tuple[SpotKind, int, int], seconds: float
+    ) -> None:
+        began = time.process_time()
+        assert places(judge(cells).hot) == [place]
+        assert time.process_time() - began < seconds
+
+
+def slow_cell() -> list[Cell]:
+    return [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) == (1, 2)]
+
+
+def ends(worker: str, *links: LinkWindow) -> Evidence:
+    return Evidence("why", worker, 1, links=links)
+
+
+def end(local: str, remote: str, rank: int, **changes: Any) -> LinkWindow:
+    return replace(LinkWindow(local, remote, rank, 0, 5.0, 20 * MB, 0.2), **changes)
+
+
+class TestJoin:
+    def test_both_ends_make_two_cells(self) -> None:
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        cells, unknown = join([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1, acked_bytes=8 * MB))])
+        assert unknown == 0
+        assert {(c.source, c.destination, c.acked_bytes) for c in cells} == {(0, 1, 20 * MB), (1, 0, 8 * MB)}
+
+    def test_several_connections_of_a_pair_are_one_cell(self) -> None:
+        pairs = [(f"10.0.0.1:{4000 + i}", "10.0.0.2:5000") for i in range(3)]
+        cells, _ = join([ends("w0", *(end(a, b, 0) for a, b in pairs)), ends("w1", *(end(b, a, 1) for a, b in pairs))])
+        assert {(c.source, c.acked_bytes) for c in cells} == {(0, 60 * MB), (1, 60 * MB)}
+        assert all(cell.busy_seconds == pytest.approx(0.6) for cell in cells)
+
+    def test_windows_stay_apart_and_an_end_that_was_quiet_in_one_still_names_its_rank(self) -> None:
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        cells, _ = join([ends("w0", end(a, b, 0), end(a, b, 0, age=1)), ends("w1", end(b, a, 1))])
+        assert {(c.source, c.age) for c in cells} == {(0, 0), (0, 1), (1, 0)}
+
+    def test_translated_addresses_are_unknown(self) -> None:
+        seen = [
+            ends("w0", end("10.0.0.1:4000", "10.96.0.9:80", 0)),
+            ends("w1", end("10.0.0.2:5000", "10.0.0.1:4000", 1)),
+        ]
+        assert join(seen) == ([], 2)
+
+    def test_a_proxy_in_each_pod_is_unknown(self) -> None:
+        seen = [ends(f"w{i}", end("127.0.0.1:4000", "127.0.0.1:15001", i)) for i in range(2)]
+        assert join(seen) == ([], 2), "loopback addresses are those of one pod each"
+
+    def test_two_ranks_of_one_worker_meet_on_its_loopback(self) -> None:
+        a, b = "127.0.0.1:4000", "127.0.0.1:5000"
+        (one, other), unknown = join([ends("w0", end(a, b, 0), end(b, a, 1))])
+        assert (unknown, one.same_node, other.same_node) == (0, True, True)
+
+    def test_an_end_that_two_claim_is_nobodys(self) -> None:
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        liar = ends("w2", end(b, a, 2, busy_seconds=5.0))
+        cells, unknown = join([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1)), liar])
+        assert (cells, unknown) == ([], 2)
+
+    def test_an_end_of_no_rank_is_unknown(self) -> None:
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        assert join([ends("w0", end(a, b, -1)), ends("w1", end(b, a, 1))]) == ([], 2)
+
+    def test_who_is_on_one_node(self) -> None:
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        seen = [ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1))]
+        assert all(cell.same_node for cell in join(seen, {"w0": "n", "w1": "n"})[0])
+        assert not any(cell.same_node for cell in join(seen, {"w0": "n", "w1": "m"})[0])
+        assert not any(cell.same_node for cell in join(seen)[0])
+
+    @pytest.mark.parametrize("field", ["acked_bytes", "busy_seconds", "age", "unsent_bytes"])
+    def test_hostile_figures_are_refused_by_name(self, field: str) -> None:
+        sent = ends("w0", end("10.0.0.1:4000", "10.0.0.2:5000", 0)).to_json()
+        sent["links"][0][field] = -1
+        with pytest.raises(InputError, match=rf"links\[0\]\.{field}"):
+            Evidence.from_json(sent)

@@ -1,0 +1,231 @@
+"""When ranks look into themselves, what is waited for, and where the answer goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.behaviour.localise import Explanation, Localisation, sentences
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from pacekeeper_analysis.plan import Sources, Stop, SyncMode
+from pacekeeper_operator.api import Cause, Class, DetectionSpec, JobSpec, Outcome, ProfileSpec
+from pacekeeper_operator.decide import profile
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.effects import KeepBehaviour, Localise
+from pacekeeper_operator.observation import Localised, Metrics, Observation
+from pacekeeper_operator.state import Incident
+from tests.support.worlds import NOW, change_members, policy, training
+
+STEADY = Metrics(step_seconds=0.1, pace=1.0, uniform=1.0)
+FOUND = Finding(
+    FaultClass.CODE,
+    "train.py:augment on rank 2",
+    (Witness(WitnessKind.TIMES, "1.4 × its peers'"), Witness(WitnessKind.BEHAVIOUR, "augment takes 0.2 s")),
+)
+LOCALISATION = Localisation(
+    FOUND,
+    (Explanation(FOUND, "train.py:augment", (2,), 0.2, 0.9),),
+    step_seconds=0.6,
+    excess_seconds=0.22,
+    explained=0.9,
+    heard=4,
+    expected=4,
+)
+NOTHING = replace(LOCALISATION, finding=Finding(FaultClass.UNKNOWN, ""), explanations=(), excess_seconds=0.0)
+
+
+def volatile(**changes: Any) -> Incident:
+    values: dict[str, Any] = {
+        "name": "j-volatile",
+        "cause": Cause.VOLATILE,
+        "class_": Class.PERFORMANCE,
+        "round": 1,
+        "message": "slow",
+        "first_sign": NOW - 60,
+        "detected": NOW - 30,
+        "decided": NOW - 30,
+        "live": True,
+    }
+    return Incident(**(values | changes))
+
+
+def steady(*incidents: Incident, uniform: float = 1.0, **changes: Any) -> Observation:
+    world = training(**{"metrics": replace(STEADY, uniform=uniform), **changes})
+    return world.with_draft(world.draft.with_incidents(current=incidents))
+
+
+def stepped(world: Observation, **changes: Any) -> Observation:
+    return world.with_draft(profile.step(world, policy(**changes)))
+
+
+def by_hand(world: Observation, wanted: str = "1") -> Observation:
+    return replace(world, job=replace(world.job, profile_wanted=wanted))
+
+
+def told(world: Observation, localisation: Localisation = LOCALISATION) -> Observation:
+    assert world.plan.profile is not None
+    return replace(world, patterns=4, localised=Localised(world.plan.profile.name, localisation, "{}"))
+
+
+class TestBegin:
+    def test_nothing_is_looked_into_while_all_is_well(self) -> None:
+        world = steady()
+        assert profile.step(world, policy()) == world.draft
+
+    def test_an_incident_that_names_no_function(self) -> None:
+        asked = stepped(steady(volatile()))
+        window = asked.plan.profile
+        assert window is not None
+        assert (window.first_step, window.steps, window.sources) == (562, 80, Sources.HASH)
+        assert asked.state.profiling.incident == "j-volatile"
+        assert asked.plan.version == 101
+
+    def test_long_steps_have_a_window_of_their_own_length(self) -> None:
+        window = stepped(steady(volatile(), metrics=replace(STEADY, step_seconds=5.0))).plan.profile
+        assert window is not None
+        assert (window.first_step, window.steps) == (504, 32)
+
+    @pytest.mark.parametrize(
+        "incident",
+        [
+            volatile(finding=FOUND),
+            volatile(cause=Cause.SLOW_COMMUNICATION),
+            volatile(cause=Cause.CRASH),
+            volatile(round=0),
+        ],
+        ids=["names one", "names its cause", "not slowness", "another round"],
+    )
+    def test_others_are_let_be(self, incident: Incident) -> None:
+        assert stepped(steady(incident)).plan.profile is None
+
+    def test_once_an_incident(self) -> None:
+        world = stepped(steady(volatile()))
+        over = world.with_draft(profile._end(world.draft))
+        assert stepped(over).plan.profile is None
+
+    def test_all_ranks_slow_alike_and_again_only_once_they_are_slower(self) -> None:
+        world = stepped(steady(uniform=1.2))
+        assert world.plan.profile is not None
+        over = world.with_draft(profile._end(world.draft))
+        assert stepped(over).plan.profile is None
+        slower = replace(over, metrics=replace(STEADY, uniform=1.3))
+        assert stepped(slower).plan.profile is not None
+
+    @pytest.mark.parametrize("changes", [{"pace": 1.5}, {"uniform": 1.04}, {"uniform": None}], ids=str)
+    def test_what_is_not_all_slow(self, changes: dict[str, Any]) -> None:
+        world = steady(metrics=replace(STEADY, **({"uniform": 1.2} | changes)))
+        assert stepped(world).plan.profile is None
+
+    def test_two_an_hour_and_then_by_hand(self) -> None:
+        world = steady(volatile())
+        spent = world.with_draft(world.draft.with_profiling(asked=(NOW - 3000, NOW - 10)))
+        assert stepped(spent).plan.profile is None
+        assert stepped(spent, profiles_an_hour=3).plan.profile is not None
+        assert stepped(by_hand(spent)).plan.profile is not None
+        old = world.with_draft(world.draft.with_profiling(asked=(NOW - 3700, NOW - 10)))
+        assert stepped(old).plan.profile is not None
+
+    def test_by_hand_once_for_each_value_and_in_any_mode(self) -> None:
+        world = steady()
+        local = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
+        asked = stepped(by_hand(local))
+        assert asked.plan.profile is not None
+        over = asked.with_draft(profile._end(asked.draft))
+        assert stepped(over).plan.profile is None
+        assert stepped(by_hand(over, "2")).plan.profile is not None
+
+    def test_not_before_all_train(self) -> None:
+        assert stepped(by_hand(change_members(steady(), first_step_at=0.0))).plan.profile is None
+
+    def test_the_job_may_show_its_sources(self) -> None:
+        detection = DetectionSpec(profile=ProfileSpec(Sources.SHOW))
+        world = steady(volatile())
+        shown = replace(world, job=replace(world.job, spec=replace(world.job.spec, detection=detection)))
+        window = stepped(shown).plan.profile
+        assert window is not None
+        assert window.sources is Sources.SHOW
+
+
+class TestAnswers:
+    def test_all_of_them_are_looked_into_at_once(self) -> None:
+        world = stepped(steady(volatile()))
+        assert world.plan.profile is not None
+        assert list(profile.errands(replace(world, patterns=3))) == []
+        assert list(profile.errands(replace(world, patterns=4))) == [Localise(world.plan.profile.name, 4)]
+
+    def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
+        world = replace(stepped(steady(volatile())), patterns=3)
+        late = replace(world, now=world.state.profiling.until + 1)
+        assert len(list(profile.errands(late))) == 1
+        assert stepped(late).plan.profile is not None
+        assert len(list(profile.errands(change_members(world, round=2)))) == 1
+
+    def test_none_ends_it(self) -> None:
+        world = stepped(steady(volatile()))
+        assert stepped(world).plan.profile is not None
+        assert stepped(replace(world, now=world.state.profiling.until + 1)).plan.profile is None
+        assert stepped(change_members(world, round=2)).plan.profile is None
+
+    def test_a_stop_ends_it(self) -> None:
+        world = stepped(steady(volatile()))
+        assert stepped(world.with_draft(world.draft.with_plan(stop=Stop.SUSPEND))).plan.profile is None
+
+    def test_the_answer_goes_into_the_incident(self) -> None:
+        done = stepped(told(stepped(steady(volatile()))))
+        incident = done.state.incidents.find("j-volatile")
+        assert incident is not None
+        assert incident.finding is not None
+        assert (incident.finding.culprit, incident.finding.fault) == (FOUND.culprit, FaultClass.CODE)
+        assert len(incident.finding.kinds) == 2
+        assert done.plan.profile is None
+        assert list(profile.errands(done)) == [KeepBehaviour("profile-101", "j-volatile")]
+
+    def test_into_one_that_is_over_meanwhile_too(self) -> None:
+        world = stepped(steady(volatile()))
+        closed = world.with_draft(world.draft.with_incident(volatile(outcome=Outcome.NOT_HELPED)))
+        incident = stepped(told(closed)).state.incidents.find("j-volatile")
+        assert incident is not None
+        assert incident.finding is not None
+
+    def test_an_unknown_answer_takes_no_finding_away(self) -> None:
+        known = Finding(FaultClass.HARDWARE, "rank 1", (Witness(WitnessKind.TIMES, "slow"),))
+        world = stepped(steady(volatile(finding=known)))
+        incident = stepped(told(world, NOTHING)).state.incidents.find("j-volatile")
+        assert incident is not None
+        assert incident.finding == known
+        assert "is explained" in incident.evidence[-1]
+
+    def test_where_there_was_no_incident_it_opens_one(self) -> None:
+        asked = told(stepped(by_hand(steady())))
+        thought = think(asked, policy())
+        (incident,) = thought.observation.state.incidents.current
+        assert thought.failures == ()
+        assert (incident.cause, incident.class_, incident.remedy) == (Cause.SLOW_STEPS, Class.PERFORMANCE, None)
+        assert incident.finding is not None
+        assert incident.finding.culprit == FOUND.culprit
+        assert incident.message == "steps take 0.220 s longer than usual: train.py:augment on rank 2"
+        assert incident.slowdown_before == pytest.approx(0.6 / 0.38)
+        assert thought.observation.plan.profile is None
+        assert thought.observation.state.adaptation.vain is None, "stragglers are looked for as before"
+        again = think(thought.observation, policy())
+        assert len(again.observation.state.incidents.current) == 1
+        assert list(profile.errands(thought.observation)) == [KeepBehaviour("profile-101", incident.name)]
+
+    def test_nothing_slow_opens_none(self) -> None:
+        thought = think(told(stepped(by_hand(steady())), NOTHING), policy())
+        assert thought.observation.state.incidents.current == ()
+        assert thought.observation.plan.profile is None
+
+
+def test_the_sentences_say_what_is_missing() -> None:
+    words = sentences(replace(LOCALISATION, heard=3, remarks=("3 of 4 ranks have answered",)))
+    assert "90% of that is explained" in words[0]
+    assert words[1].startswith("Code: train.py:augment on rank 2; without it a step would take 0.200 s less")
+    assert words[-1] == "3 of 4 ranks have answered"
+
+
+def test_the_spec_names_the_sources() -> None:
+    spec = JobSpec.parse({"template": {}, "detection": {"profile": {"sources": "Show"}}})
+    assert spec.detection.profile.sources is Sources.SHOW

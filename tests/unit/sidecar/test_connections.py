@@ -1,0 +1,272 @@
+"""What the kernel tells of the ranks' connections: real sockets, its own answers, and answers that it might give."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher.sockets import PERIOD, SocketFile, sockets_of
+from pacekeeper.runtime import Runtime, read_json, write_json, write_text
+from pacekeeper.sidecar import connections
+from pacekeeper.sidecar.connections import EARLY_LOOKS, MOST_WINDOWS, WINDOW_LOOKS, WINDOWS, Connections
+from pacekeeper_analysis.reports import Evidence, LinkWindow
+
+MB = 1_000_000
+LOOKS = WINDOWS * WINDOW_LOOKS + 1
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Runtime:
+    return Runtime(tmp_path / "runtime").make()
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Both ends of a connection."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    with socket.create_server((request.param, 0), family=family) as listener:
+        one = socket.create_connection(listener.getsockname()[:2])
+        other, _ = listener.accept()
+        with one, other:
+            yield one, other
+
+
+def inode(of: socket.socket) -> int:
+    return os.fstat(of.fileno()).st_ino
+
+
+def owned(runtime: Runtime, ranks: dict[int, socket.socket]) -> Connections:
+    """With the launcher's word on which rank holds which socket."""
+    write_json(runtime.sockets, {str(inode(end)): rank for rank, end in ranks.items()})
+    return Connections(runtime)
+
+
+def send(pair: Pair, size: int) -> None:
+    one, other = pair
+    for start in range(0, size, MB // 10):
+        one.sendall(bytes(min(MB // 10, size - start)))
+        left = min(MB // 10, size - start)
+        while left:
+            left -= len(other.recv(left))
+
+
+class TestWindows:
+    def test_what_was_sent_in_each_window_by_which_rank(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {3: pair[0], 4: pair[1]})
+        for look in range(LOOKS):
+            seen.look(float(look))
+            if look == 2:
+                send(pair, 5 * MB)  # in the oldest window
+            if look == LOOKS - 2:
+                send(pair, 2 * MB)  # in the newest
+        windows = seen.windows()
+        sent = {window.age: window for window in windows if window.rank == 3}
+        assert {age: window.acked_bytes for age, window in sent.items()} == {0: 2 * MB, 1: 0, 2: 5 * MB}
+        assert all(window.seconds == WINDOW_LOOKS for window in windows)
+        assert 0 <= sent[2].busy_seconds < 5
+        assert sent[0].least_round_trip_seconds < 0.1
+        received = [window for window in windows if window.rank == 4]
+        assert len(received) == WINDOWS, "the end that only receives tells whose connection it is"
+        assert {(w.local, w.remote) for w in received} == {(sent[0].remote, sent[0].local)}
+        host = "[::1]" if pair[0].family == socket.AF_INET6 else "127.0.0.1"
+        assert sent[0].local == f"{host}:{pair[0].getsockname()[1]}"
+        Evidence.from_json(Evidence("why", "w", 1, links=windows).to_json())
+
+    def test_a_reader_that_does_not_read_leaves_something_unsent(self, runtime: Runtime, pair: Pair) -> None:
+        """As of a hang: what was acknowledged stands still, with something waiting at the end."""
+        one, _ = pair
+        one.setblocking(False)
+        try:
+            while True:
+                one.send(bytes(MB))
+        except BlockingIOError:
+            pass
+        seen = owned(runtime, {0: one})
+        for look in range(LOOKS):
+            seen.look(float(look))
+            time.sleep(0.02)
+        newest = next(window for window in seen.windows() if window.age == 0)
+        assert (newest.acked_bytes, newest.unsent_bytes > 0) == (0, True)
+        assert newest.busy_seconds > 0.05, "it has had something to send all the time"
+
+    def test_the_fastest_of_the_first_windows_stays_known(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {3: pair[0]})
+        for look in range(2 * EARLY_LOOKS):
+            seen.look(float(look))
+            if look % WINDOW_LOOKS == 2:
+                send(pair, 4 * MB if look < EARLY_LOOKS else 8 * MB)
+        early = {(window.early_bytes, window.early_busy_seconds) for window in seen.windows()}
+        assert [acked for acked, _ in early] == [4 * MB]
+        assert all(window.acked_bytes == 8 * MB for window in seen.windows())
+
+    def test_others_connections_and_quiet_ones_are_left_out(self, runtime: Runtime, pair: Pair) -> None:
+        strangers = owned(runtime, {})
+        quiet = owned(runtime, {0: pair[0]})
+        for seen in (strangers, quiet):
+            for look in range(LOOKS):
+                seen.look(float(look))
+                send(pair, 1000)
+            assert seen.windows() == ()
+
+    def test_before_the_first_window_is_whole_there_is_none(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {0: pair[0]})
+        for look in range(WINDOW_LOOKS):
+            seen.look(float(look))
+            send(pair, MB)
+        assert seen.windows() == ()
+        seen.look(float(WINDOW_LOOKS))
+        assert [window.age for window in seen.windows()] == [0]
+
+    def test_sums_of_a_rank(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {7: pair[0]})
+        assert seen.totals() == {}
+        send(pair, 3 * MB)
+        seen.look(0.0)
+        acked, busy = seen.totals()[7]
+        assert acked == pytest.approx(3 * MB, abs=1)
+        assert busy < 5
+
+    @pytest.mark.parametrize("written", ["", "[]", '{"x": 1}', '{"1": []}', "{"])
+    def test_a_list_of_sockets_that_is_none_is_unknown(self, runtime: Runtime, pair: Pair, written: str) -> None:
+        seen = Connections(runtime)
+        write_text(runtime.sockets, written)
+        for look in range(LOOKS):
+            seen.look(float(look))
+            send(pair, MB)
+        assert seen.windows() == ()
+
+
+class TestKernel:
+    def test_nobody_needs_privileges(self, pair: Pair) -> None:
+        there, back = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            found = {held for _, (held, _) in connections._dump()}
+            os.write(back, b"1" if inode(pair[0]) in found else b"0")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(there, 1) == b"1"
+        os.close(there)
+        os.close(back)
+
+    def test_a_thousand_connections_cost_milliseconds(self, runtime: Runtime) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        held: list[socket.socket] = []
+        try:
+            with socket.create_server(("127.0.0.1", 0), backlog=1100) as listener:
+                for _ in range(1000):
+                    held += [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+            seen = owned(runtime, dict(enumerate(held)))
+            began = time.process_time()
+            for look in range(LOOKS):
+                seen.look(float(look))
+                held[0].sendall(bytes(MB // 10))
+                held[1].recv(MB // 10)
+            assert (time.process_time() - began) / LOOKS < 0.05
+            assert {window.rank for window in seen.windows()} == {0, 1}
+            assert len({id(end) for look in seen._looks for end in look.ends.values()}) < 4 * len(held), "kept once"
+        finally:
+            for one in held:
+                one.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def test_an_answer_holds_the_busiest(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        count = MOST_WINDOWS  # more than an answer takes of three windows each
+        write_json(runtime.sockets, {str(i): 0 for i in range(count)})
+        seen, at = Connections(runtime), iter(range(LOOKS))
+
+        def dump() -> Iterator[tuple[bytes, tuple[int, bytes]]]:
+            look = next(at)
+            for i in range(count):
+                name = bytes([socket.AF_INET]) + i.to_bytes(4, "big") + bytes(44)
+                yield name, (i, connections._INFO.pack(look * MB * (1 + i), 0, 0, 0, 0, 0, 0, 0))
+
+        monkeypatch.setattr(connections, "_dump", dump)
+        for look in range(LOOKS):
+            seen.look(float(look))
+        windows = seen.windows()
+        assert len(windows) == MOST_WINDOWS // WINDOWS * WINDOWS
+        assert max(w.acked_bytes for w in windows) == WINDOW_LOOKS * MB * count
+        Evidence.from_json(Evidence("why", "w", 1, links=windows).to_json())
+
+    def test_a_kernel_that_counts_less_leaves_links_unknown(
+        self, runtime: Runtime, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its tcp_info ends after min_rtt, as Linux 4.9's."""
+        whole = connections._dump
+
+        def short() -> Iterator[tuple[bytes, tuple[int, bytes]]]:
+            return ((name, (held, info[:32])) for name, (held, info) in whole())
+
+        monkeypatch.setattr(connections, "_dump", short)
+        seen = owned(runtime, {0: pair[0]})
+        for look in range(LOOKS):
+            seen.look(float(look))
+            send(pair, MB)
+        assert (seen.windows(), seen.totals()) == ((), {})
+
+    def test_one_that_does_not_answer_is_said_once(
+        self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def forbidden(*_: object) -> socket.socket:
+            raise PermissionError("not in this sandbox")
+
+        monkeypatch.setattr("pacekeeper.sidecar.connections.socket.socket", forbidden)
+        seen = Connections(runtime)
+        for look in range(LOOKS):
+            seen.look(float(look))
+        assert seen.windows() == ()
+        assert [record.getMessage().count("not in this sandbox") for record in caplog.records] == [1]
+
+    def test_an_error_in_its_answer_is_one(self) -> None:
+        error = connections._HEADER.pack(20, connections._ERROR, 0, 0, 0) + (-2).to_bytes(4, "little", signed=True)
+        with pytest.raises(FileNotFoundError):
+            connections._parse(error)
+
+    @pytest.mark.parametrize("length", range(0, 200, 7))
+    def test_a_cut_answer_comes_to_an_end(self, length: int) -> None:
+        message = connections._HEADER.pack(0, connections._SOCK_DIAG_BY_FAMILY, 0, 0, 0) + bytes(200)
+        connections._parse(message[:length])
+
+
+class TestSockets:
+    def test_the_launcher_writes_what_its_ranks_hold_when_it_changes(self, runtime: Runtime, pair: Pair) -> None:
+        file = SocketFile(runtime.sockets)
+        file.look({5: os.getpid()}, now=10.0)
+        written = read_json(runtime.sockets)
+        assert written is not None
+        assert written[str(inode(pair[0]))] == 5
+        runtime.sockets.unlink()
+        file.look({}, now=10.0 + PERIOD / 2)
+        assert not runtime.sockets.exists(), "not yet"
+        file.look({}, now=10.0 + PERIOD)
+        assert read_json(runtime.sockets) == {}
+        runtime.sockets.unlink()
+        file.look({}, now=10.0 + 2 * PERIOD)
+        assert not runtime.sockets.exists(), "nothing has changed"
+
+    def test_a_process_that_has_gone_holds_none(self) -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert sockets_of(pid) == set()
+
+
+def test_the_bytes_that_a_connection_costs_on_the_wire() -> None:
+    """Questions for connections are asked every 5 s at most, in the first minute of an incident: over ten minutes it is
+    below 50 B/s, and nothing while nothing is slow."""
+    window = LinkWindow("10.244.100.100:50000", "10.244.200.200:50001", 1023, 2, 5.001, 10**10, 4.998, 0.1, 0.1, 9, 9)
+    size = len(str(Evidence("why", "w", 1, links=(window,) * WINDOWS).to_json()))
+    assert size * 12 / 600 < 50

@@ -1,0 +1,161 @@
+"""Names of functions and kernels, what is sent of them, and when a rank looks at itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pacekeeper.observe.behaviour import machine, sources, watch
+from pacekeeper.observe.behaviour.sampler import Sampler
+from pacekeeper.observe.behaviour.spans import WAIT, kernel_name, owner_of, spans_between, steps_between
+from pacekeeper.observe.behaviour.watch import Conditions
+from pacekeeper.runtime import write_plan
+from pacekeeper_analysis.behaviour.pattern import Owner
+from pacekeeper_analysis.plan import Profile, WorkerPlan
+from pacekeeper_analysis.records import RECORD, Collective, Kind, Phase
+
+
+class TestNames:
+    def test_packages_are_named_as_they_are_installed_and_own_files_by_their_place(self) -> None:
+        named = sources.SourceNames("/app/job")
+        code = compile("def f(): pass", "/app/job/lib/data.py", "exec")
+        assert named.name(code) == "./lib/data.py:<module>"
+        assert named.name(compile("1", "/elsewhere/a/b/c.py", "exec")) == "./a/b/c.py:<module>"
+        assert named.name(torch.nn.Linear.forward.__code__) == "torch/nn/modules/linear.py:Linear.forward"
+        assert named.name(json.loads.__code__) == "json/__init__.py:loads"
+        assert named.name(sources.hidden.__code__) == "pacekeeper/observe/behaviour/sources.py:hidden"
+
+    def test_stacks_begin_with_the_script(self) -> None:
+        named = sources.SourceNames("/app")
+        codes = [compile("1", name, "exec") for name in ("<frozen runpy>", "/app/train.py", "/app/model.py")]
+        assert named.stack(codes) == ("./train.py:<module>", "./model.py:<module>")
+
+    def test_hidden_are_paths_of_own_files_alone(self) -> None:
+        name = sources.hidden("./train.py:Samples.load")
+        assert name == f"{sources.alias('./train.py')}:Samples.load"
+        assert "train" not in name
+        assert sources.hidden("torch/nn/x.py:f") == "torch/nn/x.py:f"
+        assert sources.aliases(["./train.py:a", "./train.py:b", "torch/x.py:f"]) == {
+            sources.alias("./train.py"): "./train.py"
+        }
+
+    @pytest.mark.parametrize(
+        ("activity", "owner", "name"),
+        [
+            ("void at::native::add<float>(int, float*)", Owner.GPU_COMPUTE, "at::native::add"),
+            ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", Owner.COLLECTIVE, "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+            ("Memcpy HtoD (Pageable -> Device)", Owner.GPU_MEMORY, "Memcpy HtoD (Pageable -> Device)"),
+            ("(anonymous)", Owner.GPU_COMPUTE, "(anonymous)"),
+        ],
+    )
+    def test_kernels(self, activity: str, owner: Owner, name: str) -> None:
+        assert (owner_of(activity), kernel_name(activity)) == (owner, name)
+
+
+def records(*rows: dict[str, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    found = np.zeros(len(rows), RECORD)
+    for record, row in zip(found, rows, strict=True):
+        for name, value in row.items():
+            record[name] = value
+    return found
+
+
+STEP = {"kind": Kind.STEP, "phase": Phase.TRAIN}
+
+
+class TestSpans:
+    def test_whole_steps_of_the_window_alone(self) -> None:
+        given = records(
+            *({**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 90} for n in range(5)),
+            {"kind": Kind.COMPUTE, "step": 2, "start_ns": 200, "end_ns": 250},
+            {**STEP, "phase": Phase.START, "step": 3, "start_ns": 310, "end_ns": 320},
+        )
+        found = steps_between(given, (150, 395))
+        assert found is not None
+        assert found.first == 2
+        assert found.seconds.tolist() == pytest.approx([90e-9, 90e-9])
+        assert found.own_seconds.tolist() == pytest.approx([50e-9, 90e-9])
+        assert steps_between(given, (495, 600)) is None
+
+    def test_waits_have_the_name_of_what_ended_with_them(self) -> None:
+        reduced = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE, "start_ns": 0, "end_ns": 100}
+        loaded = {"kind": Kind.DATA, "phase": Phase.TRAIN, "start_ns": 500, "end_ns": 700}
+        elsewhere = {"kind": Kind.DATA, "phase": Phase.EVALUATE, "start_ns": 500, "end_ns": 900}
+        far = 10_000_000
+        found = spans_between(records(reduced, loaded, elsewhere), [(50, 101), (far, far + 5)], [], (60, far + 100))
+        assert [(found.names[n], o) for n, o in zip(found.name, found.owner, strict=True)] == [
+            ("", Owner.DATA),
+            ("all_reduce", Owner.COLLECTIVE),
+            (WAIT, Owner.COLLECTIVE),
+        ]
+        assert found.start_ns.tolist() == [500, 60, far], "cut to the window"
+
+
+class TestSampler:
+    def test_it_looks_at_one_thread_while_that_trains(self) -> None:
+        training = threading.Event()
+        over = threading.Event()
+
+        def trains() -> None:
+            over.wait(10)
+
+        thread = threading.Thread(target=trains)
+        thread.start()
+        assert thread.ident is not None
+        began = time.monotonic_ns()
+        sampler = Sampler(thread.ident, training.is_set)
+        while sampler.left_out_seconds < 0.1:
+            time.sleep(0.005)
+        training.set()
+        named = sources.SourceNames("/none")
+        while len(sampler.looks(named.stack, (began, time.monotonic_ns())).at_ns) < 5:
+            time.sleep(0.005)
+        sampler.stop()
+        over.set()
+        thread.join()
+        found = sampler.looks(named.stack, (began, time.monotonic_ns()))
+        assert all(stack[-1].startswith("threading.py:") for stack in found.stacks)
+        assert any("trains" in frame for frame in found.stacks[0])
+        assert len(sampler.looks(named.stack, (0, began)).at_ns) == 0
+
+
+class TestConditions:
+    def test_early_steps_hold_for_the_same_way_to_train(self) -> None:
+        way = Conditions(4, 0, 8)
+        assert way.like(Conditions(4, 0, 8))
+        assert not way.like(Conditions(3, 0, 8))
+        assert not way.like(Conditions(4, 1, 8))
+        assert not way.like(Conditions(4, 0, 5)), "another share"
+        assert Conditions(4, 2, 8).like(Conditions(4, 2, 5)), "leased samples change all the time"
+
+
+def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    file = watch._PlanFile(path)
+    assert file.profile(0.0) is None
+    write_plan(path, WorkerPlan(profile=Profile("profile-1", 5)))
+    assert file.profile(0.05) is None
+    assert file.profile(0.2) == Profile("profile-1", 5)
+    path.write_text("{")
+    assert file.profile(0.5) is None
+
+
+def test_the_machine_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("SECRET", "1")
+    before = machine.look(threading.get_ident())
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        pass
+    found = machine.setup_between(before, machine.look(threading.get_ident()))
+    assert "CUDA_LAUNCH_BLOCKING=1" in found.variables
+    assert not any("SECRET" in variable for variable in found.variables)
+    assert found.threads == torch.get_num_threads()
+    assert found.processors > 0
+    assert found.ran > 0.05
