@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from . import adapt
 from .adapt import Diagnosis, Trouble
 from .diagnose.windows import align
 from .diagnose.work import PERSISTENT
@@ -44,9 +45,9 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
     workers = {worker: rank for worker, rank in live.worker_ranks.items() if slow[worker]}
     now = float(window.step_seconds([AS_RECORDED]).mean())
     scenarios = {Trouble.COMPUTE: _at_their_peers_pace(workers), Trouble.COMMUNICATION: _ideal_transfers(live)}
-    effects: dict[Trouble, float] = {each: 1.0 for each in Trouble if each is not Trouble.NONE}
+    effects = _without_stages(windows, threshold)
     for each, scenario in scenarios.items():
-        effects[each] = now / float(window.step_seconds([scenario]).mean())
+        effects[each] = max(effects[each], now / float(window.step_seconds([scenario]).mean()))
     main = max(effects, key=lambda each: effects[each])
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
@@ -61,6 +62,17 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
         effects=effects,
         window=aligned,
     )
+
+
+def _without_stages(windows: Sequence[RankWindow], threshold: float) -> dict[Trouble, float]:
+    """S of what comes and goes, and of what has grown since the job's first steps: that stages differ is in neither.
+    That of slow ranks is for their stages to say."""
+    found = adapt.diagnose(windows, threshold)
+    effects: dict[Trouble, float] = {each: 1.0 for each in Trouble if each is not Trouble.NONE}
+    if found is not None:
+        effects.update(found.effects)
+    effects[Trouble.COMPUTE] = 1.0
+    return effects
 
 
 def live_window(answers: Sequence[Evidence]) -> LiveWindow | None:

@@ -75,7 +75,7 @@ class Cell:
     receiver_limited_seconds: float = 0.0
     retransmitted_bytes: int = 0
     same_node: bool = False
-    early_bytes: int = 0  # in the fastest of the job's first windows; 0: not known
+    early_bytes: int = 0  # in the middle one of its first windows; 0: not known
     early_busy_seconds: float = 0.0
 
     @property

@@ -41,9 +41,13 @@ class Truth:
     destination: int | None = None
     function: str = ""
 
+    @property
+    def is_of_links(self) -> bool:
+        return self.source is not None or self.destination is not None
+
     def is_named(self, finding: Finding) -> bool:
         """Whether the culprit's words name it, and nobody else."""
-        if self.source is not None or self.destination is not None:
+        if self.is_of_links:
             return self._names_link(finding.culprit)
         if self.function and self.function in finding.culprit and (not self.ranks or self._names_rank(finding.culprit)):
             return True
@@ -51,7 +55,7 @@ class Truth:
 
     def is_blamed(self, ranks: frozenset[int]) -> bool:
         """By a rule that knows nothing but ranks."""
-        if self.source is not None or self.destination is not None:
+        if self.is_of_links:
             return False
         return ranks <= set(self.ranks) if self.ranks else len(ranks) == RANKS
 
@@ -85,6 +89,10 @@ class Fault:
     heal: Callable[[Job, int], None]
     truths: Callable[[int], tuple[Truth, ...]]
     hangs: bool = False
+
+    @property
+    def of_links(self) -> bool:
+        return any(truth.is_of_links for truth in self.truths(0))
 
 
 def catalogue() -> tuple[Fault, ...]:

@@ -140,7 +140,7 @@ def log_metrics(seconds: float) -> None:
 
 def collect(seconds: float) -> None:
     """Garbage that takes so long to be collected, about."""
-    heap: list[Any] = [[] for _ in range(round(3e6 * seconds))]
+    heap: list[Any] = [[] for _ in range(round(6e6 * seconds))]
     for item in heap:
         item.append(heap)
     del heap

@@ -27,9 +27,9 @@ from .hosts import Job, job
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
 """The job's first steady steps, which are its baseline."""
-BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 20.0
-FLUSH_SECONDS = 16.0
-"""After which windows of steps and connections hold nothing of the fault before."""
+BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 15.0
+STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 8.0, 16.0
+"""After which windows of steps, and of connections, hold nothing of the fault before."""
 HEALTHY_SECONDS = 60.0
 PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS = 3.0, 15, 48
 """Seconds after a fault's beginning, steps ahead of then, and steps: about 8 seconds of behaviour."""
@@ -93,6 +93,7 @@ def record(faults: Sequence[Fault], places: int = PLACES) -> None:
         for place in range(places):
             missing = [fault for fault in faults if not path_of(fault.name, place).exists()]
             random.Random(place).shuffle(missing)
+            missing.sort(key=lambda fault: fault.hangs)  # these begin new rounds, with new connections
             if not path_of(HEALTHY, place).exists():
                 _healthy(running, place).save(path_of(HEALTHY, place))
             for fault in missing:
@@ -136,7 +137,7 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
     if fault.hangs:
         running.train()
     running.give(profile=None, probe=None)
-    time.sleep(FLUSH_SECONDS)
+    time.sleep(LINKS_FLUSH_SECONDS if fault.of_links else STEPS_FLUSH_SECONDS)
     return made
 
 

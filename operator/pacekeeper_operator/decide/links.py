@@ -129,7 +129,8 @@ def probe(observation: Observation, policy: Policy) -> Draft:
         turned = replace(
             seen, kind=SpotKind.PAIR, source=seen.destination, destination=seen.source, incident="", probe=""
         )
-        return draft.with_adaptation(link=turned, link_verdicts=earlier)
+        asked = draft.with_adaptation(link=turned, link_verdicts=earlier)
+        return _begin(observation.with_draft(asked), policy, turned)  # at once: the incident waits for nothing else
     draft = draft.with_adaptation(link=replace(seen, probe=""), link_verdicts=earlier)
     incident = draft.state.incidents.find(seen.incident)
     if incident is None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.behaviour.localise import Localisation, sentences
-from pacekeeper_analysis.diagnose.finding import FaultClass, WitnessKind, join
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind, join
 from pacekeeper_analysis.plan import Profile, Stop, SyncMode
 
 from ..api import Cause, Class
@@ -27,6 +27,9 @@ from . import straggler
 
 CAUSES = frozenset({Cause.STRAGGLER, Cause.VOLATILE})
 """Of the incidents that a function may be behind: what else is slow names its cause itself."""
+SLOWNESS = CAUSES | {Cause.SLOW_COMMUNICATION}
+SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
+"""What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
 UNIFORM = 1.05
 """From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
 LEAD_SECONDS = 6.0
@@ -48,7 +51,7 @@ def check(observation: Observation, _policy: Policy) -> Decision | None:
     done, profiling = _done(observation), observation.state.profiling
     if done is None or not done.localisation.explanations:
         return None
-    if observation.state.incidents.find(profiling.incident) is not None:
+    if _told_by(observation) is not None:
         return None
     found = done.localisation
     return Decision(
@@ -106,6 +109,8 @@ def _begin(observation: Observation, policy: Policy) -> Draft:
         reason = f"{incident.name} names no function"
     elif uniform:
         reason = f"all ranks take {uniform:.2f} × the time of their early steps"
+    elif _slow_work(observation):
+        reason = "answers show slow work, and name no function"
     else:
         return draft
     window = _window(observation)
@@ -166,8 +171,16 @@ def _nameless(observation: Observation) -> Incident | None:
     )
 
 
+def _slow_work(observation: Observation) -> bool:
+    """Some rank's, of which no incident tells (yet), and which was not looked into in this round."""
+    suspicion, profiling = observation.state.adaptation.suspicion, observation.state.profiling
+    told = any(i.cause in SLOWNESS and i.round == observation.round for i in observation.state.incidents.current)
+    looked_into = bool(profiling.asked) and profiling.round == observation.round
+    return suspicion is not None and suspicion.shown in SLOW_WORK and not told and not looked_into
+
+
 def _names_nobody(incident: Incident) -> bool:
-    return incident.finding is None or not incident.finding.culprit
+    return incident.finding is not None and not incident.finding.culprit
 
 
 def _all_slow(observation: Observation) -> float:
@@ -195,18 +208,33 @@ def _cut_off(observation: Observation) -> bool:
 
 def _tell(observation: Observation, done: Localised) -> Draft:
     """Into the incident that it is for; `check` has opened one where there was none."""
-    profiling, draft = observation.state.profiling, observation.draft
-    incident = draft.state.incidents.find(profiling.incident)
+    draft, incident = observation.draft, _told_by(observation)
     found = done.localisation
     if incident is not None:
         evidence = (*incident.evidence, *sentences(found))
-        says = found.finding.fault is not FaultClass.UNKNOWN or incident.finding is None
-        finding = join(incident.finding, found.finding) if says else incident.finding
-        draft = draft.with_incident(replace(incident, evidence=evidence, finding=finding))
+        draft = draft.with_incident(replace(incident, evidence=evidence, finding=_joined(incident, found.finding)))
         return _end(draft).with_profiling(shown=done.window, shown_in=incident.name)
     opened = _subject(observation).incident_name(observation.job)
     told = opened if draft.state.incidents.find(opened) is not None else ""
     return _end(draft).with_profiling(shown=done.window, shown_in=told)
+
+
+def _told_by(observation: Observation) -> Incident | None:
+    """The incident that the window is for, or one about slowness that was opened meanwhile."""
+    incidents, profiling = observation.state.incidents, observation.state.profiling
+    meant = incidents.find(profiling.incident)
+    since = (i for i in reversed(incidents.current) if i.cause in SLOWNESS and i.decided >= profiling.asked_at)
+    return meant or next((i for i in since if i.round == observation.round), None)
+
+
+def _joined(incident: Incident, found: Finding) -> Finding | None:
+    """What both say. That transfers take long is known where a link is named."""
+    before = incident.finding
+    if before is None or found.fault is FaultClass.UNKNOWN:
+        return join(None, found) if before is None else before
+    if found.fault is FaultClass.NETWORK and before.fault is FaultClass.NETWORK and before.culprit:
+        found = replace(found, culprit=before.culprit, advice=before.advice)
+    return join(before, found)
 
 
 def _end(draft: Draft) -> Draft:

@@ -44,6 +44,8 @@ MOVED_BEFORE = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
 PATIENCE_SECONDS = 20.0
 """So long waits are looked into at least, before they are taken for the job's own way."""
+NAMING_SECONDS = 15.0
+"""So long a trouble about which nothing can be done may take to show where it is, before it is told without."""
 FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
 """After a look in vain, the next one that nothing new calls for; doubled each time."""
 CAUSES = {
@@ -330,6 +332,9 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _mode_held(observation)
     if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, subject)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
+    finding = _finding(observation, found, culprit)
+    if chosen is None and not finding.culprit and (found.slowdown < WILD or _young(observation, found)):
+        return None  # nobody is named (yet), nothing can be done, and networks that others use are like that
     return Decision(
         subject=replace(subject, number=1 + _earlier(observation, subject)),
         class_=Class.PERFORMANCE,
@@ -349,8 +354,13 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=found.step_seconds / found.slowdown,
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
-        finding=_finding(observation, found, culprit),
+        finding=finding,
     )
+
+
+def _young(observation: Observation, found: Diagnosis) -> bool:
+    """The trouble, for the windows of connections that may still name its place."""
+    return observation.now - _since(observation, found) < NAMING_SECONDS
 
 
 def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
@@ -360,9 +370,19 @@ def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
 def _finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
     of_links = links.finding(observation, found)
     if of_links is None:
-        return waits.finding(observation, found, culprit)
+        of_work = waits.finding(observation, found, culprit)
+        function = _function(observation, culprit)
+        return of_work if function is None else join(of_work, function)
     of_groups = waits.slow_groups(observation)
     return of_links if of_groups is None else join(of_groups, of_links)
+
+
+def _function(observation: Observation, culprit: int | None) -> Finding | None:
+    """What a behaviour window of this round has shown of this rank."""
+    done, profiling = observation.localised, observation.state.profiling
+    if done is None or done.window != profiling.shown or profiling.round != observation.round:
+        return None
+    return next((each.finding for each in done.localisation.explanations if culprit in each.ranks), None)
 
 
 def _weigh(

@@ -97,7 +97,7 @@ class TestWindows:
         assert (newest.acked_bytes, newest.unsent_bytes > 0) == (0, True)
         assert newest.busy_seconds > 0.05, "it has had something to send all the time"
 
-    def test_the_fastest_of_the_first_windows_stays_known(self, runtime: Runtime, pair: Pair) -> None:
+    def test_the_middle_one_of_the_first_windows_stays_known(self, runtime: Runtime, pair: Pair) -> None:
         seen = owned(runtime, {3: pair[0]})
         for look in range(2 * EARLY_LOOKS):
             seen.look(float(look))

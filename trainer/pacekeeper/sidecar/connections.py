@@ -15,7 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pacekeeper.runtime import Runtime, read_json
 from pacekeeper_analysis.reports import LinkWindow
@@ -26,7 +26,7 @@ WINDOW_LOOKS = 5
 """A window's looks: `busy` goes on in ticks of 4 ms, so a short one would be coarse."""
 WINDOWS = 3
 EARLY_LOOKS = 6 * WINDOW_LOOKS
-"""A connection's first looks, the fastest window of which is how fast it is by nature."""
+"""A connection's first looks: the middle one of their windows says how fast it is by nature."""
 EARLY_BYTES = 1_000_000
 """That a window has to carry for that."""
 MOST_WINDOWS = 4096
@@ -69,8 +69,11 @@ class _Early:
 
     counters: bytes  # when the present one began
     looks: int = 0
-    acked_bytes: int = 0  # in the fastest one
-    busy: float = 0.0
+    windows: list[tuple[int, float]] = field(default_factory=list)  # bytes acknowledged and busy seconds, fastest first
+
+    @property
+    def middle(self) -> tuple[int, float]:
+        return self.windows[len(self.windows) // 2] if self.windows else (0, 0.0)
 
     def look(self, info: bytes) -> None:
         self.looks += 1
@@ -81,8 +84,9 @@ class _Early:
         if was is None or now is None:
             return
         acked, busy = now.acked_bytes - was.acked_bytes, max(0.0, now.busy - was.busy)
-        if acked >= EARLY_BYTES and (not self.acked_bytes or busy * self.acked_bytes < self.busy * acked):
-            self.acked_bytes, self.busy = acked, busy
+        if acked >= EARLY_BYTES:
+            self.windows.append((acked, busy))
+            self.windows.sort(key=lambda window: window[1] / window[0])
 
 
 class Connections:
@@ -155,6 +159,7 @@ def _of_one_end(
 ) -> tuple[int, list[LinkWindow]]:
     """Bytes that it moved both ways, and its windows, newest first."""
     local, remote = _addresses(name)
+    early_bytes, early_busy = early.middle
     moved, windows = 0, []
     for age, first, last in spans:
         before, after = first.ends.get(name), last.ends.get(name)
@@ -178,8 +183,8 @@ def _of_one_end(
                 retransmitted_bytes=now.retransmitted_bytes - was.retransmitted_bytes,
                 unsent_bytes=now.unsent_bytes,
                 least_round_trip_seconds=now.least_round_trip,
-                early_bytes=early.acked_bytes,
-                early_busy_seconds=round(early.busy, 3),
+                early_bytes=early_bytes,
+                early_busy_seconds=round(early_busy, 3),
             )
         )
     return moved, windows

@@ -39,6 +39,9 @@ EARLY = Profile("", first_step=0, steps=2**20, seconds=5.0)
 """The window of a rank's early steps. No other has an empty name."""
 EARLY_AFTER_STEPS, EARLY_AFTER_SECONDS = 10, 3.0
 """Of a round: then caches and allocators are warm."""
+EARLY_WINDOWS, EARLY_PAUSE_SECONDS = 3, 15.0
+"""So many of them with such pauses, the fastest of which counts: while a job starts, its nodes are busy with more than
+its steps."""
 LEAST_EARLY_SECONDS = 0.5
 LONGEST = 3.0
 """A window may take so many times its seconds, with what is left out of it."""
@@ -88,6 +91,9 @@ class BehaviourWatch:
         """Of this round."""
         self._early: tuple[Conditions, RankPattern] | None = None
         self._early_tried: Conditions | None = None
+        self._early_windows = 0
+        """That were begun under these."""
+        self._early_due = 0.0
         self._sources = sources.SourceNames()
 
     def step_ended(self) -> None:
@@ -120,7 +126,10 @@ class BehaviourWatch:
         if self._steps < EARLY_AFTER_STEPS or now - (self._since or now) < EARLY_AFTER_SECONDS:
             return False
         conditions = self._conditions()
-        return self._early_tried is None or not conditions.like(self._early_tried)
+        if self._early_tried is None or not conditions.like(self._early_tried):
+            self._early_windows = 0
+            return True
+        return self._early_windows < EARLY_WINDOWS and now >= self._early_due
 
     def _conditions(self) -> Conditions:
         state = self._recorder.ring.state
@@ -132,8 +141,11 @@ class BehaviourWatch:
             self._told = profile.name
         else:
             self._early_tried = conditions
-            if (kept := self._kept_early(conditions)) is not None:
+            self._early_windows += 1
+            self._early_due = now + profile.seconds + EARLY_PAUSE_SECONDS
+            if self._early_windows == 1 and (kept := self._kept_early(conditions)) is not None:
                 self._early = conditions, kept
+                self._early_windows = EARLY_WINDOWS
                 return
         self._open = _OpenWindow(self._recorder, profile, conditions, now, self._steps)
 
@@ -167,6 +179,9 @@ class BehaviourWatch:
         write_text(path, answer.to_bytes().decode())
 
     def _keep_early(self, conditions: Conditions, pattern: RankPattern) -> None:
+        before = self._early
+        if before is not None and before[0].like(conditions) and before[1].step_seconds <= pattern.step_seconds:
+            return
         self._early = conditions, pattern
         content = {**asdict(conditions), "pattern": pattern.to_json()}
         write_text(self._runtime.early_pattern(self._environment.rank), json.dumps(content))
