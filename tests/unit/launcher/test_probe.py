@@ -173,3 +173,8 @@ async def test_strangers_fill_no_memory_and_make_room_again(tmp_path: Path, monk
         assert found.failed == ""
         for _, writer in crowd:
             writer.close()
+
+
+async def test_an_address_that_is_none_is_what_failed(tmp_path: Path) -> None:
+    (found,) = await measured(tmp_path, ProbeTarget("w", "127.0.0.1:99999"))
+    assert "port must be 0-65535" in found.failed

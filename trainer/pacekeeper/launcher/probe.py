@@ -38,7 +38,7 @@ GUEST_SECONDS = 5.0
 PROOF_SECONDS = 2.0
 _BUFFER = 1 << 18
 _CHUNK = memoryview(bytes(_BUFFER))
-_BROKEN = (OSError, TimeoutError, ValueError, KeyError, TypeError, EOFError)
+_BROKEN = (OSError, TimeoutError, ValueError, KeyError, TypeError, EOFError, OverflowError, RecursionError)
 _ACKED = struct.Struct("=120xQ")  # bytes_acked of a tcp_info (linux/tcp.h)
 
 log = logging.getLogger(__name__)
