@@ -53,6 +53,7 @@ __all__ = [
 dynamo = torch._C._dynamo.eval_frame
 engine = torch.autograd.Variable._execution_engine
 _distributed: Any = torch.distributed
+_autograd: Any = torch.autograd
 _autograd_profile: Any = torch.autograd.profiler.profile
 
 _kernels: list[torch.library.Library] = []
@@ -273,7 +274,7 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 def start_kernel_profile() -> Any:
     """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs, or
     torch cannot."""
-    if torch.autograd._profiler_enabled():  # a second one would end it, and its trace would be empty
+    if _autograd._profiler_enabled():  # a second one would end it, and its trace would be empty
         raise RuntimeError("a profiler runs already")
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     try:
