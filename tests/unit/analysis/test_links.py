@@ -80,7 +80,7 @@ class TestJudge:
             for cell in mixed
         ]
         (spot,) = judge(known).hot
-        assert places([spot]) == [(Kind.LINK, 1, 2)]
+        assert places([spot]) == [(SpotKind.LINK, 1, 2)]
         assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.3)
         assert len(judge(mixed).hot) > 1
 
