@@ -91,7 +91,7 @@ class TestBegin:
         "incident",
         [
             volatile(finding=FOUND),
-            volatile(cause=Cause.SLOW_COMMUNICATION),
+            volatile(cause=Cause.SLOW_COMMUNICATION, finding=FOUND),
             volatile(cause=Cause.CRASH),
             volatile(round=0),
         ],
