@@ -83,6 +83,8 @@ class _Rank:
     @cached_property
     def steps(self) -> dict[int, NDArray[np.void]]:
         """By number, of those whose duration is known."""
+        if not len(self._operations):
+            return {}
         order = np.lexsort((self._operations["start"], self._operations["step"]))
         ordered = self._operations[order]
         numbers, first = np.unique(ordered["step"], return_index=True)

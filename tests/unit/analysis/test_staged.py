@@ -87,5 +87,7 @@ def test_what_cannot_be_read_is_no_window() -> None:
     given = answers(SHAPE, steady())
     with pytest.raises(InputError):
         RankOperations(0, "!")
+    silent = dataclasses.replace(given[0], operations=(RankOperations(0, ""),))
+    assert staged.live_window([silent, *given[1:]]) is None
     assert staged.live_window([dataclasses.replace(answer, operations=()) for answer in given]) is None
     assert staged.live_window(given[1:]) is None
