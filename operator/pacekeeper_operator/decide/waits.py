@@ -8,16 +8,24 @@ from functools import lru_cache
 import numpy as np
 
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
-from pacekeeper_analysis.diagnose.blame import Blame, blame, slow_transfers, transfers, usual_among_groups
+from pacekeeper_analysis.diagnose.blame import (
+    Blame,
+    Transfer,
+    TransferClass,
+    blame,
+    slow_transfers,
+    transfers,
+    usual_among_groups,
+)
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.waiting import name_ranks
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective
-from pacekeeper_analysis.reports import Evidence
 from pacekeeper_analysis.staged import live_window
 from pacekeeper_analysis.whatif.live import LiveWindow
 
 from ..observation import Observation
+from .answers import Answers
 
 ASKED_AT_ONCE, MOST_ASKED = 64, 1024
 """Up to so many ranks tell of their collectives with the first answer: up to 130 KB a rank; up to so many, with the
@@ -45,7 +53,7 @@ def may_have_stages(observation: Observation) -> bool:
 
 def stages(observation: Observation) -> LiveWindow | None:
     """What the ranks of a job with pipeline stages did; None: it has none, or that is not known."""
-    return _live_window(observation.evidence) if _is_told(observation) else None
+    return _live_window(Answers(observation.evidence)) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -68,7 +76,7 @@ def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> 
 
 def slow_groups(observation: Observation) -> Finding | None:
     """Groups whose transfers take longer than those of others like them; None: not known, or there are none."""
-    now = transfers(observation.evidence) if _is_told(observation) else {}
+    now = _transfers(Answers(observation.evidence)) if _is_told(observation) else {}
     slow = sorted(slow_transfers(now, usual_among_groups(now)).items(), key=lambda item: -item[1])
     if not slow:
         return None
@@ -78,6 +86,13 @@ def slow_groups(observation: Observation) -> Finding | None:
     return Finding(FaultClass.NETWORK, f"links of {ranks}", (Witness(WitnessKind.WAITS, words),))
 
 
+def look_ahead(observation: Observation) -> None:
+    """Find out what passes will ask for: in a large job that takes seconds."""
+    if _is_told(observation):
+        answers = Answers(observation.evidence)
+        _blame(answers), _live_window(answers), _transfers(answers)
+
+
 def _share(told: Blame, found: Diagnosis, rank: int) -> float:
     """Of a step, that each peer waits for this rank beyond what it waits for others in its role."""
     (at,) = np.flatnonzero(told.ranks == rank)
@@ -85,7 +100,7 @@ def _share(told: Blame, found: Diagnosis, rank: int) -> float:
 
 
 def _told(observation: Observation) -> Blame | None:
-    return _blame(observation.evidence) if _is_told(observation) else None
+    return _blame(Answers(observation.evidence)) if _is_told(observation) else None
 
 
 def _is_told(observation: Observation) -> bool:
@@ -93,13 +108,19 @@ def _is_told(observation: Observation) -> bool:
     return len(ranks) == observation.plan.world_size
 
 
-@lru_cache(maxsize=4)
-def _live_window(evidence: tuple[Evidence, ...]) -> LiveWindow | None:
+@lru_cache(maxsize=2)
+def _live_window(answers: Answers) -> LiveWindow | None:
     """As `_blame`."""
-    return live_window(evidence)
+    return live_window(answers.evidence)
 
 
-@lru_cache(maxsize=4)
-def _blame(evidence: tuple[Evidence, ...]) -> Blame:
-    """Passes come again and again while an answer is weighed."""
-    return blame(evidence)
+@lru_cache(maxsize=2)
+def _transfers(answers: Answers) -> dict[TransferClass, Transfer]:
+    """As `_blame`."""
+    return transfers(answers.evidence)
+
+
+@lru_cache(maxsize=2)
+def _blame(answers: Answers) -> Blame:
+    """Passes come again and again while an answer is weighed. Few are kept: those of a large job hold 100 MB."""
+    return blame(answers.evidence)
