@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from pacekeeper_analysis import staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose.blame import Blame, blame, slow_transfers, transfers, usual_among_groups
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
@@ -14,8 +15,6 @@ from pacekeeper_analysis.diagnose.waiting import name_ranks
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective
 from pacekeeper_analysis.reports import Evidence
-from pacekeeper_analysis.staged import live_window
-from pacekeeper_analysis.whatif.live import LiveWindow
 
 from ..observation import Observation
 
@@ -43,9 +42,10 @@ def may_have_stages(observation: Observation) -> bool:
     return watched and not asked and observation.plan.world_size <= MOST_ASKED
 
 
-def stages(observation: Observation) -> LiveWindow | None:
-    """What the ranks of a job with pipeline stages did; None: it has none, or that is not known."""
-    return _live_window(observation.evidence) if _is_told(observation) else None
+def of_stages(observation: Observation) -> Diagnosis | None:
+    """What holds up a job with pipeline stages; None: it has none, or that is not known."""
+    threshold = observation.job.spec.detection.straggler_slowdown
+    return _of_stages(observation.evidence, threshold) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -94,9 +94,11 @@ def _is_told(observation: Observation) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _live_window(evidence: tuple[Evidence, ...]) -> LiveWindow | None:
+def _of_stages(evidence: tuple[Evidence, ...], threshold: float) -> Diagnosis | None:
     """As `_blame`."""
-    return live_window(evidence)
+    live = staged.live_window(evidence)
+    windows = [window for answer in evidence for window in answer.windows]
+    return None if live is None else staged.diagnose(live, windows, threshold)
 
 
 @lru_cache(maxsize=4)
