@@ -26,6 +26,8 @@ from .whatif.simulate import Array
 
 NAMED = 8
 """Ranks in a sentence at most."""
+BLOCK = 4
+"""Steps that are judged together."""
 MOST_DECOMPOSED = 64
 """Ranks: each of them is simulated alone."""
 
@@ -95,18 +97,27 @@ def live_window(answers: Sequence[Evidence]) -> LiveWindow | None:
 
 
 def _relative_work(live: LiveWindow) -> Array:
-    """Each rank's own work over the median of its stage's other ranks, [replica, stage, step]; a single one is its own
-    peer."""
+    """Each rank's own work over the median of its stage's other ranks, [replica, stage, block of steps]; a single one
+    is its own peer."""
     window = live.window
     stages = 1 + max(operation.stage for operation in window.operations)
     own = np.zeros((window.replicas, stages, len(window.steps)))
     for node, operation in enumerate(window.operations):
         if operation.type == COMPUTE:
             own[:, operation.stage] += window.recorded(node)
+    own = _in_blocks(own)
     if window.replicas == 1:
         return np.ones_like(own)
     others = [np.median(np.delete(own, replica, axis=0), axis=0) for replica in range(window.replicas)]
     return np.asarray(own / np.maximum(np.stack(others), 1e-9))
+
+
+def _in_blocks(own: Array) -> Array:
+    """Means over BLOCK steps: a processor quota holds a rank up in some of its periods, and so in some of its steps."""
+    steps = own.shape[2] // BLOCK * BLOCK
+    if steps < 2 * BLOCK:
+        return own
+    return np.asarray(own[:, :, -steps:].reshape(*own.shape[:2], -1, BLOCK).mean(axis=3))
 
 
 def _at_their_peers_pace(workers: dict[tuple[int, int], int]) -> Scenario:

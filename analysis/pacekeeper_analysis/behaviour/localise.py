@@ -43,6 +43,7 @@ FOLLOWS = 0.7
 """Correlation of a rank's own work with its samples' lengths."""
 LIBRARY = "torch/"
 """What computes there is slow by how it is set up, where that has changed."""
+OF_MACHINES = frozenset({FaultClass.HARDWARE, FaultClass.CONFIGURATION})
 MOST_EXPLANATIONS = 8
 FEW_RANKS = 64
 """Up to so many, a rank is compared with the others without itself."""
@@ -106,7 +107,9 @@ def judge(table: Table, expected: int) -> Localisation:
     if view.excess < LEAST_EXCESS * view.step:
         return replace(frame, finding=_nothing(view))
     one, common, transfer = _ranks(view), _everywhere(view), _transfer(view)
-    found = sorted([*one, *common, *transfer], key=lambda e: -e.saved_seconds)[:MOST_EXPLANATIONS]
+    held_up = any(e.finding.fault in OF_MACHINES for e in (*one, *common))
+    follows = transfer if held_up else []  # whose processors are late, its transfers are, too
+    found = sorted([*one, *common, *transfer], key=lambda e: (e in follows, -e.saved_seconds))[:MOST_EXPLANATIONS]
     explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))
     explained = min(explained, 1.0)
     suspects = tuple(dict.fromkeys(rank for explanation in found for rank in explanation.ranks))

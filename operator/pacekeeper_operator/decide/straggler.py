@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from pacekeeper_analysis import adapt, price, staged
+from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
@@ -85,8 +85,7 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     if observation.plan.sync_mode is SYNC:
         if waits.may_have_stages(observation):
             return None  # the next answer tells what its ranks do together
-        stages = waits.stages(observation)
-        return adapt.diagnose(windows, threshold) if stages is None else staged.diagnose(stages, windows, threshold)
+        return waits.of_stages(observation) or adapt.diagnose(windows, threshold)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 

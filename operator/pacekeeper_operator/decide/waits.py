@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from pacekeeper_analysis import staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose.blame import (
     Blame,
@@ -21,8 +22,6 @@ from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, W
 from pacekeeper_analysis.diagnose.waiting import name_ranks
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective
-from pacekeeper_analysis.staged import live_window
-from pacekeeper_analysis.whatif.live import LiveWindow
 
 from ..observation import Observation
 from .answers import Answers
@@ -51,9 +50,10 @@ def may_have_stages(observation: Observation) -> bool:
     return watched and not asked and observation.plan.world_size <= MOST_ASKED
 
 
-def stages(observation: Observation) -> LiveWindow | None:
-    """What the ranks of a job with pipeline stages did; None: it has none, or that is not known."""
-    return _live_window(Answers(observation.evidence)) if _is_told(observation) else None
+def of_stages(observation: Observation) -> Diagnosis | None:
+    """What holds up a job with pipeline stages; None: it has none, or that is not known."""
+    threshold = observation.job.spec.detection.straggler_slowdown
+    return _of_stages(Answers(observation.evidence), threshold) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -90,7 +90,7 @@ def look_ahead(observation: Observation) -> None:
     """Find out what passes will ask for: in a large job that takes seconds."""
     if _is_told(observation):
         answers = Answers(observation.evidence)
-        _blame(answers), _live_window(answers), _transfers(answers)
+        _blame(answers), _transfers(answers), of_stages(observation)
 
 
 def _share(told: Blame, found: Diagnosis, rank: int) -> float:
@@ -109,9 +109,11 @@ def _is_told(observation: Observation) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _live_window(answers: Answers) -> LiveWindow | None:
+def _of_stages(answers: Answers, threshold: float) -> Diagnosis | None:
     """As `_blame`."""
-    return live_window(answers.evidence)
+    live = staged.live_window(answers.evidence)
+    windows = [window for answer in answers.evidence for window in answer.windows]
+    return None if live is None else staged.diagnose(live, windows, threshold)
 
 
 @lru_cache(maxsize=2)
