@@ -425,8 +425,9 @@ async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(cl
 async def test_more_collectives_than_there_is_room_for_are_to_be_sent_again(
     client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecars, "MAX_OPERATION_BYTES", -1)
+    monkeypatch.setattr(sidecars, "MAX_OPERATION_BYTES", 40)
     told = Evidence("why", "j-w0-0", 1).to_json()
+    job.evidence["j-w1-0"] = Evidence("why", "j-w1-0", 1, operations=(RankOperations(1, "A" * 128),))
     for parts, status in ((PARTS, 503), (PARTS[:1], 202)):
         await job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=parts), "2")
         assert (await client.post("/v1/evidence/why", json=told, **W0)).status == status
