@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, Probe, WorkerPlan
+from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Probe, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from ..cluster import Cluster
 from ..limits import Rate
 from ..observe.figures import matters, read
 from ..observe.memory import Contact, JobMemory, Memory
+from ..observe.store import Key
 from ..runtime import Runtime
 from .tokens import Forbidden, Holder, Tokens, TooMany
 
@@ -28,6 +29,8 @@ CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
 MAX_PATTERN_BYTES = 256 * 2**20
 """Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
+MAX_OPERATION_BYTES = 192 * 2**20
+"""Of the collectives that all jobs' ranks have told of: 1,024 ranks send 180 MB at most."""
 MAX_NAME = 253
 """Characters of a fault's name."""
 FAULT_REACH_SECONDS = 3600.0
@@ -133,11 +136,19 @@ class Sidecars:
             raise NotYet(f"fault {fault.name} is being looked into") from None
 
     def awaits_evidence(self, caller: Caller, request: str) -> bool:
-        """Whether this request is out, and goes to this worker: other answers are of no use to anybody."""
+        """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises NotYet
+        where too many collectives are held."""
         plan = self._job(caller).plan
         if plan is None or not request or _member(plan, caller) is None:
             return False
-        return request == plan.evidence_request or _is_asked(plan.probe, request, caller.worker)
+        if _is_asked(plan.probe, request, caller.worker):
+            return True
+        if request != plan.evidence_request:
+            return False
+        holds = sum(map(_operation_bytes, self._memory)) if EvidencePart.OPERATIONS in plan.evidence_parts else 0
+        if holds > MAX_OPERATION_BYTES:
+            raise NotYet("other jobs' collectives are being looked into")
+        return True
 
     def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
         """Dropped are answers to a request that is no longer out, and words about others' ranks. Raises Forbidden."""
@@ -156,7 +167,9 @@ class Sidecars:
         own = tuple(window for window in evidence.windows if window.rank in member.ranks)
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
         operations = {of.rank: of for of in evidence.operations if of.rank in member.ranks}
-        known = all(each.fits(job.plan.world_size) for each in evidence.communicators)  # operations count on them all
+        known = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
+            each.fits(job.plan.world_size) for each in evidence.communicators
+        )
         job.evidence[caller.worker] = replace(
             evidence,
             windows=own,
@@ -234,6 +247,10 @@ class Sidecars:
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
         contact.said, contact.at, contact.figures = said, now, figures
         return contact
+
+
+def _operation_bytes(of: tuple[Key, JobMemory]) -> int:
+    return sum(len(rank.operations) for told in of[1].evidence.values() for rank in told.operations)
 
 
 async def _news(job: JobMemory, after: int) -> None:

@@ -25,7 +25,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
 from pacekeeper_analysis.diagnose.gpu_health import Sign
-from pacekeeper_analysis.plan import Profile, WorkerPlan
+from pacekeeper_analysis.plan import EvidencePart, Profile, WorkerPlan
 from pacekeeper_analysis.reports import (
     MOST_GPUS,
     MOST_RANKS,
@@ -140,6 +140,7 @@ def as_worker(name: str, uid: str, **claims: Any) -> dict[str, Any]:
 
 
 W0 = as_worker("j-w0-0", "uid-0")
+PARTS = (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 BEAT = Heartbeat(worker="j-w0-0", state=LauncherState.RUNNING).to_json()
 
 
@@ -412,13 +413,24 @@ async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMe
 
 
 async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    await job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
     own, other = RankOperations(0, ""), RankOperations(1, "")
     for group, kept in ((Communicator(1, "0-1"), (own,)), (Communicator(1, "0-1048575"), ())):
         told = Evidence("why", "j-w0-0", 1, communicators=(group,), operations=(own, other))
         assert (await client.post("/v1/evidence/why", json=told.to_json(), **W0)).status == 202
         assert job.evidence["j-w0-0"].operations == kept
         assert bool(job.evidence["j-w0-0"].communicators) is bool(kept)
+
+
+async def test_more_collectives_than_there_is_room_for_are_to_be_sent_again(
+    client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecars, "MAX_OPERATION_BYTES", 40)
+    told = Evidence("why", "j-w0-0", 1).to_json()
+    job.evidence["j-w1-0"] = Evidence("why", "j-w1-0", 1, operations=(RankOperations(1, "A" * 128),))
+    for parts, status in ((PARTS, 503), (PARTS[:1], 202)):
+        await job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=parts), "2")
+        assert (await client.post("/v1/evidence/why", json=told, **W0)).status == status
 
 
 async def test_operations_that_are_none_are_refused(client: Client, job: JobMemory) -> None:
