@@ -51,6 +51,8 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
     for each, scenario in scenarios.items():
         effects[each] = max(effects[each], now / float(window.step_seconds([scenario]).mean()))
     main = max(effects, key=lambda each: effects[each])
+    if main is Trouble.COMMUNICATION and effects[Trouble.COMPUTE] >= threshold:
+        main = Trouble.COMPUTE  # whose own work is slow sends and receives late, too
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
     return Diagnosis(
