@@ -26,6 +26,8 @@ from .whatif.simulate import Array
 
 NAMED = 8
 """Ranks in a sentence at most."""
+HELD_UP = 2.0
+"""A rank whose own work takes so many times its peers' sends and receives late, too: its transfers say nothing."""
 BLOCK = 4
 """Steps that are judged together."""
 MOST_DECOMPOSED = 64
@@ -51,10 +53,10 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
     for each, scenario in scenarios.items():
         effects[each] = max(effects[each], now / float(window.step_seconds([scenario]).mean()))
     main = max(effects, key=lambda each: effects[each])
-    if main is Trouble.COMMUNICATION and effects[Trouble.COMPUTE] >= threshold:
-        main = Trouble.COMPUTE  # whose own work is slow sends and receives late, too
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
+    if effects[Trouble.COMPUTE] >= threshold and max(by_rank.values()) >= HELD_UP:
+        main = Trouble.COMPUTE
     return Diagnosis(
         trouble=main if effects[main] >= threshold else Trouble.NONE,
         slowdown=effects[main],
