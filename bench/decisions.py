@@ -248,8 +248,15 @@ def main(seeds: int = SEEDS) -> int:
     cases = [Case(seed, spares) for seed, spares in product(range(seeds), (0, 1))]
     cases += [Case(seed, *kind) for seed, kind in product(range(seeds), kinds)]
     cases.sort(key=lambda case: -case.ends)
+    worlds: list[Played] = []
     with ProcessPoolExecutor() as pool:
-        found = results(list(pool.map(play, cases)))
+        for played in pool.map(play, cases):
+            worlds.append(played)
+            if len(worlds) % 10 == 0:
+                print(
+                    f"{len(worlds)} of {len(cases)}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True
+                )
+    found = results(worlds)
     table = {kind: [each for each in found if each.case.kind == kind] for kind in kinds}
     print("spares  factor  seconds    cost  clairvoyant's  noticing   times  removed  by the clairvoyant")
     times, behind = dict[str, float](), dict[str, float]()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Annotated
@@ -12,10 +13,12 @@ from .reading import Longest, Within
 
 MOST_RANKS = 1 << 20
 """Of one communicator."""
-MOST_INTERLEAVED = 65_536
-"""Of one whose runs overlap."""
+MOST_INTERLEAVED = 1_024
+"""Of one in which runs of different strides overlap."""
 MOST_COMMUNICATORS = 256
 """Of one rank, or one worker in one message."""
+MOST_CHARACTERS = 32_000
+"""Of the members of all in one message: reading them takes 10 µs a run."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,50 @@ class Communicator:
     def __post_init__(self) -> None:
         """Raises InputError where `members` are no ranks, or not each of them once."""
         runs = _runs(self.members)
-        ordered = sorted(runs, key=lambda run: run[0])
-        if all(before[-1] < run[0] for before, run in pairwise(ordered)):
+        if _apart(runs):
             return  # nothing to be counted one by one: who sends this may be hostile
-        if sum(map(len, runs)) > MOST_INTERLEAVED:
-            raise InputError(f"Communicator.members: {self.members[:80]!r}: give runs that do not overlap")
-        ranks = parse_ranks(self.members)
-        if len(set(ranks)) != len(ranks):
-            raise InputError(f"Communicator.members: {self.members[:80]!r} names a rank twice")
+        if len({run.step for run in runs}) > 1:
+            if sum(map(len, runs)) > MOST_INTERLEAVED:
+                raise InputError(f"Communicator.members: {self.members[:80]!r}: give runs that do not overlap")
+            ranks = parse_ranks(self.members)
+            if len(set(ranks)) == len(ranks):
+                return
+        elif all(map(_apart, _by_remainder(runs))):
+            return
+        raise InputError(f"Communicator.members: {self.members[:80]!r} names a rank twice")
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks, in the order of the group."""
         return parse_ranks(self.members)
+
+    @property
+    def size(self) -> int:
+        """Number of its ranks, which are not counted one by one."""
+        return sum(map(len, _runs(self.members)))
+
+    def fits(self, world_size: int) -> bool:
+        """Whether a job of so many ranks may have it."""
+        return all(run[-1] < world_size for run in _runs(self.members))
+
+
+def as_many_as_fit(communicators: Iterable[Communicator]) -> tuple[Communicator, ...]:
+    """The first of them, as many as one message takes."""
+    taken, characters = list[Communicator](), 0
+    for each in communicators:
+        characters += len(each.members)
+        if len(taken) == MOST_COMMUNICATORS or characters > MOST_CHARACTERS:
+            break
+        taken.append(each)
+    return tuple(taken)
+
+
+def check_room(data: object) -> None:
+    """Of the communicators of a message, before they are read. Raises InputError."""
+    given = data.get("communicators", ()) if isinstance(data, Mapping) else ()
+    members = [each.get("members", "") for each in given if isinstance(each, Mapping)] if given else []
+    if sum(len(text) for text in members if isinstance(text, str)) > MOST_CHARACTERS:
+        raise InputError(f"communicators: their members are more than the {MOST_CHARACTERS} characters that are taken")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -81,6 +115,19 @@ def _runs(text: str) -> list[range]:
     if sum(map(len, runs)) > MOST_RANKS:
         raise InputError(f"{text[:40]!r} are more than {MOST_RANKS} ranks")
     return runs
+
+
+def _apart(runs: Sequence[range]) -> bool:
+    """Whether each begins behind the end of another."""
+    return all(before[-1] < run[0] for before, run in pairwise(sorted(runs, key=lambda run: run[0])))
+
+
+def _by_remainder(runs: Sequence[range]) -> Collection[list[range]]:
+    """Of one stride; those of different remainders have no rank in common."""
+    found: dict[int, list[range]] = defaultdict(list)
+    for run in runs:
+        found[run[0] % run.step].append(run)
+    return found.values()
 
 
 def format_entered(sequences: Mapping[int, int]) -> str:

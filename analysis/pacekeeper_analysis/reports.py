@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from .communicators import MOST_COMMUNICATORS, Communicator, parse_entered
+from .communicators import MOST_COMMUNICATORS, Communicator, check_room, parse_entered
 from .errors import InputError
-from .operations import MOST_CHARACTERS
+from .operations import MOST_CHARACTERS, decode
 from .plan import SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
 from .records import Collective, Device, Phase
@@ -208,6 +208,7 @@ class Fault:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
+        check_room(data)
         return read(cls, data)
 
 
@@ -249,6 +250,10 @@ class RankOperations:
 
     rank: Count
     operations: Annotated[str, Longest(MOST_CHARACTERS)]  # as `operations.encode` writes them
+
+    def __post_init__(self) -> None:
+        """Raises InputError where `operations` are none."""
+        decode(self.operations)
 
 
 @dataclass(frozen=True)
@@ -303,6 +308,7 @@ class Evidence:
         """Raises InputError that names the field. A window that is not sound costs itself only: it is left out."""
         if not isinstance(data, Mapping):
             return read(cls, data)
+        check_room(data)
         windows = read_tuple(_sound, data.get("windows", ()), "Evidence.windows", MOST_RANKS)
         told = read(cls, {**data, "windows": ()})
         return replace(told, windows=tuple(window for window in windows if window is not None))

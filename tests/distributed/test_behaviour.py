@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from pacekeeper.observe.behaviour import watch
 from pacekeeper.runtime import Runtime, write_plan
 from pacekeeper_analysis.behaviour.localise import Localisation, localise
+from pacekeeper_analysis.behaviour.page import Page, page
 from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES, MOST_BYTES, Answer, Owner, compact
+from pacekeeper_analysis.behaviour.report import report
+from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_analysis.diagnose.finding import FaultClass
 from pacekeeper_analysis.plan import Profile, Role, Sources, WorkerPlan
 from tests.support.ranks import run_ranks
@@ -124,6 +127,19 @@ def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
     assert waiting.name == "all_reduce"
     assert waiting.share > 0.2
     assert any(stack.frames[-1] == f"{FILE}:augment" for stack in answers[1].pattern.stacks)
+    assert max(looks_into_augment(found, answers))[1] == "rank 1 (suspect)"
+
+
+def looks_into_augment(found: Localisation, answers: dict[int, Answer]) -> list[tuple[int, str]]:
+    """In each flame graph of the page, and whose it is."""
+    raw = {rank: answer.to_bytes() for rank, answer in answers.items()}
+    shown = report(Page.from_json(page(found, read_table(raw.items()), raw)), "job")
+    place = shown["names"].index(f"{FILE}:augment")
+
+    def looks(node: list[Any]) -> int:
+        return node[1] if node[0] == place else sum(map(looks, node[2]))
+
+    return [(looks(one["tree"]), one["label"]) for one in shown["patterns"]]
 
 
 def test_a_slow_function_of_all_ranks_is_found_by_their_early_steps(tmp_path: Path) -> None:

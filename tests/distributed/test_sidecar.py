@@ -189,6 +189,21 @@ async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None
     assert early.exists()
 
 
+async def test_what_is_no_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator) as worker:
+        patterns = worker.runtime.patterns
+        (patterns / "folder.1.json").mkdir(parents=True)
+        os.mkfifo(patterns / "pipe.1.json")
+        (patterns / "huge.1.json").write_bytes(bytes(1 << 20))
+        (patterns / "no-rank.json").write_text("{}")
+        path = worker.runtime.pattern("profile-1.5", 12)
+        path.write_text("{}")
+        await until(lambda: not path.exists() and not (patterns / "huge.1.json").exists(), "the rest is sent")
+        assert worker.process.returncode is None
+    assert operator.patterns == {"profile-1.5/12": b"{}"}
+
+
 async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator) as worker:

@@ -470,3 +470,34 @@ def test_start_kernel_profile() -> None:
     """Here, where there is no GPU, it says so."""
     with pytest.raises(RuntimeError, match="activities"):
         torch_internals.start_kernel_profile()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as running,
+        pytest.raises(RuntimeError, match="runs already"),
+    ):
+        torch_internals.start_kernel_profile()
+    assert running.profiler is not None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_before_another_profile(ended: bool) -> None:
+    """Another one's trace is whole, as ours has made room for it."""
+    ours, its = (torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) for _ in range(2))
+    ended_at: list[str] = []
+
+    def make_room() -> None:
+        ended_at.append("another one begins")
+        ours.stop()
+
+    ours.start()
+    end = torch_internals.before_another_profile(ours, make_room)
+    if ended:
+        end()
+        ours.stop()
+    for another in (its, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
+        another.start()
+        torch.ones(64) + 1
+        another.stop()
+        events = another.profiler.kineto_results.events()  # type: ignore[union-attr]  # it has run
+        assert "aten::ones" in {event.name() for event in events}
+    assert ended_at == ([] if ended else ["another one begins"])
+    assert torch.autograd.profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler", "as it was"

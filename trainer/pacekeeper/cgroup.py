@@ -55,7 +55,11 @@ def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) 
 
 def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """Where this process's group of the controller may be mounted, the likeliest place first."""
-    for line in membership.read_text().splitlines():
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not every container runtime has this file
+        return
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield root / path.lstrip("/")

@@ -53,6 +53,8 @@ __all__ = [
 dynamo = torch._C._dynamo.eval_frame
 engine = torch.autograd.Variable._execution_engine
 _distributed: Any = torch.distributed
+_autograd: Any = torch.autograd
+_autograd_profile: Any = torch.autograd.profiler.profile
 
 _kernels: list[torch.library.Library] = []
 """What keeps kernels of ours registered."""
@@ -272,12 +274,36 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 def start_kernel_profile() -> Any:
     """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs, or
     torch cannot."""
+    if _autograd._profiler_enabled():  # a second one would end it, and its trace would be empty
+        raise RuntimeError("a profiler runs already")
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     try:
         profile.start()
     except AssertionError as error:  # no such activity in this build
         raise RuntimeError(str(error)) from error
     return profile
+
+
+def before_another_profile(profile: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """`call` once, before a profile begins that is not `profile`: torch has one at a time, and two leave both empty.
+    Returns what ends that."""
+    prepare = _autograd_profile._prepare_trace
+    waits = True
+
+    def forget() -> None:
+        nonlocal waits
+        waits = False
+        if _autograd_profile._prepare_trace is prepare_after_call:
+            _autograd_profile._prepare_trace = prepare
+
+    def prepare_after_call(another: Any) -> None:
+        if waits and another is not profile.profiler:
+            forget()
+            call()
+        prepare(another)
+
+    _autograd_profile._prepare_trace = prepare_after_call
+    return forget
 
 
 def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:

@@ -218,8 +218,8 @@ def _plot(plot: Plot, suspects: Sequence[int], step_seconds: float) -> dict[str,
 
 
 def usual_range(shares: np.ndarray[Any, Any], busy: np.ndarray[Any, Any]) -> list[list[float]]:
-    """Where a rank is like its peers, as `localise` has it: |Δβ| + |Δβμ| ≤ SUSPECT spreads. Rows of μ, lowest β and
-    highest β; a use at which no β is usual has none."""
+    """Where a rank is like its peers, as `localise` has it but for σ: |Δβ| + |Δβμ| ≤ SUSPECT spreads.
+    Rows of μ, lowest β and highest β; a use at which no β is usual has none."""
     if not len(shares):
         return []
     share, part = float(np.median(shares)), float(np.median(busy))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..communicators import Communicator
 from ..operations import OPERATION, decode
 from ..records import NOTICED_LATE, SYMMETRIC, Collective
 from ..reports import Evidence
@@ -115,7 +116,7 @@ def transfers(evidence: Sequence[Evidence]) -> dict[TransferClass, Transfer]:
     found = {}
     for at, (group, collective, power) in enumerate(kinds.T.tolist()):
         of = measured[kind_of.reshape(-1) == at]
-        identity, ranks = table.groups[group]
+        identity, ranks = table.groups[group].identity, table.groups[group].ranks
         per_byte = least[of] / table.bytes[first][of]
         middle = [float(np.median(values)) for values in (least[of], per_byte, late[of])]
         found[TransferClass(identity, collective, power)] = Transfer(middle[0], middle[1], middle[2], ranks)
@@ -152,8 +153,7 @@ def slow_transfers(
 class _Table:
     """Collectives of which all members have told, one row a member; the rows of one collective stand together."""
 
-    groups: Sequence[tuple[int, tuple[int, ...]]]
-    """Identity and ranks."""
+    groups: Sequence[Communicator]
     group: Whole
     rank: Whole
     step: Whole
@@ -196,7 +196,7 @@ def _table(evidence: Sequence[Evidence]) -> _Table:
         changes = np.flatnonzero((np.diff(keys, axis=1) != 0).any(axis=0)) + 1
         first = np.concatenate([[0], changes])
         of = np.repeat(np.arange(len(first)), np.diff([*first, len(together)]))
-        sizes = np.array([len(ranks) for _, ranks in groups])
+        sizes = np.array([of.size for of in groups])
         twice = np.zeros(len(together), bool)
         twice[1:] = (rank[together][1:] == rank[together][:-1]) & (of[1:] == of[:-1])
         whole = (np.bincount(of) == sizes[group[together][first]]) & (np.bincount(of, weights=twice) == 0)
@@ -224,16 +224,16 @@ def _table(evidence: Sequence[Evidence]) -> _Table:
 
 def _rows(
     evidence: Sequence[Evidence],
-) -> tuple[tuple[Whole, Whole, NDArray[np.void]], list[tuple[int, tuple[int, ...]]]]:
+) -> tuple[tuple[Whole, Whole, NDArray[np.void]], list[Communicator]]:
     """Rank, group and operation of all that is judged, as it was told; and the groups."""
     number_of: dict[tuple[int, str], int] = {}
-    groups: list[tuple[int, tuple[int, ...]]] = []
+    groups: list[Communicator] = []
     ranks, of_groups, operations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, OPERATION)]
     for told in evidence:
         for communicator in told.communicators:
             if (communicator.identity, communicator.members) not in number_of:
                 number_of[communicator.identity, communicator.members] = len(groups)
-                groups.append((communicator.identity, communicator.ranks))
+                groups.append(communicator)
         numbers = np.array([number_of[each.identity, each.members] for each in told.communicators], np.int64)
         for of_rank in told.operations:
             found = decode(of_rank.operations)
@@ -303,7 +303,7 @@ def _ways(
 
 def _roles(table: _Table, rank_of: Whole, ranks: int) -> Whole:
     """By rank: a number for what it does in its newest step, in order: which collectives, in groups of how many."""
-    size = np.array([len(of) for _, of in table.groups])
+    size = np.array([of.size for of in table.groups])
     course = np.argsort(table.order)
     roles: dict[bytes, int] = {}
     found = np.zeros(ranks, np.int64)

@@ -162,5 +162,5 @@ def _ping(probes: Sequence[LinkProbe]) -> float:
 
 def _words(probes: Sequence[LinkProbe]) -> str:
     if _failed(probes):
-        return f"failed ({probes[-1].failed or 'nothing came through'})"
+        return f"failed ({probes[-1].failed[:80] or 'nothing came through'})"
     return f"{_rate(probes) / 1e6:.0f} MB/s, {_ping(probes) * 1e3:.2f} ms"

@@ -49,6 +49,8 @@ APART = 3
 """Cells that a row (a column) needs before an effect of its own can be told from those of its cells."""
 ROUNDS = 4
 """Of median polish; its residuals hardly change any more."""
+MOST_COMPARED = 256
+"""Hot spots of which each is held against each other."""
 NAMED = 8
 """Hot spots that are told at most, hottest first."""
 
@@ -277,6 +279,7 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
         for spots in seen.values()
         if len(spots) >= WINDOWS_NEEDED
     ]
+    found = sorted(found, key=lambda spot: -spot.ratio)[:MOST_COMPARED]
     found.sort(key=lambda spot: spot.bytes_per_second)
     causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
     ratios = {(spot.source, spot.destination): spot.ratio for spot in found}

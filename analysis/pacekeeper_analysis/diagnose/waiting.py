@@ -237,9 +237,14 @@ class _Members:
         self._holds = cache(lambda text: frozenset(parse_ranks(text)))
         self._told: dict[tuple[int, int], Communicator] = {}
         for fault in faults:
+            inside = defaultdict(list)  # of other groups nobody asks
+            for state in fault.ranks:
+                for identity in {state.group, state.device_group}:
+                    inside[identity].append(state.rank)
             for told in fault.communicators:
-                holds = self._holds(told.members)
-                self._told.update(((state.rank, told.identity), told) for state in fault.ranks if state.rank in holds)
+                speak = inside.get(told.identity)
+                holds = self._holds(told.members) if speak else frozenset()
+                self._told.update(((rank, told.identity), told) for rank in speak or () if rank in holds)
 
     def of(self, rank: int, place: _Place) -> tuple[tuple[int, ...], str]:
         """Members and name of the group that `rank` is in at `place`; () where they are not known."""

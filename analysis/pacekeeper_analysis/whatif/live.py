@@ -77,11 +77,14 @@ class _Rank:
     def __init__(self, of: RankSteps) -> None:
         self.step_seconds = of.step_seconds
         self._operations = of.operations
-        self._groups = [communicator.ranks for communicator in of.communicators]
+        self._groups = of.communicators
+        self._ranks_of: dict[int, tuple[int, ...]] = {}  # those that were asked for: all of them may be many
 
     @cached_property
     def steps(self) -> dict[int, NDArray[np.void]]:
         """By number, of those whose duration is known."""
+        if not len(self._operations):
+            return {}
         order = np.lexsort((self._operations["start"], self._operations["step"]))
         ordered = self._operations[order]
         numbers, first = np.unique(ordered["step"], return_index=True)
@@ -90,7 +93,11 @@ class _Rank:
 
     def ranks_of(self, group: int) -> tuple[int, ...]:
         """() where it is not known."""
-        return () if group == NO_GROUP or group >= len(self._groups) else self._groups[group]
+        if group == NO_GROUP or group >= len(self._groups):
+            return ()
+        if group not in self._ranks_of:
+            self._ranks_of[group] = self._groups[group].ranks
+        return self._ranks_of[group]
 
     def transfers(self, operations: NDArray[np.void]) -> NDArray[np.void]:
         """Sends and receives whose peer is known."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from pacekeeper_analysis import price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
@@ -27,6 +28,7 @@ from ..observation import FRESH_SECONDS, Observation, Policy, WorkerView
 from ..state import Draft, Incident, LinkLook, LinkSide, LinkVerdict
 from ..subject import Subject
 from . import blame
+from .answers import Answers
 from .pricing import replace_option, written
 from .remedies import quarantine_node
 
@@ -54,13 +56,9 @@ ADVICE: Mapping[Verdict, str] = {
 
 def see(observation: Observation, _policy: Policy) -> Draft:
     """What the connections of all members show, once they have told."""
-    draft, before, request = observation.draft, observation.state.adaptation.link, observation.plan.evidence_request
-    if EvidencePart.LINKS not in observation.plan.evidence_parts or (before and before.request == request):
+    draft, request = observation.draft, observation.plan.evidence_request
+    if not _is_due(observation):
         return draft
-    if not request or len(observation.evidence) < len(observation.plan.members):
-        return draft
-    if before is not None and before.probe:
-        return draft  # what is being probed stays until it is told
     shown = look(observation)
     hottest = shown.hot[0] if shown.hot else None
     source, destination = hottest.pairs[0] if hottest else (-1, -1)
@@ -81,8 +79,30 @@ def see(observation: Observation, _policy: Policy) -> Draft:
 
 def look(observation: Observation) -> Links:
     """The delay matrix of the evidence that has come."""
-    nodes = {view.name: view.node for view in observation.workers}
-    return links.judge(*links.join(observation.evidence, nodes))
+    nodes = tuple((view.name, view.node) for view in observation.workers)
+    return _judged(Answers(observation.evidence), nodes)
+
+
+def look_ahead(observation: Observation) -> None:
+    """Find out what `see` will ask for: in a large job that takes seconds."""
+    if _is_due(observation):
+        look(observation)
+
+
+def _is_due(observation: Observation) -> bool:
+    """All have told of their connections, and that has not been looked at. What is being probed stays until it is
+    told."""
+    plan, before = observation.plan, observation.state.adaptation.link
+    if EvidencePart.LINKS not in plan.evidence_parts or not plan.evidence_request:
+        return False
+    if before is not None and (before.probe or before.request == plan.evidence_request):
+        return False
+    return len(observation.evidence) >= len(plan.members)
+
+
+@lru_cache(maxsize=2)
+def _judged(answers: Answers, nodes: tuple[tuple[str, str], ...]) -> Links:
+    return links.judge(*links.join(answers.evidence, dict(nodes)))
 
 
 def wanted(observation: Observation) -> bool:
@@ -210,7 +230,14 @@ def _told(observation: Observation) -> Judgement | None:
     assert seen is not None
     if plan.probe is None or plan.probe.name != seen.probe:
         return Judgement(Verdict.UNTOLD, "the workers changed before it was answered")
-    answers = {evidence.worker: evidence.probes for evidence in observation.probes}
+    asked = {
+        worker: {target.worker for target in targets}
+        for worker, targets in zip(plan.probe.sources, plan.probe.targets, strict=True)
+    }
+    answers = {
+        told.worker: [of for of in told.probes if of.target in asked.get(told.worker, ())]
+        for told in observation.probes
+    }
     waited = observation.now - seen.probed_at - link_probe.seconds(plan.probe)
     if any(source not in answers for source in plan.probe.sources) and waited < ANSWER_SECONDS:
         return None

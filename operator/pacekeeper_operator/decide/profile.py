@@ -121,7 +121,7 @@ def _begin(observation: Observation, policy: Policy) -> Draft:
         incident="" if incident is None else incident.name,
         round=observation.round,
         asked_at=now,
-        until=now + max(ahead, LEAD_SECONDS) + 1.5 * longest + ANSWER_SECONDS,
+        until=now + min(max(ahead, LEAD_SECONDS) + 1.5 * longest + ANSWER_SECONDS, HOUR),
         reason=reason,
         asked=lately if by_hand else (*lately, now),
         looked_into=looked[-MOST_LOOKED_INTO:],

@@ -9,14 +9,22 @@ import numpy as np
 
 from pacekeeper_analysis import staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble
-from pacekeeper_analysis.diagnose.blame import Blame, blame, slow_transfers, transfers, usual_among_groups
+from pacekeeper_analysis.diagnose.blame import (
+    Blame,
+    Transfer,
+    TransferClass,
+    blame,
+    slow_transfers,
+    transfers,
+    usual_among_groups,
+)
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.waiting import name_ranks
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective
-from pacekeeper_analysis.reports import Evidence
 
 from ..observation import Observation
+from .answers import Answers
 
 ASKED_AT_ONCE, MOST_ASKED = 64, 1024
 """Up to so many ranks tell of their collectives with the first answer: up to 130 KB a rank; up to so many, with the
@@ -47,7 +55,7 @@ def may_have_stages(observation: Observation) -> bool:
 def of_stages(observation: Observation) -> Diagnosis | None:
     """What holds up a job with pipeline stages; None: it has none, or that is not known."""
     threshold = observation.job.spec.detection.straggler_slowdown
-    return _of_stages(observation.evidence, threshold) if _is_told(observation) else None
+    return _of_stages(Answers(observation.evidence), threshold) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -70,7 +78,7 @@ def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> 
 
 def slow_groups(observation: Observation) -> Finding | None:
     """Groups whose transfers take longer than those of others like them; None: not known, or there are none."""
-    now = transfers(observation.evidence) if _is_told(observation) else {}
+    now = _transfers(Answers(observation.evidence)) if _is_told(observation) else {}
     slow = sorted(slow_transfers(now, usual_among_groups(now)).items(), key=lambda item: -item[1])
     if not slow:
         return None
@@ -80,6 +88,13 @@ def slow_groups(observation: Observation) -> Finding | None:
     return Finding(FaultClass.NETWORK, f"links of {ranks}", (Witness(WitnessKind.WAITS, words),))
 
 
+def look_ahead(observation: Observation) -> None:
+    """Find out what passes will ask for: in a large job that takes seconds."""
+    if _is_told(observation):
+        answers = Answers(observation.evidence)
+        _blame(answers), _transfers(answers), of_stages(observation)
+
+
 def _share(told: Blame, found: Diagnosis, rank: int) -> float:
     """Of a step, that each peer waits for this rank beyond what it waits for others in its role."""
     (at,) = np.flatnonzero(told.ranks == rank)
@@ -87,7 +102,7 @@ def _share(told: Blame, found: Diagnosis, rank: int) -> float:
 
 
 def _told(observation: Observation) -> Blame | None:
-    return _blame(observation.evidence) if _is_told(observation) else None
+    return _blame(Answers(observation.evidence)) if _is_told(observation) else None
 
 
 def _is_told(observation: Observation) -> bool:
@@ -95,15 +110,21 @@ def _is_told(observation: Observation) -> bool:
     return len(ranks) == observation.plan.world_size
 
 
-@lru_cache(maxsize=4)
-def _of_stages(evidence: tuple[Evidence, ...], threshold: float) -> Diagnosis | None:
+@lru_cache(maxsize=2)
+def _of_stages(answers: Answers, threshold: float) -> Diagnosis | None:
     """As `_blame`."""
-    live = staged.live_window(evidence)
-    windows = [window for answer in evidence for window in answer.windows]
+    live = staged.live_window(answers.evidence)
+    windows = [window for answer in answers.evidence for window in answer.windows]
     return None if live is None else staged.diagnose(live, windows, threshold)
 
 
-@lru_cache(maxsize=4)
-def _blame(evidence: tuple[Evidence, ...]) -> Blame:
-    """Passes come again and again while an answer is weighed."""
-    return blame(evidence)
+@lru_cache(maxsize=2)
+def _transfers(answers: Answers) -> dict[TransferClass, Transfer]:
+    """As `_blame`."""
+    return transfers(answers.evidence)
+
+
+@lru_cache(maxsize=2)
+def _blame(answers: Answers) -> Blame:
+    """Passes come again and again while an answer is weighed. Few are kept: those of a large job hold 100 MB."""
+    return blame(answers.evidence)

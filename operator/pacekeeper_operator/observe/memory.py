@@ -53,6 +53,7 @@ class JobMemory:
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out
+    pattern_bytes: int = 0  # of them all
     localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
@@ -68,7 +69,7 @@ class JobMemory:
         settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             if self.plan is None or self.plan.profile != draft.plan.profile:
-                self.patterns = {}
+                self.patterns, self.pattern_bytes = {}, 0
             self.draft, self.resource_version = draft, resource_version
             self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}

@@ -8,6 +8,7 @@ status is said last, whatever went wrong before.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 from pacekeeper_analysis.errors import InputError
@@ -15,7 +16,7 @@ from pacekeeper_analysis.errors import InputError
 from .. import metrics
 from ..api import Job, JobPhase, JobStatus, Mode, Outcome
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
-from ..decide import node_lost, workforce
+from ..decide import links, node_lost, waits, workforce
 from ..decide import status as statuses
 from ..decide.think import Thought, effects, think
 from ..effects import Effect
@@ -138,7 +139,16 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
     observation = replace(observation, dice=operator.runtime.identifier())
     if node_lost.suspected(observation):
         observation = await gather.look_closely(observation)
+    if observation.evidence:
+        await operator.runtime.compute(lambda: _look_ahead(observation))
     return observation.with_draft(_swept(desk, observation.draft))
+
+
+def _look_ahead(observation: Observation) -> None:
+    """Beside the loop, so that polls are answered and the Lease is renewed: what fails here fails in its own step."""
+    with suppress(Exception):
+        waits.look_ahead(observation)
+        links.look_ahead(observation)
 
 
 async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:

@@ -122,8 +122,7 @@ class Sidecars:
         job = self._job(caller)
         if _settled(job, fault):
             return
-        member = None if job.plan is None else _member(job.plan, caller)
-        fault = _fault_by_our_clock(_about_its_own(fault, member), self._runtime.now())
+        fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
         workers = 0 if job.draft is None else len(job.draft.state.placement.workers)
         if why := job.faults.take(fault, workers):
             raise TooMany(f"{why}: send fault {fault.name} again later")
@@ -149,14 +148,23 @@ class Sidecars:
             return
         probe = job.plan.probe
         if probe is not None and _is_asked(probe, evidence.request, caller.worker):
-            job.probes[caller.worker] = evidence
+            job.probes[caller.worker] = replace(evidence, windows=(), communicators=(), operations=(), links=())
             if len(job.probes) >= len(probe.sources):
                 job.wake.set()
         if evidence.request != job.plan.evidence_request:
             return
         own = tuple(window for window in evidence.windows if window.rank in member.ranks)
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
-        job.evidence[caller.worker] = replace(evidence, windows=own, links=links)
+        operations = {of.rank: of for of in evidence.operations if of.rank in member.ranks}
+        known = all(each.fits(job.plan.world_size) for each in evidence.communicators)  # operations count on them all
+        job.evidence[caller.worker] = replace(
+            evidence,
+            windows=own,
+            links=links,
+            communicators=evidence.communicators if known else (),
+            operations=tuple(operations.values()) if known else (),
+            probes=(),
+        )
         if len(job.evidence) >= len(job.plan.members):
             job.wake.set()
 
@@ -170,7 +178,7 @@ class Sidecars:
         member = _member(job.plan, caller)
         if member is None or rank not in member.ranks:
             return False
-        if sum(len(data) for _, each in self._memory for data in each.patterns.values()) > MAX_PATTERN_BYTES:
+        if sum(each.pattern_bytes for _, each in self._memory) > MAX_PATTERN_BYTES:
             raise NotYet("other jobs' behaviour windows are being looked into")
         return True
 
@@ -178,6 +186,7 @@ class Sidecars:
         job = self._job(caller)
         if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
             return
+        job.pattern_bytes += len(data) - len(job.patterns.get(rank, b""))
         job.patterns[rank] = data
         if len(job.patterns) >= job.plan.world_size:
             job.wake.set()
@@ -265,10 +274,15 @@ def _names_its_own(fault: Fault) -> None:
         raise InputError(f"name: {fault.name[:MAX_NAME]!r} must begin with {fault.worker}-, in {MAX_NAME} characters")
 
 
-def _about_its_own(fault: Fault, member: Member | None) -> Fault:
-    """Without words about others' ranks, and with one about each rank: the last."""
-    states = {state.rank: state for state in fault.ranks if member is not None and state.rank in member.ranks}
-    return replace(fault, ranks=tuple(states.values()))
+def _about_its_own(fault: Fault, plan: Plan | None, caller: Caller) -> Fault:
+    """Without words about others' ranks, and with one about each rank: the last; without groups of ranks that the job
+    does not have."""
+    member = None if plan is None else _member(plan, caller)
+    if plan is None or member is None:
+        return replace(fault, ranks=(), communicators=())
+    states = {state.rank: state for state in fault.ranks if state.rank in member.ranks}
+    groups = tuple(each for each in fault.communicators if each.fits(plan.world_size))
+    return replace(fault, ranks=tuple(states.values()), communicators=groups)
 
 
 def _heartbeat_by_our_clock(said: Heartbeat, before: Contact | None, received: float) -> Heartbeat:

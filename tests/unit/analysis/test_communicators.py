@@ -2,8 +2,9 @@
 
 import pytest
 
-from pacekeeper_analysis.communicators import Communicator, format_ranks, parse_ranks
+from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, check_room, format_ranks, parse_ranks
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reports import Evidence, Fault
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,26 @@ def test_what_is_no_group_is_refused(text: str) -> None:
 
 def test_a_group_that_is_interleaved_is_none_the_less_one() -> None:
     assert Communicator(1, "0-6:2,1-7:2").ranks == (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def test_groups_of_one_stride_may_interleave_however_large_they_are() -> None:
+    assert Communicator(1, "0-99998:2,1-99999:2").size == 100_000
+
+
+def test_a_job_has_no_groups_of_ranks_beyond_its_own() -> None:
+    group = Communicator(1, "0-1048575")
+    assert group.fits(1 << 20)
+    assert not group.fits(8)
+
+
+def test_a_message_takes_so_many_members_and_its_sender_knows() -> None:
+    long = [Communicator(number, ",".join(map(str, range(0, 1500, 2)))) for number in range(1, 65)]
+    fit = as_many_as_fit(long)
+    assert 0 < len(fit) < len(long)
+    check_room({"communicators": [vars(each) for each in fit]})
+    with pytest.raises(InputError, match="communicators"):
+        check_room({"communicators": [vars(each) for each in long]})
+    for told in (Fault, Evidence):
+        body = {"communicators": [vars(each) for each in long]}
+        with pytest.raises(InputError, match="characters"):
+            told.from_json(body)

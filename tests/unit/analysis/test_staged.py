@@ -6,6 +6,7 @@ import pytest
 
 from pacekeeper_analysis import adapt, staged
 from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.operations import encode
 from pacekeeper_analysis.reports import Evidence, RankOperations, RankWindow
 from tests.support.pipeline_job import Shape, Work, record, steady
@@ -84,7 +85,9 @@ def test_jobs_without_stages_are_judged_as_they_were() -> None:
 
 def test_what_cannot_be_read_is_no_window() -> None:
     given = answers(SHAPE, steady())
-    broken = dataclasses.replace(given[0], operations=(RankOperations(0, "!"),))
-    assert staged.live_window([broken, *given[1:]]) is None
+    with pytest.raises(InputError):
+        RankOperations(0, "!")
+    silent = dataclasses.replace(given[0], operations=(RankOperations(0, ""),))
+    assert staged.live_window([silent, *given[1:]]) is None
     assert staged.live_window([dataclasses.replace(answer, operations=()) for answer in given]) is None
     assert staged.live_window(given[1:]) is None

@@ -65,6 +65,13 @@ def test_control_groups_of_both_versions_are_read(
     assert cgroup.cpu_limit(tmp_path, tmp_path / "membership") == processors
 
 
+def test_where_no_control_group_is_told_of_nothing_is_known(tmp_path: Path) -> None:
+    missing = tmp_path / "membership"
+    assert cgroup.oom_kills(tmp_path, missing) == 0
+    assert cgroup.cpu_limit(tmp_path, missing) == float("inf")
+    assert cgroup.throttling(tmp_path, missing) == (0, 0)
+
+
 def test_the_interface_of_an_address_is_found() -> None:
     assert network.interface_of("127.0.0.3") == "lo"
     assert network.interface_of("203.0.113.1") is None

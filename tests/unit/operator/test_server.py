@@ -33,6 +33,7 @@ from pacekeeper_analysis.reports import (
     GpuHealth,
     Heartbeat,
     LauncherState,
+    RankOperations,
     RankState,
     RankWindow,
 )
@@ -408,6 +409,23 @@ async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMe
     assert job.evidence == {"j-w0-0": new}
     mismatch = await client.post("/v1/evidence/why", json=old.to_json(), **W0)
     assert mismatch.status == 400
+
+
+async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobMemory) -> None:
+    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    own, other = RankOperations(0, ""), RankOperations(1, "")
+    for group, kept in ((Communicator(1, "0-1"), (own,)), (Communicator(1, "0-1048575"), ())):
+        told = Evidence("why", "j-w0-0", 1, communicators=(group,), operations=(own, other))
+        assert (await client.post("/v1/evidence/why", json=told.to_json(), **W0)).status == 202
+        assert job.evidence["j-w0-0"].operations == kept
+        assert bool(job.evidence["j-w0-0"].communicators) is bool(kept)
+
+
+async def test_operations_that_are_none_are_refused(client: Client, job: JobMemory) -> None:
+    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    body = Evidence("why", "j-w0-0", 1).to_json() | {"operations": [{"rank": 0, "operations": "!"}]}
+    assert (await client.post("/v1/evidence/why", json=body, **W0)).status == 400
+    assert not job.evidence
 
 
 async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) -> None:

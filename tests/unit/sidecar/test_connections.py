@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.launcher import sockets
 from pacekeeper.launcher.sockets import PERIOD, SocketFile, sockets_of
 from pacekeeper.runtime import Runtime, read_json, write_json, write_text
 from pacekeeper.sidecar import connections
@@ -115,6 +116,26 @@ class TestWindows:
                 seen.look(float(look))
                 send(pair, 1000)
             assert seen.windows() == ()
+
+    def test_of_connections_that_no_rank_holds_nothing_is_kept(self, runtime: Runtime, pair: Pair) -> None:
+        """A node's own network has many thousands."""
+        seen = owned(runtime, {0: pair[0]})
+        seen.look(0.0)
+        assert [held for held, _ in seen._looks[-1].ends.values()] == [inode(pair[0])]
+        assert len(seen._early) == 1
+
+    def test_a_time_that_goes_back_is_none(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever the kernel says, the operator takes no negative seconds."""
+        write_json(runtime.sockets, {"7": 0})
+        seen = Connections(runtime)
+        for look in range(LOOKS):
+            back = LOOKS - look
+            info = connections._INFO.pack(MB * look, 0, 0, 1, back, back * MB, back * MB, 0)
+            monkeypatch.setattr(connections, "_dump", lambda info=info: [(bytes([2]) + bytes(48), (7, info))])
+            seen.look(float(look))
+        windows = seen.windows()
+        assert {(w.busy_seconds, w.receiver_limited_seconds, w.sender_limited_seconds) for w in windows} == {(0, 0, 0)}
+        Evidence.from_json(Evidence("why", "w", 1, links=windows).to_json())
 
     def test_before_the_first_window_is_whole_there_is_none(self, runtime: Runtime, pair: Pair) -> None:
         seen = owned(runtime, {0: pair[0]})
@@ -255,6 +276,13 @@ class TestSockets:
         runtime.sockets.unlink()
         file.look({}, now=10.0 + 2 * PERIOD)
         assert not runtime.sockets.exists(), "nothing has changed"
+
+    def test_of_very_many_open_files_only_so_many_are_looked_at(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert inode(pair[0]) in sockets_of(os.getpid())
+        monkeypatch.setattr(sockets, "MOST_FILES", 0)
+        assert sockets_of(os.getpid()) == set()
 
     def test_a_process_that_has_gone_holds_none(self) -> None:
         pid = os.fork()

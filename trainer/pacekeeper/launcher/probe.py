@@ -33,12 +33,12 @@ LOST_SECONDS = 0.2
 MOST_TURNS = 16
 """Of one request: more is none that an operator makes."""
 GUESTS = 16
-"""At a time; more are turned away. A request takes a handful."""
+"""At a time. A request takes a handful; of more, those who have proved nothing go first, the eldest of them."""
 GUEST_SECONDS = 5.0
 PROOF_SECONDS = 2.0
 _BUFFER = 1 << 18
 _CHUNK = memoryview(bytes(_BUFFER))
-_BROKEN = (OSError, TimeoutError, ValueError, KeyError, TypeError, EOFError)
+_BROKEN = (OSError, TimeoutError, ValueError, KeyError, TypeError, EOFError, OverflowError, RecursionError)
 _ACKED = struct.Struct("=120xQ")  # bytes_acked of a tcp_info (linux/tcp.h)
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class ProbeHost:
         self._secret: tuple[int, str] | None = None  # of the membership in force
         self._server: asyncio.Server | None = None
         self._guests: set[asyncio.StreamWriter] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Of these, those who have proved nothing yet, the eldest first."""
 
     async def serve(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._attend, sock=listener, limit=_BUFFER)
@@ -66,21 +68,35 @@ class ProbeHost:
             guest.transport.abort()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._guests) >= GUESTS or self._secret is None:
+        if self._secret is None or not self._has_room():
             writer.close()
             return
         self._guests.add(writer)
+        self._strangers[writer] = None
         try:
             async with asyncio.timeout(GUEST_SECONDS):
                 async with asyncio.timeout(PROOF_SECONDS):
                     channel = await greet_guest(reader, writer, self._secret_of)
                     message = await channel.read()
+                    self._strangers.pop(writer, None)
                 await _answer(reader, channel, message)
         except _BROKEN as error:
             log.debug("a probe's connection ended: %r", error)
         finally:
-            self._guests.discard(writer)
+            self._leave(writer)
             writer.close()
+
+    def _has_room(self) -> bool:
+        """Strangers who come and stay keep nobody out: a member proves itself in milliseconds."""
+        if len(self._guests) >= GUESTS and self._strangers:
+            eldest = next(iter(self._strangers))
+            self._leave(eldest)
+            eldest.transport.abort()
+        return len(self._guests) < GUESTS
+
+    def _leave(self, guest: asyncio.StreamWriter) -> None:
+        self._guests.discard(guest)
+        self._strangers.pop(guest, None)
 
     async def _secret_of(self, membership: int) -> str:
         if self._secret is None or self._secret[0] != membership:

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_entered
+from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, format_entered
 from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import Fault, FaultKind, RankState
 
@@ -235,7 +235,7 @@ def _named(communicators: Collection[Communicator], states: Collection[RankState
     """Those that `states` speak of."""
     named = {group for state in states for group in (state.group, state.device_group)}
     known = {each.identity: each for each in communicators if each.identity in named}
-    return tuple(known.values())[:MOST_COMMUNICATORS]
+    return as_many_as_fit(known.values())
 
 
 def step_seconds_of(records: NDArray[np.void]) -> float:

@@ -31,14 +31,18 @@ class Communicators:
         """`path`: of their file, which is another round's now; None: nobody reads it."""
         self._path = path
         self._known: dict[int, Communicator] = {}
-        self._gone: list[int] = []
+        self._gone: dict[int, None] = {}
+        """Of these, those that were destroyed, the first one first."""
         if path is not None:
             path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)
 
     def add(self, identity: int, ranks: Sequence[int], name: str = "") -> None:
         """Known from now on. Where torch does not know the `ranks`, or they cannot be written down, it is not."""
-        if self._path is None or identity in self._known or not ranks:
+        if self._path is None or not ranks:
+            return
+        self._gone.pop(identity, None)  # torch gives the same ranks the same name again
+        if identity in self._known:
             return
         try:
             communicator = read(Communicator, {"identity": identity, "members": format_ranks(ranks), "name": name})
@@ -46,14 +50,19 @@ class Communicators:
             log.warning("nobody will know who waits for whom in a group of %d ranks: %s", len(ranks), error)
             return
         if len(self._known) == MOST_COMMUNICATORS:
-            self._known.pop(self._gone.pop(0) if self._gone else next(iter(self._known)))
+            eldest = next(iter(self._gone or self._known))
+            self._gone.pop(eldest, None)
+            self._known.pop(eldest)
         self._known[identity] = communicator
-        write_json(self._path, {"communicators": [vars(each) for each in self._known.values()]})
+        try:
+            write_json(self._path, {"communicators": [vars(each) for each in self._known.values()]})
+        except OSError as error:  # a full volume is no reason to end the training
+            log.warning("nobody will know who waits for whom in a new group of %d ranks: %s", len(ranks), error)
 
     def destroyed(self, identity: int) -> None:
         """It stays as long as there is room: records still speak of it."""
         if identity in self._known:
-            self._gone.append(identity)
+            self._gone[identity] = None
 
 
 def read_communicators(path: Path) -> tuple[Communicator, ...]:

@@ -54,7 +54,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class _Look:
-    """All connections at one moment: by the kernel's name for each, its socket's inode and its counters as they came.
+    """The ranks' connections at one moment: by the kernel's name for each, its socket's inode and its counters as they
+    came. On a node's own network there may be many thousands of others.
 
     What stands still is the same object in all looks, so that thousands of idle connections cost little memory.
     """
@@ -100,9 +101,9 @@ class Connections:
 
     def look(self, now: float) -> None:
         """`now`: seconds, monotonic."""
-        before = self._looks[-1].ends if self._looks else {}
+        ranks, before = self._ranks(), self._looks[-1].ends if self._looks else {}
         try:
-            ends = {name: _same(before.get(name), end) for name, end in _dump()}
+            ends = {name: _same(before.get(name), end) for name, end in _dump() if end[0] in ranks}
         except OSError as error:
             if str(error) != self._failed:  # once: it comes again with every look
                 log.warning("the kernel does not tell of connections, so links stay unknown: %s", error)
@@ -178,8 +179,8 @@ def _of_one_end(
                 seconds=round(last.at - first.at, 3),
                 acked_bytes=now.acked_bytes - was.acked_bytes,
                 busy_seconds=round(max(0.0, now.busy - was.busy), 3),
-                receiver_limited_seconds=round(now.receiver_limited - was.receiver_limited, 3),
-                sender_limited_seconds=round(now.sender_limited - was.sender_limited, 3),
+                receiver_limited_seconds=round(max(0.0, now.receiver_limited - was.receiver_limited), 3),
+                sender_limited_seconds=round(max(0.0, now.sender_limited - was.sender_limited), 3),
                 retransmitted_bytes=now.retransmitted_bytes - was.retransmitted_bytes,
                 unsent_bytes=now.unsent_bytes,
                 least_round_trip_seconds=now.least_round_trip,

@@ -13,7 +13,7 @@ from pacekeeper.observe.operations import SENT_BY_A_WORKER, last_operations
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
+from pacekeeper_analysis.communicators import Communicator, as_many_as_fit
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.operations import MOST_OPERATIONS, encode
 from pacekeeper_analysis.plan import EvidencePart
@@ -75,7 +75,7 @@ class RankRings:
         """Of the ranks here, each once; where they are too many, the newest of each rank."""
         of_ranks = [read_communicators(self._runtime.communicators_of(local)) for local in self._ranks]
         newest_first = [each for at in itertools.zip_longest(*map(reversed, of_ranks)) for each in at if each]
-        return tuple({each.identity: each for each in newest_first}.values())[:MOST_COMMUNICATORS]
+        return as_many_as_fit({each.identity: each for each in newest_first}.values())
 
     @staticmethod
     def _windows(ranks: Sequence[Rank]) -> tuple[RankWindow, ...]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pacekeeper.runtime import read_json, write_plan
+from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault
@@ -213,15 +214,15 @@ class Sidecar:
         backoff = Backoff()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            for path in self._runtime.patterns.glob("[!.]*.json"):
+            for path in filter(Path.is_file, self._runtime.patterns.glob("[!.]*.json")):
                 window, _, rank = path.stem.rpartition(".")
                 try:
-                    await self._client.pattern(window, int(rank), path.read_bytes())
+                    await self._client.pattern(window, int(rank), _pattern_in(path))
                     backoff.reset()
                 except Unavailable as error:
                     await backoff.sleep(f"pattern {path.stem} not taken", error)
                     continue
-                except (Rejected, ValueError) as error:
+                except (Rejected, ValueError, OSError) as error:
                     log.error("pattern %s is dropped: %s", path.stem, error)
                 _forget(path)
 
@@ -287,6 +288,13 @@ def _probed(path: Path, name: str, worker: str, round_: int) -> Evidence | None:
         return Evidence.from_json({"request": name, "worker": worker, "round": round_, "probes": written["probes"]})
     except (InputError, ValueError, KeyError, AttributeError):
         return None
+
+
+def _pattern_in(path: Path) -> bytes:
+    """What a rank has written. Raises OSError, and InputError where it is more than a rank sends."""
+    if path.stat().st_size > MOST_ANSWER_BYTES:
+        raise InputError(f"{path.name}: must be {MOST_ANSWER_BYTES} bytes at most")
+    return path.read_bytes()
 
 
 def _forget(path: Path) -> None:

@@ -402,3 +402,18 @@ def answered_later(of_incident: dict[str, Any]) -> Observation:
     """What has become of the incident by the time at which the probe of a slow sender is answered."""
     found = answered(SENDER)
     return found.with_draft(found.draft.with_incident(replace(INCIDENT, **of_incident)))
+
+
+def test_what_a_worker_measured_unasked_counts_for_nothing() -> None:
+    asked_for = answered(LINK)
+    strange = LinkProbe("nobody", failed="x" * 2000)
+    more = tuple(replace(told, probes=(*told.probes, strange)) for told in asked_for.probes)
+    assert links.probe(replace(asked_for, probes=more), policy()) == links.probe(asked_for, policy())
+
+
+def test_what_connections_show_is_found_ahead_of_the_pass() -> None:
+    observation = asked(ring(slow=2))
+    links.look_ahead(observation)
+    found = links._judged.cache_info().misses
+    assert seen(links.see(observation, policy())).hot
+    assert links._judged.cache_info().misses == found

@@ -91,7 +91,7 @@ class TestBegin:
         "incident",
         [
             volatile(finding=FOUND),
-            volatile(cause=Cause.SLOW_COMMUNICATION),
+            volatile(cause=Cause.SLOW_COMMUNICATION, finding=FOUND),
             volatile(cause=Cause.CRASH),
             volatile(round=0),
         ],
@@ -229,3 +229,11 @@ def test_the_sentences_say_what_is_missing() -> None:
 def test_the_spec_names_the_sources() -> None:
     spec = JobSpec.parse({"template": {}, "detection": {"profile": {"sources": "Show"}}})
     assert spec.detection.profile.sources is Sources.SHOW
+
+
+def test_no_window_is_waited_for_longer_than_an_hour_however_long_steps_are_said_to_take() -> None:
+    world = by_hand(steady())
+    endless = replace(world, metrics=replace(world.metrics, step_seconds=1e9))
+    begun = stepped(endless)
+    assert begun.plan.profile is not None
+    assert begun.state.profiling.until <= begun.now + 3600.0

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from pacekeeper.environment import Environment
 from pacekeeper.observe.behaviour import machine, sources, watch
 from pacekeeper.observe.behaviour.sampler import Sampler
 from pacekeeper.observe.behaviour.spans import WAIT, kernel_name, owner_of, spans_between, steps_between
 from pacekeeper.observe.behaviour.watch import Conditions
-from pacekeeper.runtime import write_plan
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper.observe.ring import RingWriter, create_ring
+from pacekeeper.runtime import Runtime, write_plan
 from pacekeeper_analysis.behaviour.pattern import Owner
 from pacekeeper_analysis.plan import Profile, WorkerPlan
 from pacekeeper_analysis.records import RECORD, Collective, Kind, Phase
@@ -144,6 +147,26 @@ def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
     assert file.profile(0.2) == Profile("profile-1", 5)
     path.write_text("{")
     assert file.profile(0.5) is None
+
+
+def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_ring(tmp_path / "ring", rank=0, round_=1)
+    recorder = Recorder(RingWriter(tmp_path / "ring"))
+    runtime = Runtime(tmp_path).make()
+    write_plan(runtime.plan, WorkerPlan(profile=Profile("profile-1", 0)))
+    environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path), "PACEKEEPER_RING": str(tmp_path / "ring")})
+    watch.watch_behaviour(recorder, environment)
+
+    def no_thread(*_: object) -> Sampler:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(watch, "Sampler", no_thread)
+    recorder.step_ended()
+    monkeypatch.undo()
+    recorder.step_ended()
+    assert "pacekeeper-looks" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_machine_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,24 @@ class Kernels:
         """Raises RuntimeError where another profiler runs."""
         self._profile = torch_internals.start_kernel_profile()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._given_up = False
+        self._stay = torch_internals.before_another_profile(self._profile, self._give_up)
 
     def stop(self) -> None:
-        self._profile.stop()
+        if not self._given_up:
+            self._stay()
+            self._profile.stop()
+
+    def _give_up(self) -> None:
+        """The script's own profiler begins."""
+        self._given_up = True
+        with contextlib.suppress(RuntimeError):
+            self._profile.stop()
 
     def spans(self) -> list[Span]:
-        """After `stop`."""
+        """After `stop`. Nothing where the script has begun to profile meanwhile: a part would look like an idle GPU."""
+        if self._given_up:
+            return []
         found = torch_internals.device_activities(self._profile)
         return [
             (owner_of(name), kernel_name(name), start - self._epoch_ns, start - self._epoch_ns + duration)

@@ -97,8 +97,15 @@ class BehaviourWatch:
         self._sources = sources.SourceNames()
 
     def step_ended(self) -> None:
-        """In the training thread."""
-        now = time.monotonic()
+        """In the training thread. What fails here must not fail the training: it is the end of the rank's windows."""
+        try:
+            self._follow(time.monotonic())
+        except Exception:
+            log.exception("this rank has no behaviour windows from now on")
+            self._recorder.step_ended = _nothing
+            self._recorder.notice_wait = _no_wait
+
+    def _follow(self, now: float) -> None:
         self._since = self._since or now
         self._steps += 1
         asked = self._asked(self._plan.profile(now))
@@ -289,6 +296,9 @@ def _kernels() -> Kernels | None:
     except RuntimeError as error:
         log.warning("a behaviour window without kernels: %s", error)
         return None
+
+
+def _nothing() -> None: ...
 
 
 def _no_wait(_start: Any, _end: Any) -> None: ...
