@@ -26,6 +26,8 @@ from .whatif.simulate import Array
 
 NAMED = 8
 """Ranks in a sentence at most."""
+HELD_UP = 2.0
+"""A rank whose own work takes so many times its peers' sends and receives late, too: its transfers say nothing."""
 BLOCK = 4
 """Steps that are judged together."""
 MOST_DECOMPOSED = 64
@@ -53,6 +55,8 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
     main = max(effects, key=lambda each: effects[each])
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
+    if effects[Trouble.COMPUTE] >= threshold and max(by_rank.values()) >= HELD_UP:
+        main = Trouble.COMPUTE
     return Diagnosis(
         trouble=main if effects[main] >= threshold else Trouble.NONE,
         slowdown=effects[main],

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -42,6 +42,8 @@ MANIFEST = 4.0
 """× the usual is hot whatever the spread: the spread of a few cells is itself a guess."""
 LEAST_SIGMA = 0.08
 """Of D: links alike differ by so much from second to second; less is luck."""
+ALIKE = 2.0
+"""Of a link and its way back, the slower one takes less than so many times as long."""
 WINDOWS_NEEDED = 2
 APART = 3
 """Cells that a row (a column) needs before an effect of its own can be told from those of its cells."""
@@ -63,6 +65,9 @@ class SpotKind(StrEnum):
     SENDER = "Sender"  # a row: all that a rank sends
     RECEIVER = "Receiver"  # a column: all that a rank receives
     PAIR = "Pair"  # one of these: the rank has no other cell to tell by
+
+
+_OF_CELLS = frozenset({SpotKind.LINK, SpotKind.PAIR})
 
 
 @dataclass(frozen=True)
@@ -255,11 +260,11 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
 def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
     """Those of single windows, put together: the same place has to be hot in two of them (in the only one of a job that
     has no more yet, nothing is)."""
-    seen: dict[tuple[SpotKind, int, int], list[HotSpot]] = defaultdict(list)
+    seen: dict[tuple[bool, int, int], list[HotSpot]] = defaultdict(list)
     for _, matrices in sorted(polished.items()):
         for matrix in matrices:
             for spot in _hot_in(matrix):
-                seen[spot.kind, spot.source, spot.destination].append(spot)
+                seen[spot.kind in _OF_CELLS, spot.source, spot.destination].append(spot)
     found = [
         HotSpot(
             kind=spots[0].kind,
@@ -277,6 +282,14 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
     found = sorted(found, key=lambda spot: -spot.ratio)[:MOST_COMPARED]
     found.sort(key=lambda spot: spot.bytes_per_second)
     causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
+    ratios = {(spot.source, spot.destination): spot.ratio for spot in found}
+    causes = [
+        # Which of two ways that are about as hot answers the other one, busy times alone do not tell.
+        replace(spot, kind=SpotKind.PAIR)
+        if spot.kind is SpotKind.LINK and ALIKE * ratios.get((spot.destination, spot.source), 0.0) >= spot.ratio
+        else spot
+        for spot in causes
+    ]
     return tuple(sorted(causes, key=lambda spot: -spot.ratio)[:NAMED])
 
 

@@ -27,8 +27,8 @@ RATES = ("200mbit", "300mbit", "40mbit")
 SIDES = ((0, "200mbit"), (2, "300mbit"), (3, "150mbit"))
 HOGS = 3
 
-ALL, GROUP = "all ranks", "links of rank"
-"""How findings call all of them, and those of a group."""
+ALL, GROUP, PAIR = "all ranks", "links of rank", "between rank"
+"""How findings call all of them, those of a group, and two whose direction is not known (yet)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Truth:
         """By a side, or by a pair of ranks: a pair has to have the guilty hosts at its ends."""
         hosts = [int(number) // RANKS_A_HOST for number in re.findall(r"\d+", words)]
         guilty = {self.source, self.destination} - {None}
-        if words.startswith(GROUP):
+        if words.startswith((GROUP, PAIR)):
             return guilty <= set(hosts)
         if len(hosts) == 1:
             side = self.source if "sender" in words else self.destination if "receiver" in words else None

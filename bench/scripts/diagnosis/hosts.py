@@ -170,10 +170,12 @@ class Job:
         first = max(host.heartbeat.step for host in self.hosts) + ahead
         self.give(profile=Profile(name, first_step=first, steps=steps, sources=Sources.SHOW))
 
-    def patterns(self, name: str) -> dict[int, bytes]:
-        """By rank, what has come of this window so far."""
-        of = {rank: host.runtime.pattern(name, rank) for host in self.hosts for rank in host.ranks}
-        return {rank: path.read_bytes() for rank, path in of.items() if path.exists()}
+    def patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
+        """What has come of this window so far, by rank, and when the last of it came; 0: nothing has."""
+        paths = {rank: host.runtime.pattern(name, rank) for host in self.hosts for rank in host.ranks}
+        there = {rank: path for rank, path in paths.items() if path.exists()}
+        at = max((path.stat().st_mtime for path in there.values()), default=0.0)
+        return at, {rank: path.read_bytes() for rank, path in there.items()}
 
     def step(self) -> int:
         return min(host.heartbeat.step for host in self.hosts)

@@ -28,6 +28,8 @@ MICROBATCHES = 4
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.004, 0.008
 ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
 """Numbers of 4 bytes: sent between stages, summed in a tensor group, summed over replicas once a step."""
+OBJECTS_A_SECOND = 2e7
+"""That a collection looks at."""
 WORK = 96
 """Width of the matrices that are really multiplied."""
 
@@ -110,6 +112,8 @@ class Job:
 def strike(job: Job) -> None:
     """What the script itself does wrong in this step."""
     fault = present_fault()
+    if fault.get("kind") != "garbage":
+        _heap.clear()
     match fault.get("kind"):
         case "turns" if job.step % dist.get_world_size() == job.rank:
             time.sleep(fault["seconds"])
@@ -127,9 +131,7 @@ def strike(job: Job) -> None:
 
 def augment_sample(seconds: float) -> None:
     """A function of the script that is slow."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(200))
+    time.sleep(seconds)
 
 
 def log_metrics(seconds: float) -> None:
@@ -139,14 +141,15 @@ def log_metrics(seconds: float) -> None:
 
 
 def collect(seconds: float) -> None:
-    """Garbage that takes so long to be collected, about."""
-    heap: list[Any] = [[] for _ in range(round(6e6 * seconds))]
-    for item in heap:
-        item.append(heap)
-    del heap
+    """Garbage that takes so long to be collected, about: each collection looks at all that there is."""
+    if not _heap:
+        _heap.extend([] for _ in range(round(OBJECTS_A_SECOND * seconds)))
+        for item in _heap:
+            item.append(_heap)
     gc.collect()
 
 
+_heap: list[Any] = []
 _read: tuple[int, dict[str, Any]] = (-1, {})
 
 

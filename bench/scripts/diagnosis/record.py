@@ -48,7 +48,7 @@ class Recording:
     ended: float
     told: Sequence[Mapping[str, Any]]
     patterns: Mapping[int, bytes]  # by rank, of the behaviour window that was asked for
-    profiled: float  # when they were complete; 0: they were not
+    profiled: float  # when the last of them came; 0: none did
     load: float  # of the machine when it began, by its one-minute average
 
     def save(self, path: Path) -> None:
@@ -68,8 +68,7 @@ class Recording:
 
 def folder() -> Path:
     """Where those that the present code makes are kept."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pacekeeper-bench" / "diagnosis"
-    return base / _hash()
+    return Path(os.environ.get("PACEKEEPER_CACHE") or Path.home() / ".cache/pacekeeper") / "diagnosis" / _hash()
 
 
 def path_of(name: str, place: int) -> Path:
@@ -115,24 +114,18 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
     began = time.time()
     fault.strike(running, place)
     name = f"profile-{running.plan.version + 1}"
-    profiled = 0.0
     try:
         if fault.hangs:
             time.sleep(HANG_SECONDS)
         else:
             time.sleep(PROFILE_AFTER)
             running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS)
-            while time.time() < began + PROBE_AFTER:
-                time.sleep(0.2)
-                if not profiled and len(running.patterns(name)) == len(running.plan.members) * len(
-                    running.plan.members[0].ranks
-                ):
-                    profiled = time.time()
+            time.sleep(PROBE_AFTER - PROFILE_AFTER)
             running.ask_probe(f"probe-{running.plan.version + 1}")
             time.sleep(SLOW_SECONDS - PROBE_AFTER)
     finally:
         fault.heal(running, place)
-    patterns = running.patterns(name)
+    profiled, patterns = running.patterns(name)
     made = listening.recording(fault.name, place, began, patterns, profiled, load)
     if fault.hangs:
         running.train()

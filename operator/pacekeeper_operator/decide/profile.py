@@ -30,7 +30,7 @@ CAUSES = frozenset({Cause.STRAGGLER, Cause.VOLATILE})
 SLOWNESS = CAUSES | {Cause.SLOW_COMMUNICATION}
 SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
-UNIFORM = 1.05
+UNIFORM = 1.1
 """From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
 LEAD_SECONDS = 6.0
 """Before a window's first step: a step that was heard of is up to 3 s old, and a plan on its way as long at most."""

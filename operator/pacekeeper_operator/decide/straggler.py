@@ -320,7 +320,8 @@ def _drop(draft: Draft) -> Draft:
 
 def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
     assert observation.state.adaptation.suspicion is not None
-    culprit = max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
+    ranks = found.culprits if found.trouble is Trouble.COMPUTE else ()
+    culprit = max(ranks, key=lambda rank: found.rank_slowdown[rank], default=None)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
     if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):

@@ -33,6 +33,8 @@ NOTHING = 0.02
 """Of a step: a rank that costs its peers less than this, beyond what the others of its role do, holds nobody up."""
 CLASSES = {Trouble.GARBAGE: FaultClass.CODE, Trouble.LENGTHS: FaultClass.DATA}
 """What the trouble itself says of its class; that of a slow rank takes more."""
+NAMES = {Trouble.GARBAGE: "garbage collections on all ranks", Trouble.LENGTHS: "sequence lengths on all ranks"}
+"""And of its culprit."""
 
 
 def holds_up(observation: Observation, found: Diagnosis, rank: int) -> bool:
@@ -70,7 +72,7 @@ def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> 
         if culprit is not None:
             waits += f", rank {culprit} {waiting[culprit]:.3f} s"
     witnesses.append(Witness(WitnessKind.WAITS, waits))
-    name = "" if culprit is None else f"rank {culprit}"
+    name = NAMES.get(found.trouble, "") if culprit is None else f"rank {culprit}"
     return join(None, Finding(CLASSES.get(found.trouble, FaultClass.UNKNOWN), name, tuple(witnesses)))
 
 

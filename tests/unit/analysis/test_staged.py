@@ -66,6 +66,21 @@ def test_a_slow_rank_of_a_light_stage_is_found() -> None:
     assert "other ranks: rank 1 1.98 ×" in found.evidence[0]
 
 
+def test_what_holds_a_rank_up_now_and_then_is_judged_over_some_steps() -> None:
+    """A processor quota: every second step takes its rank 1.8 times as long."""
+    found = diagnose(answers(SHAPE, lambda r, s, p: steady()(r, s, p) * (1.8 if r == 1 and s % 2 else 1.0), steps=16))
+    assert (found.trouble, found.culprits) == (Trouble.COMPUTE, (1,))
+
+
+def test_ranks_that_are_slow_in_turns_are_volatile() -> None:
+    def in_turns(rank: int, step: int, part: str) -> float:
+        return heavy_last_stage(rank, step, part) * (3.0 if step % 6 == rank else 1.0)
+
+    found = diagnose(answers(SHAPE, in_turns, steps=24))
+    assert (found.trouble, found.culprits) == (Trouble.VOLATILE, ())
+    assert found.effects[Trouble.COMPUTE] == 1.0
+
+
 def test_no_more_is_won_than_the_graph_allows() -> None:
     """A rank that is slow in a stage with little to do costs less than its own slowdown."""
     found = diagnose(answers(SHAPE, lambda r, s, p: heavy_last_stage(r, s, p) * (1.3 if r == 1 else 1.0)))

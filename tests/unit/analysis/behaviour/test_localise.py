@@ -180,6 +180,24 @@ class TestAllRanks:
         found = localise(answers(now, early), 4)
         assert (found.finding.fault, found.finding.culprit) == (FaultClass.NETWORK, "all_reduce on all ranks")
 
+    def test_whoever_has_not_answered_may_be_waited_for(self) -> None:
+        now = [pattern(rank, WORK, 0.6) for rank in range(3)]
+        early = [pattern(rank, WORK, 0.395) for rank in range(3)]
+        found = localise(answers(now, early), 4)
+        assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
+        assert found.remarks[0] == "3 of 4 ranks have answered"
+
+    def test_transfers_of_a_rank_that_is_held_up_are_late_too(self) -> None:
+        """They take more than its own work does, and all the same it is its quota that is told first."""
+        throttled = {1: replace(USUAL, throttled=0.9, processors=0.5)}
+        works = (WORK, scaled(WORK, 2.0), WORK, WORK)
+        now = [pattern(rank, work, 1.3, setup=throttled.get(rank, USUAL)) for rank, work in enumerate(works)]
+        early = [pattern(rank, WORK, 0.395) for rank in range(4)]
+        found = localise(answers(now, early), 4)
+        assert [each.finding.fault for each in found.explanations] == [FaultClass.CONFIGURATION, FaultClass.NETWORK]
+        assert found.explanations[1].saved_seconds > found.explanations[0].saved_seconds
+        assert found.finding.culprit == "rank 1"
+
     def test_waits_for_a_slow_rank_are_nobodys_transfer(self) -> None:
         found = job(WORK, WORK, {**WORK, SLOW: 0.2}, WORK)
         assert all(e.finding.fault is not FaultClass.NETWORK for e in found.explanations)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.behaviour.localise import Explanation, Localisation, sentences
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.plan import Sources, Stop, SyncMode
@@ -15,7 +16,7 @@ from pacekeeper_operator.decide import profile
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.effects import KeepBehaviour, Localise
 from pacekeeper_operator.observation import Localised, Metrics, Observation
-from pacekeeper_operator.state import Incident
+from pacekeeper_operator.state import Incident, Suspicion
 from tests.support.worlds import NOW, change_members, policy, training
 
 STEADY = Metrics(step_seconds=0.1, pace=1.0, uniform=1.0)
@@ -36,6 +37,9 @@ LOCALISATION = Localisation(
 NOTHING = replace(LOCALISATION, finding=Finding(FaultClass.UNKNOWN, ""), explanations=(), excess_seconds=0.0)
 
 
+LINK = Finding(FaultClass.NETWORK, "link 0 → 2", (Witness(WitnessKind.TRANSPORT, "12 MB/s"),))
+
+
 def volatile(**changes: Any) -> Incident:
     values: dict[str, Any] = {
         "name": "j-volatile",
@@ -54,6 +58,10 @@ def volatile(**changes: Any) -> Incident:
 def steady(*incidents: Incident, uniform: float = 1.0, **changes: Any) -> Observation:
     world = training(**{"metrics": replace(STEADY, uniform=uniform), **changes})
     return world.with_draft(world.draft.with_incidents(current=incidents))
+
+
+def suspecting(world: Observation, shown: Trouble | None) -> Observation:
+    return world.with_draft(world.draft.with_adaptation(suspicion=Suspicion(NOW - 5, shown=shown)))
 
 
 def stepped(world: Observation, **changes: Any) -> Observation:
@@ -110,13 +118,38 @@ class TestBegin:
         assert world.plan.profile is not None
         over = world.with_draft(profile._end(world.draft))
         assert stepped(over).plan.profile is None
-        slower = replace(over, metrics=replace(STEADY, uniform=1.3))
+        slower = replace(over, metrics=replace(STEADY, uniform=1.35))
         assert stepped(slower).plan.profile is not None
 
-    @pytest.mark.parametrize("changes", [{"pace": 1.5}, {"uniform": 1.04}, {"uniform": None}], ids=str)
+    @pytest.mark.parametrize("changes", [{"pace": 1.5}, {"uniform": 1.09}, {"uniform": None}], ids=str)
     def test_what_is_not_all_slow(self, changes: dict[str, Any]) -> None:
         world = steady(metrics=replace(STEADY, **({"uniform": 1.2} | changes)))
         assert stepped(world).plan.profile is None
+
+    def test_answers_that_show_nothing_yet_keep_it_off_and_those_that_show_no_trouble_do_not(self) -> None:
+        world = steady(uniform=1.2)
+        assert stepped(suspecting(world, None)).plan.profile is None
+        assert stepped(suspecting(world, Trouble.COMMUNICATION)).plan.profile is None
+        assert stepped(suspecting(world, Trouble.NONE)).plan.profile is not None
+
+    def test_slow_work_of_which_no_incident_tells(self) -> None:
+        """A dear remedy waits for the loss to be worth it, and a job may have none: people are told all the same."""
+        world = suspecting(steady(), Trouble.COMPUTE)
+        asked = stepped(world)
+        assert asked.plan.profile is not None
+        assert stepped(asked.with_draft(profile._end(asked.draft))).plan.profile is None, "once a round"
+        told_of = volatile(cause=Cause.STRAGGLER, finding=FOUND)
+        assert stepped(suspecting(steady(told_of), Trouble.COMPUTE)).plan.profile is None
+
+    def test_how_slow_all_are_with_a_slow_link_is_known_once_the_link_is_named(self) -> None:
+        known = stepped(steady(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5))
+        assert known.plan.profile is None
+        over = known.with_draft(known.draft.with_incidents(current=()))
+        assert stepped(over).plan.profile is None
+        slower = replace(over, metrics=replace(STEADY, uniform=1.8))
+        assert stepped(slower).plan.profile is not None
+        nobody = volatile(cause=Cause.SLOW_COMMUNICATION, finding=replace(LINK, culprit=""))
+        assert stepped(steady(nobody)).plan.profile is not None
 
     def test_two_an_hour_and_then_by_hand(self) -> None:
         world = steady(volatile())
@@ -188,6 +221,25 @@ class TestAnswers:
         incident = stepped(told(closed)).state.incidents.find("j-volatile")
         assert incident is not None
         assert incident.finding is not None
+
+    def test_into_one_that_was_opened_meanwhile(self) -> None:
+        world = stepped(steady(uniform=1.2))
+        opened = world.with_draft(world.draft.with_incident(volatile(decided=NOW + 1)))
+        (incident,) = think(told(opened), policy()).observation.state.incidents.current
+        assert incident.finding is not None
+        assert incident.finding.culprit == FOUND.culprit
+
+    def test_that_transfers_take_long_takes_no_link_its_name(self) -> None:
+        transfers = Finding(FaultClass.NETWORK, "all_reduce on all ranks", (Witness(WitnessKind.BEHAVIOUR, "waits"),))
+        world = stepped(steady(uniform=1.2))
+        opened = world.with_draft(
+            world.draft.with_incident(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK, decided=NOW + 1))
+        )
+        shown = stepped(told(opened, replace(LOCALISATION, finding=transfers)))
+        finding = shown.state.incidents.current[0].finding
+        assert finding is not None
+        assert finding.culprit == LINK.culprit
+        assert WitnessKind.BEHAVIOUR in finding.kinds
 
     def test_an_unknown_answer_takes_no_finding_away(self) -> None:
         known = Finding(FaultClass.HARDWARE, "rank 1", (Witness(WitnessKind.TIMES, "slow"),))
