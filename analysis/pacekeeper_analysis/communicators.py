@@ -73,7 +73,9 @@ def as_many_as_fit(communicators: Iterable[Communicator]) -> tuple[Communicator,
 def check_room(data: object) -> None:
     """Of the communicators of a message, before they are read. Raises InputError."""
     given = data.get("communicators", ()) if isinstance(data, Mapping) else ()
-    members = [each.get("members", "") for each in given if isinstance(each, Mapping)] if given else []
+    if not isinstance(given, (list, tuple)):
+        return  # whoever reads it says so
+    members = [each.get("members", "") for each in given if isinstance(each, Mapping)]
     if sum(len(text) for text in members if isinstance(text, str)) > MOST_CHARACTERS:
         raise InputError(f"communicators: their members are more than the {MOST_CHARACTERS} characters that are taken")
 
