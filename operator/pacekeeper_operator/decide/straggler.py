@@ -360,7 +360,8 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
 
 def _young(observation: Observation, found: Diagnosis) -> bool:
     """The trouble, for the windows of connections that may still name its place."""
-    return observation.now - _since(observation, found) < NAMING_SECONDS
+    seen = observation.state.adaptation.link
+    return seen is not None and seen.known and observation.now - _since(observation, found) < NAMING_SECONDS
 
 
 def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:

@@ -289,6 +289,13 @@ class TestProbe:
         assert again is not None
         assert (again.sources[0], again.targets[0][0].worker) == ("j-w1-0", "j-w0-0")
 
+    def test_at_once_as_the_incident_closes_without_it(self) -> None:
+        after = answered({(1, 0)})
+        turned = after.with_draft(links.probe(after, policy()))
+        assert turned.plan.probe is not None
+        (incident,) = turned.state.incidents.open
+        assert verify.judge(turned, incident) == incident
+
     def test_an_incident_without_a_remedy_stays_open_for_it(self) -> None:
         during = answered(LINK)
         during = replace(during, probes=())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.diagnose.links import SpotKind
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Loss
 from pacekeeper_analysis.reports import Evidence, RankWindow
@@ -23,7 +24,7 @@ from pacekeeper_operator.decide.straggler import (
 )
 from pacekeeper_operator.decision import Decision
 from pacekeeper_operator.observation import Metrics, Observation
-from pacekeeper_operator.state import Draft, Incident, LocalSgd, Past, Suspicion, Vain
+from pacekeeper_operator.state import Draft, Incident, LinkLook, LocalSgd, Past, Suspicion, Vain
 from tests.support.worlds import NOW, change_members, change_worker, evidence_of, job, policy, training
 
 STEPS = 32
@@ -298,6 +299,22 @@ class TestDecision:
         assert (decision.rank, decision.worker, decision.node) == (None, None, None)
         assert decision.remedy is Remedy.LOCAL_SGD
         assert {price.name for price in decision.remedies} == {"LocalSGD"}, "no spare would mend it"
+
+    def test_one_about_which_nothing_can_be_done_has_time_to_name_its_place(self) -> None:
+        def decided(since: float, look: LinkLook) -> Decision | None:
+            found = answered(WAITS, Trouble.COMMUNICATION, **LINK)
+            known = replace(suspicion(shown=Trouble.COMMUNICATION), since=since, asked_at=NOW)
+            found = change_members(
+                found.with_draft(found.draft.with_adaptation(suspicion=known, link=look)), steered=False
+            )
+            return straggler.check(found, policy())
+
+        nothing_hot = LinkLook(NOW, "ask", known=True)
+        assert decided(NOW - 10, nothing_hot) is None
+        assert decided(NOW - 16, nothing_hot) is not None
+        assert decided(NOW - 10, replace(nothing_hot, known=False)) is not None, "nobody tells of connections"
+        hot = replace(nothing_hot, kind=SpotKind.LINK, source=0, destination=1, hot=("link 0 → 1",))
+        assert decided(NOW - 10, hot) is not None
 
     def test_what_is_still_open_of_the_same_trouble_goes_on(self) -> None:
         def continues(cause: Cause, rank: int | None) -> str:
