@@ -165,10 +165,10 @@ class Job:
                 targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
         self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
-    def ask_profile(self, name: str, ahead: int, steps: int) -> None:
-        """A behaviour window of so many steps, on all ranks, from so many steps on."""
+    def ask_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
+        """A behaviour window of so many steps or seconds, on all ranks, from so many steps on."""
         first = max(host.heartbeat.step for host in self.hosts) + ahead
-        self.give(profile=Profile(name, first_step=first, steps=steps, sources=Sources.SHOW))
+        self.give(profile=Profile(name, first_step=first, steps=steps, seconds=seconds, sources=Sources.SHOW))
 
     def patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
         """What has come of this window so far, by rank, and when the last of it came; 0: nothing has."""
