@@ -210,6 +210,7 @@ class Job:
                 except ProcessLookupError:
                     continue
             cgroups.kill(host.cgroup)
+        cgroups.kill(HOGS)
         for process in self._processes:
             process.kill()
             process.wait()
@@ -354,8 +355,7 @@ def _make(hosts: Sequence[Host]) -> None:
 
 def _remove(hosts: Sequence[Host]) -> None:
     """Deleting a namespace takes the links with it."""
-    for host in hosts:
-        cgroups.kill(host.cgroup)
+    cgroups.kill(NAME)  # with the hogs, whoever was killed before it could end them
     if cgroups.controller("pids", NAME).exists():
         cgroups.remove(NAME)
     for namespace in (*(host.namespace for host in hosts), SWITCH):
