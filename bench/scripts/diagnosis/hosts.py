@@ -165,10 +165,10 @@ class Job:
                 targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
         self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
-    def ask_profile(self, name: str, ahead: int, steps: int) -> None:
-        """A behaviour window of so many steps, on all ranks, from so many steps on."""
+    def ask_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
+        """A behaviour window of so many steps or seconds, on all ranks, from so many steps on."""
         first = max(host.heartbeat.step for host in self.hosts) + ahead
-        self.give(profile=Profile(name, first_step=first, steps=steps, sources=Sources.SHOW))
+        self.give(profile=Profile(name, first_step=first, steps=steps, seconds=seconds, sources=Sources.SHOW))
 
     def patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
         """What has come of this window so far, by rank, and when the last of it came; 0: nothing has."""
@@ -210,6 +210,7 @@ class Job:
                 except ProcessLookupError:
                     continue
             cgroups.kill(host.cgroup)
+        cgroups.kill(HOGS)
         for process in self._processes:
             process.kill()
             process.wait()
@@ -354,8 +355,7 @@ def _make(hosts: Sequence[Host]) -> None:
 
 def _remove(hosts: Sequence[Host]) -> None:
     """Deleting a namespace takes the links with it."""
-    for host in hosts:
-        cgroups.kill(host.cgroup)
+    cgroups.kill(NAME)  # with the hogs, whoever was killed before it could end them
     if cgroups.controller("pids", NAME).exists():
         cgroups.remove(NAME)
     for namespace in (*(host.namespace for host in hosts), SWITCH):

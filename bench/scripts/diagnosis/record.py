@@ -31,8 +31,8 @@ BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 15.0
 STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 8.0, 16.0
 """After which windows of steps, and of connections, hold nothing of the fault before."""
 HEALTHY_SECONDS = 60.0
-PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS = 3.0, 15, 48
-"""Seconds after a fault's beginning, steps ahead of then, and steps: about 8 seconds of behaviour."""
+PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
+"""Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
 PROBE_AFTER = 24.0
 """Late: its bytes would be in the windows."""
 
@@ -119,7 +119,7 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
             time.sleep(HANG_SECONDS)
         else:
             time.sleep(PROFILE_AFTER)
-            running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS)
+            running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS)
             time.sleep(PROBE_AFTER - PROFILE_AFTER)
             running.ask_probe(f"probe-{running.plan.version + 1}")
             time.sleep(SLOW_SECONDS - PROBE_AFTER)

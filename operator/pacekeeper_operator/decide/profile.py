@@ -151,7 +151,7 @@ def _window(observation: Observation) -> Profile:
         name=f"{PREFIX}{observation.plan.version + 1}",
         first_step=max(observation.step, 0) + 2 + math.ceil(LEAD_SECONDS / each),
         steps=max(STEPS, math.ceil(ENOUGH_SECONDS / each)),
-        seconds=SECONDS,
+        seconds=min(SECONDS, max(ENOUGH_SECONDS, STEPS * each)),
         sources=observation.job.spec.detection.profile.sources,
     )
 
@@ -191,7 +191,8 @@ def _all_slow(observation: Observation) -> float:
     one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
     changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
     suspicion = observation.state.adaptation.suspicion
-    looked_into = suspicion is not None and suspicion.shown is not Trouble.NONE  # it may tell by itself
+    shown = Trouble.NONE if suspicion is None else suspicion.shown
+    looked_into = shown is not Trouble.NONE and not straggler.all_work_has_grown(observation)  # it may tell by itself
     return 0.0 if one or changed or looked_into else uniform
 
 

@@ -67,7 +67,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     if found.trouble is Trouble.NONE and (due if found.culprits else _shares_misfit(observation, found)):
         found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])  # little, but for long
-    if found.trouble is Trouble.NONE or _as_ever(observation, found):
+    if found.trouble is Trouble.NONE or _as_ever(observation, found) or _is_looked_into(observation, found):
         return None
     return _decide(observation, policy, found)
 
@@ -87,6 +87,22 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
             return None  # the next answer tells what its ranks do together
         return waits.of_stages(observation) or adapt.diagnose(windows, threshold)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
+
+
+def _is_looked_into(observation: Observation, found: Diagnosis) -> bool:
+    """A behaviour window is to tell why all ranks' own work takes longer, or has told: their transfers say nothing."""
+    profiling = observation.state.profiling
+    told = bool(profiling.shown_in) and profiling.round == observation.round
+    window = observation.plan.profile is not None or told
+    return window and found.trouble is Trouble.COMMUNICATION and all_work_has_grown(observation)
+
+
+def all_work_has_grown(observation: Observation) -> bool:
+    """Own work takes longer than in the job's first steady steps, on most ranks: that makes transfers late, too."""
+    windows = [window for answer in observation.evidence for window in answer.windows if window.steps]
+    known = [w for w in windows if w.baseline_own_seconds > 0]
+    grown = [float(np.median(window.compute_seconds)) / window.baseline_own_seconds for window in known]
+    return bool(grown) and float(np.median(grown)) >= observation.job.spec.detection.straggler_slowdown
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.links import SpotKind
-from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Profile, Stop, SyncMode
 from pacekeeper_analysis.price import Loss
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Class, JobSpec, Mode, Remedy, WantedMode
@@ -315,6 +315,20 @@ class TestDecision:
         assert decided(NOW - 10, replace(nothing_hot, known=False)) is not None, "nobody tells of connections"
         hot = replace(nothing_hot, kind=SpotKind.LINK, source=0, destination=1, hot=("link 0 → 1",))
         assert decided(NOW - 10, hot) is not None
+
+    def test_transfers_of_ranks_that_all_work_for_longer_say_nothing_once_a_window_is_to_tell_why(self) -> None:
+        found = answered(WAITS, Trouble.COMMUNICATION, **LINK)
+        asked = found.with_draft(found.draft.with_plan(profile=Profile("profile-9", 600)))
+        assert straggler.check(asked, policy()) is not None
+        slower = tuple(
+            replace(answer, windows=tuple(replace(w, baseline_own_seconds=0.05) for w in answer.windows))
+            for answer in found.evidence
+        )
+        assert straggler.check(replace(asked, evidence=slower), policy()) is None
+        told = found.with_draft(found.draft.with_profiling(shown_in="j-slow-steps", round=1))
+        assert straggler.check(replace(told, evidence=slower), policy()) is None
+        earlier = found.with_draft(found.draft.with_profiling(shown_in="j-slow-steps", round=0))
+        assert straggler.check(replace(earlier, evidence=slower), policy()) is not None
 
     def test_what_is_still_open_of_the_same_trouble_goes_on(self) -> None:
         def continues(cause: Cause, rank: int | None) -> str:

@@ -1,0 +1,144 @@
+"""What counts as right in the bench of diagnosis, and that its perturbed copies are what they are said to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.scripts.diagnosis import rules
+from bench.scripts.diagnosis.faults import Truth, catalogue
+from bench.scripts.diagnosis.hosts import RANKS, RANKS_A_HOST
+from bench.scripts.diagnosis.perturb import perturbed
+from bench.scripts.diagnosis.record import Recording
+from bench.scripts.diagnosis.replay import Outcome, Verdict, confident_and_wrong, measured, quantile, succession
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
+
+NETWORK, CODE = frozenset({FaultClass.NETWORK}), frozenset({FaultClass.CODE})
+LINK, EGRESS, INGRESS = (
+    Truth(NETWORK, source=0, destination=1),
+    Truth(NETWORK, source=0),
+    Truth(NETWORK, destination=1),
+)
+STEPS = 40
+
+
+def found(culprit: str, fault: FaultClass = FaultClass.NETWORK) -> Finding:
+    return Finding(fault, culprit)
+
+
+class TestTruth:
+    @pytest.mark.parametrize(
+        ("truth", "right", "wrong"),
+        [
+            (Truth(CODE, (3,)), ["rank 3", "train.py:augment on rank 3"], ["rank 2", "ranks 2, 3", "all ranks", ""]),
+            (Truth(CODE, (2, 3)), ["rank 2", "ranks 2, 3"], ["rank 4", "ranks 2, 4"]),
+            (Truth(CODE), ["all ranks", "train.py:augment on all ranks"], ["rank 1", ""]),
+            (LINK, ["link 1 → 3", "between rank 3 and rank 0"], ["link 2 → 0", "link 0 → 4", "rank 0", ""]),
+            (EGRESS, ["the sender side of rank 1's worker", "link 0 → 4"], ["the receiver side of rank 1's worker"]),
+            (INGRESS, ["the receiver side of rank 2's worker", "link 0 → 2"], ["link 2 → 0"]),
+            (EGRESS, ["links of ranks 0, 2"], ["links of ranks 4, 6"]),
+        ],
+    )
+    def test_who_is_named(self, truth: Truth, right: list[str], wrong: list[str]) -> None:
+        assert [words for words in right if not truth.is_named(found(words))] == []
+        assert [words for words in wrong if truth.is_named(found(words))] == []
+
+    def test_rules_that_know_ranks_only(self) -> None:
+        assert Truth(CODE, (2, 3)).is_blamed(frozenset({2}))
+        assert not Truth(CODE, (2, 3)).is_blamed(frozenset({2, 4}))
+        assert Truth(CODE).is_blamed(frozenset(range(RANKS)))
+        assert not LINK.is_blamed(frozenset({0}))
+
+    def test_every_fault_has_a_name_of_its_own_and_a_truth_at_each_place(self) -> None:
+        faults = catalogue()
+        assert len({fault.name for fault in faults}) == len(faults)
+        assert all(fault.truths(place) for fault in faults for place in range(3))
+
+
+def recording(own: float = 0.05) -> Recording:
+    """One second a line, eight steps a second."""
+    told: list[dict[str, Any]] = []
+    for second in range(1, STEPS // 8 + 1):
+        steps = list(range(8 * second))
+        for host in range(RANKS // RANKS_A_HOST):
+            ranks = range(RANKS_A_HOST * host, RANKS_A_HOST * (host + 1))
+            windows = [
+                {
+                    "rank": rank,
+                    "steps": steps,
+                    "step_seconds": [0.12] * len(steps),
+                    "compute_seconds": [own * (2 if rank == 3 else 1)] * len(steps),
+                    "samples": [0] * len(steps),
+                    "baseline_own_seconds": own,
+                }
+                for rank in ranks
+            ]
+            evidence = {"windows": windows, "operations": [], "links": []}
+            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "evidence": evidence})
+            fault = {"noticed_at": 1000.0 + second}
+            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
+    return Recording("slow", 0, 1000.0, 1010.0, told, {0: b"{}"}, 1005.0, 0.0)
+
+
+class TestPerturbed:
+    def test_a_seed_makes_the_same_copy_and_another_one_another(self) -> None:
+        assert perturbed(recording(), (), 1) == perturbed(recording(), (), 1)
+        assert perturbed(recording(), (), 1) != perturbed(recording(), (), 2)
+
+    def test_a_step_takes_the_same_in_all_answers_that_tell_of_it(self) -> None:
+        seen: dict[tuple[int, int], set[float]] = {}
+        for words in perturbed(recording(), (), 3).told:
+            for window in words.get("evidence", {}).get("windows", ()):
+                for step, seconds in zip(window["steps"], window["compute_seconds"], strict=True):
+                    seen.setdefault((window["rank"], step), set()).add(round(seconds, 12))
+        assert all(len(values) == 1 for values in seen.values())
+        assert len({value for values in seen.values() for value in values}) > 100
+
+    def test_clocks_differ_by_minutes_and_stalls_keep_their_age(self) -> None:
+        copy = perturbed(recording(), (), 4)
+        clocks = {words["worker"]: words["clock"] for words in copy.told}
+        assert max(map(abs, clocks.values())) > 60
+        told = [words for words in copy.told if "fault" in words]
+        late = [words["at"] + words["clock"] - words["fault"]["noticed_at"] for words in told]
+        assert all(0 <= seconds <= 1 for seconds in late)
+
+
+class TestRules:
+    def test_a_rank_at_half_speed_is_blamed_by_all_of_them(self) -> None:
+        now, early = np.array([0.05] * 3 + [0.1] + [0.051] * 4), np.full(8, 0.05)
+        assert {rule(now, early) for rule in rules.RULES.values()} == {frozenset({3})}
+        assert rules.far_from_median(early, early) == rules.relative_score(early, early) == frozenset()
+        assert rules.individual_score(2 * early, early) == frozenset(range(8))
+
+    def test_alarms_are_counted_as_they_begin(self) -> None:
+        calm, slow = np.full(8, 0.05), np.array([0.05] * 7 + [0.1])
+        table = np.array([calm, slow, slow, calm, slow])
+        assert rules.alarms(table, calm, rules.relative_score) == 2
+
+    def test_who_is_blamed_first_in_a_recording(self) -> None:
+        assert rules.first_blamed(recording(), rules.relative_score, after=2.0) == (2.0, frozenset({3}))
+
+
+def outcome(fault: str, right: bool, copy: int) -> Outcome:
+    verdict = Verdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
+    return Outcome(fault, False, 0, copy, False, verdict, verdict, {})
+
+
+class TestConfidence:
+    def test_by_the_rule_of_succession(self) -> None:
+        shares = measured([outcome("a", True, 0), outcome("a", True, 1), outcome("a", False, 2)])
+        assert shares == {("Code", frozenset({"Times", "Waits"})): (3, 2)}
+        assert succession(3, 2) == pytest.approx(0.6)
+
+    def test_a_fault_is_judged_by_what_the_others_were_worth(self) -> None:
+        """Its own wrong verdicts must not make evidence like theirs look unsure."""
+        others = [outcome("a", True, copy) for copy in range(40)]
+        wrong = [outcome("b", False, copy) for copy in range(5)]
+        assert confident_and_wrong([*others, *wrong]) == 5
+        assert confident_and_wrong(wrong) == 0
+
+    def test_quantiles_of_what_may_never_come(self) -> None:
+        assert quantile([1.0, float("inf"), 2.0], 0.5) == 2.0
+        assert quantile([], 0.5) == float("inf")
