@@ -95,7 +95,9 @@ def _meet(checks: Iterable[Check], limit: int) -> Fate:
 
 
 def _ended(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
-    pid, status = os.wait()
+    pid = 0
+    while pid not in running:  # others' orphans may have become children of this process
+        pid, status = os.wait()
     return running.pop(pid), Fate.ENDLESS if os.WIFSIGNALED(status) else Fate(os.WEXITSTATUS(status))
 
 
