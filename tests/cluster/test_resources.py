@@ -213,7 +213,12 @@ def test_defaults(cluster: Cluster) -> None:
         "schedulingTimeout": "5m",
         "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3},
         "preflight": {"enabled": False, "timeout": "5m", "validFor": "24h"},
-        "detection": {"stragglerSlowdown": 1.1, "windowSteps": 32, "hangSeconds": "auto"},
+        "detection": {
+            "stragglerSlowdown": 1.1,
+            "windowSteps": 32,
+            "hangSeconds": "auto",
+            "profile": {"sources": "Hash"},
+        },
         "remediation": {
             "mode": "Act",
             "allow": [
@@ -431,14 +436,15 @@ def test_quarantine_waits_for_approval_which_stands(cluster: Cluster) -> None:
 
 def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
-    assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in ("incidents", "nodequarantines", "trainingjobs")]
+    plurals = ("behaviourwindows", "incidents", "nodeprobes", "nodequarantines", "trainingjobs")
+    assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 
 def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
     arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
     notes = helm("install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments)
     after = notes[notes.index("NOTES:") :]
-    assert "WARNING: prometheus.url is not set" in after
+    assert "prometheus.url is not set: GPU errors are heard of from the workers only" in after
     assert "rollout status deployment/another-name" in after
     assert "kubectl apply -f examples/quickstart.yaml" in after
 
