@@ -195,4 +195,4 @@ class _Template:
             even = {name: [0.0] * WINDOW_STEPS for name in ("garbage_seconds",)}
             samples = {"samples": [known["samples"][-1]] * WINDOW_STEPS}
             windows.append({**known, **now, **even, **samples, "compute_seconds": own.tolist()})
-        return {**self._evidence[worker], "windows": windows, "operations": [], "links": []}
+        return {**self._evidence[worker], "windows": windows, "operations": []}

@@ -188,11 +188,12 @@ def _all_slow(observation: Observation) -> float:
     uniform, pace = observation.metrics.uniform, observation.metrics.pace
     if uniform is None or uniform < UNIFORM * observation.state.profiling.uniform:
         return 0.0
-    one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
+    grown = straggler.all_work_has_grown(observation)
+    one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown and not grown
     changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
     suspicion = observation.state.adaptation.suspicion
     shown = Trouble.NONE if suspicion is None else suspicion.shown
-    looked_into = shown is not Trouble.NONE and not straggler.all_work_has_grown(observation)  # it may tell by itself
+    looked_into = shown is not Trouble.NONE and not grown  # it may tell by itself
     return 0.0 if one or changed or looked_into else uniform
 
 

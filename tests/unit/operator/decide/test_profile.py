@@ -11,6 +11,7 @@ from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.behaviour.localise import Explanation, Localisation, sentences
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.plan import Sources, Stop, SyncMode
+from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Class, DetectionSpec, JobSpec, Outcome, ProfileSpec
 from pacekeeper_operator.decide import profile
 from pacekeeper_operator.decide.think import think
@@ -131,6 +132,13 @@ class TestBegin:
         assert stepped(suspecting(world, None)).plan.profile is None
         assert stepped(suspecting(world, Trouble.COMMUNICATION)).plan.profile is None
         assert stepped(suspecting(world, Trouble.NONE)).plan.profile is not None
+
+    def test_ranks_that_all_work_for_longer_are_looked_into_however_uneven_they_are(self) -> None:
+        """As under a processor quota on all nodes, which holds up one rank after the other."""
+        world = suspecting(steady(metrics=replace(STEADY, uniform=1.5, pace=1.4)), Trouble.COMMUNICATION)
+        assert stepped(world).plan.profile is None
+        slow = RankWindow(0, (1, 2), (0.1, 0.1), (0.06, 0.06), (0, 0), baseline_own_seconds=0.04)
+        assert stepped(replace(world, evidence=(Evidence("ask", "w", 1, (slow,)),))).plan.profile is not None
 
     def test_slow_work_of_which_no_incident_tells(self) -> None:
         """A dear remedy waits for the loss to be worth it, and a job may have none: people are told all the same."""
