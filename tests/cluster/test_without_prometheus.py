@@ -1,0 +1,47 @@
+"""An operator that knows of no Prometheus: how ranks train, their sidecars tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster import Cluster, scratch_namespace
+from tests.support.jobs import Job, manifest
+from tests.support.operator_process import operating
+
+pytestmark = pytest.mark.usefixtures("resources")
+
+SECONDS_A_SAMPLE = 0.01
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster) -> Iterator[Job]:
+    """Two workers whose ranks sleep for each sample, for as long as a file of theirs says."""
+    if not cluster.is_testcluster:
+        pytest.skip("the operator runs as a process on the test cluster's machine")
+    with operating(cluster, prometheus_url=""), scratch_namespace(cluster) as namespace:
+        body = manifest(
+            "slowed",
+            ["pacekeeper", "run", "tests/support/scripts/slowed.py"],
+            environment={"FOLDER": "/checkpoints", "SECONDS_A_SAMPLE": str(SECONDS_A_SAMPLE)},
+            checkpoint={"everySteps": 1000, "volumeClaimName": "slowed"},
+            detection={"stragglerSlowdown": 1.25, "windowSteps": 16},
+            remediation={"allow": ["RestartRanks", "Rebalance"]},
+        )
+        job = Job.apply(cluster, namespace, body)
+        yield job
+        job.delete()
+
+
+def test_a_rank_that_becomes_slow_is_found_and_mended(job: Job) -> None:
+    # Its page of metrics answers nobody here: no network policy lets a Prometheus in that there is not.
+    job.until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
+    condition = job.condition("MetricsAvailable")
+    assert (condition["status"], condition["reason"]) == ("False", "PrometheusNotConfigured")
+    assert "DCGM's GPU errors cannot be seen" in condition["message"]
+    known = job.incident_names()
+    (job.folder() / "seconds-1").write_text(str(2 * SECONDS_A_SAMPLE))
+    status = job.until_over("straggler", known)["status"]
+    assert (status["remedy"], status["stepsLost"]) == ("Rebalance", 0)
+    assert status["outcome"] in ("Recovered", "Mitigated"), status
