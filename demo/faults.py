@@ -159,7 +159,7 @@ def all_faults() -> list[Fault]:
             "straggler",
             "CPU quota cut to 65 %",
             ("straggler",),
-            ("Rebalance", *replaced),  # a spare at once, where the loss has reached its price by then
+            ("Rebalance",),
             slowed.inject,
             steady_steps=BASELINE_STEPS,
         ),
