@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
 WAITING = RankState(
     rank=0,
@@ -97,6 +97,20 @@ def test_all_inside_the_same_collective_is_a_link_and_no_ranks_fault() -> None:
     found = verdict(stalls(long, long, long), world_size=3)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.COMMUNICATION, ())
+
+
+@pytest.mark.parametrize(("seconds", "known"), [(0.9, False), (2.1, True)])
+def test_a_connection_that_gets_nothing_through_is_waited_for_no_longer(seconds: float, known: bool) -> None:
+    told = stalls(WAITING, WAITING, WAITING)
+    told[1] = replace(told[1], blocked=(BlockedConnection(1, "10.0.0.3:5000", seconds),))
+    found = verdict(told, world_size=3)
+    assert (found is not None and found.kind is HangKind.COMMUNICATION) == known
+    late = replace(told[1], name="later", noticed_at=13.0, blocked=())
+    assert verdict([*told, late], world_size=3) is None, "it came through after all"
+    culprit = [*told[:2], replace(stalls(WAITING, WAITING, OUTSIDE)[2])]
+    held = verdict(culprit, world_size=3)
+    assert held is not None
+    assert (held.kind, held.ranks) == (HangKind.NEVER_ENTERED, (2,)), "a rank that never came goes before all else"
 
 
 def test_reports_of_an_earlier_round_do_not_count() -> None:
