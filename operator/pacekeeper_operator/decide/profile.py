@@ -26,8 +26,10 @@ from ..subject import Subject
 from . import straggler
 
 CAUSES = frozenset({Cause.STRAGGLER, Cause.VOLATILE})
-"""Of the incidents that a function may be behind: what else is slow names its cause itself."""
-SLOWNESS = CAUSES | {Cause.SLOW_COMMUNICATION}
+"""Of the incidents that a function may be behind."""
+NAMED = frozenset({Cause.GARBAGE, Cause.UNEVEN_LENGTHS})
+"""Of those that say by themselves what is slow."""
+SLOWNESS = CAUSES | NAMED | {Cause.SLOW_COMMUNICATION}
 SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
 UNIFORM = 1.1
@@ -131,10 +133,10 @@ def _begin(observation: Observation, policy: Policy) -> Draft:
 
 
 def _explained(observation: Observation) -> Draft:
-    """How slow all ranks are with a link that is named needs no window: only steps that are slower still do."""
+    """How slow all ranks are with a cause that is named needs no window: only steps that are slower still do."""
     uniform, known = observation.metrics.uniform, observation.state.profiling.uniform
     named = any(
-        incident.cause is Cause.SLOW_COMMUNICATION and not _names_nobody(incident)
+        incident.cause in NAMED | {Cause.SLOW_COMMUNICATION} and not _names_nobody(incident)
         for incident in observation.state.incidents.open
     )
     return (
@@ -230,8 +232,10 @@ def _told_by(observation: Observation) -> Incident | None:
 
 
 def _joined(incident: Incident, found: Finding) -> Finding | None:
-    """What both say. That transfers take long is known where a link is named."""
+    """What both say. That transfers take long is known where a link is named, and who waits where lengths are."""
     before = incident.finding
+    if incident.cause in NAMED and before is not None:
+        return before
     if before is None or found.fault is FaultClass.UNKNOWN:
         return join(None, found) if before is None else before
     if found.fault is FaultClass.NETWORK and before.fault is FaultClass.NETWORK and before.culprit:

@@ -38,6 +38,7 @@ LOCALISATION = Localisation(
 NOTHING = replace(LOCALISATION, finding=Finding(FaultClass.UNKNOWN, ""), explanations=(), excess_seconds=0.0)
 
 
+DATA = Finding(FaultClass.DATA, "sequence lengths on all ranks", (Witness(WitnessKind.TIMES, "uneven"),))
 LINK = Finding(FaultClass.NETWORK, "link 0 → 2", (Witness(WitnessKind.TRANSPORT, "12 MB/s"),))
 
 
@@ -132,6 +133,28 @@ class TestBegin:
         assert stepped(suspecting(world, None)).plan.profile is None
         assert stepped(suspecting(world, Trouble.COMMUNICATION)).plan.profile is None
         assert stepped(suspecting(world, Trouble.NONE)).plan.profile is not None
+
+    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
+    def test_what_names_itself_explains_how_slow_all_are(self, cause: Cause) -> None:
+        named = volatile(name="j-named", cause=cause, finding=DATA)
+        explained = stepped(steady(named, uniform=1.4))
+        assert (explained.plan.profile, explained.state.profiling.uniform) == (None, 1.4)
+        slower = replace(explained, metrics=replace(STEADY, uniform=1.6))
+        assert stepped(slower).plan.profile is None, "it is open: by how much it slows them is its own"
+        over = slower.with_draft(slower.draft.with_incidents(current=()))
+        assert stepped(over).plan.profile is not None
+
+    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
+    def test_what_names_itself_keeps_its_name(self, cause: Cause) -> None:
+        """Whoever waits for uneven ranks waits in collectives, which is no link's fault."""
+        world = stepped(steady(uniform=1.4))
+        opened = volatile(name="j-named", cause=cause, finding=DATA, decided=world.now)
+        waits = replace(LOCALISATION, finding=replace(FOUND, fault=FaultClass.NETWORK, culprit="all_reduce"))
+        done = told(world.with_draft(world.draft.with_incidents(current=(opened,))), waits)
+        assert profile.check(done, policy()) is None
+        (incident,) = stepped(done).state.incidents.current
+        assert incident.finding == DATA
+        assert incident.evidence == sentences(waits)
 
     def test_ranks_that_all_work_for_longer_are_looked_into_however_uneven_they_are(self) -> None:
         """As under a processor quota on all nodes, which holds up one rank after the other."""
