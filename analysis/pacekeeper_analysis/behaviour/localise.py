@@ -27,6 +27,8 @@ from .table import Figures, Table, read_table
 SUSPECT = 5.0
 """Σ|Δ| over the spread of the peers (1.48 of their median absolute deviation, LEAST_SPREAD at least)."""
 LEAST_SPREAD = 0.02
+LEAST_GROWTH = 0.01
+"""In its place where ranks are held against their own early steps: the middle one of many differs by less."""
 WEIGHT = 0.25
 """Of the excess: what saves less is not named."""
 EXPLAINED = 0.5
@@ -280,9 +282,9 @@ def _everywhere(view: _View) -> list[Explanation]:
         return []
     table, own, known = view.table, view.own, view.known
     growth = np.median((table.now.seconds - table.early.seconds)[known][:, own], axis=0).astype(np.float64)
-    error = _error(table, own, known)
+    error = _errors(table, own, known)
     grown = max(view.grown, 0.0)
-    if grown < LEAST_SPREAD * view.step / len(table.ranks) or float(growth.max(initial=0.0)) < SURE * error:
+    if grown < LEAST_SPREAD * view.step / len(table.ranks) or not (growth > SURE * error).any():
         return []
     ranks = len(table.ranks)
     turns = min(view.waited, (ranks - 1) * grown)  # while one works longer, the others wait
@@ -304,7 +306,7 @@ def _everywhere(view: _View) -> list[Explanation]:
             seconds=usual + growth,
             usual=usual,
             busy=float(np.median(busy)),
-            distance=growth * (saved / grown) / (view.step * LEAST_SPREAD),
+            distance=np.where(growth > SURE * error, growth * (saved / grown) / (view.step * LEAST_GROWTH), 0.0),
             longer=grown,
             longer_lengths=_ratio(float(np.median(lengths)), float(np.median(early_lengths))),
             follows=1.0,
@@ -326,10 +328,10 @@ def _everywhere(view: _View) -> list[Explanation]:
     return [Explanation(finding, cause.function, (), part, min(1.0, part / view.excess))]
 
 
-def _error(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> float:
-    """One standard error of the middle rank's growth in a function: looks are samples."""
-    errors = np.hypot(table.now.errors, table.early.errors)[known][:, own]
-    return float(np.median(errors.max(axis=1, initial=0.0)) / np.sqrt(max(1, known.sum())))
+def _errors(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """One standard error of the middle rank's growth, by function: looks are samples."""
+    squares = np.square(table.now.errors[known][:, own]) + np.square(table.early.errors[known][:, own])
+    return np.asarray(np.sqrt(squares.mean(axis=0) / max(1, known.sum())), np.float64)
 
 
 # The transfer

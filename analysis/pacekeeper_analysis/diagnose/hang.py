@@ -9,6 +9,7 @@ culprit has not begun the oldest of them, since a kernel before it never ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -140,7 +141,8 @@ def _holders(case: _Case) -> HangVerdict | None:
         moves = any(rank.moving for rank in elsewhere)
         return _NO_VERDICT if moves else case.blame(HangKind.NEVER_ENTERED, elsewhere)
     circle = {rank for found in sinks.circles for rank in found}
-    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting)}
+    everywhere = Counter(rank.collective for rank in case.ranks)
+    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting, everywhere)}
     if circle or odd:
         return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
     return _communication(case, sinks)
@@ -160,9 +162,9 @@ _MEETS_IN = "/torch/distributed/"
 """Part of the path of files in which ranks make their groups together, which is no collective."""
 
 
-def _odd(meeting: Gathering) -> Collection[int]:
+def _odd(meeting: Gathering, everywhere: Mapping[str, int]) -> Collection[int]:
     """Its group's others have gone on to later ones, so those inside lag behind; or some take it for another one."""
-    return tuple(meeting.inside) if meeting.was_left else meeting.odd
+    return tuple(meeting.inside) if meeting.was_left else meeting.odd(everywhere)
 
 
 def _communication(case: _Case, sinks: Sinks) -> HangVerdict | None:

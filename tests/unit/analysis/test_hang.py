@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
@@ -75,6 +76,21 @@ def test_another_collective_than_the_peers_is_a_mismatch() -> None:
     found = verdict(stalls(WAITING, WAITING, replace(WAITING, collective="BROADCAST")), world_size=3)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.MISMATCH, (2,))
+
+
+def test_of_two_the_one_is_odd_that_does_what_nobody_else_does() -> None:
+    pair = replace(WAITING, group=8, sequence=5)
+    gathering = replace(pair, collective="ALL_GATHER")
+    others = [WAITING] * 3
+    for states, odd in (([pair, gathering, *others], 1), ([gathering, pair, *others], 0)):
+        told = [replace(fault, communicators=(Communicator(8, "0-1", "data"),)) for fault in stalls(*states)]
+        found = verdict(told, world_size=5)
+        assert found is not None
+        assert (found.kind, found.ranks) == (HangKind.MISMATCH, (odd,))
+    alone = [replace(fault, communicators=(Communicator(8, "0-1", "data"),)) for fault in stalls(pair, gathering)]
+    both = verdict(alone, world_size=2)
+    assert both is not None
+    assert (both.kind, both.ranks) == (HangKind.MISMATCH, (0, 1)), "nobody can tell"
 
 
 def test_one_behind_in_the_same_group_is_a_mismatch() -> None:

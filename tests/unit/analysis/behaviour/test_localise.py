@@ -129,6 +129,12 @@ class TestAllRanks:
         assert found.explained == pytest.approx(1.0, abs=0.02)
         assert kinds(found) >= {WitnessKind.HISTORY, WitnessKind.BEHAVIOUR}
 
+    @pytest.mark.parametrize(("seconds", "named"), [(0.012, False), (0.03, True)])
+    def test_of_little_growth_only_what_is_no_luck_is_named(self, seconds: float, named: bool) -> None:
+        """3 % of a step, and 7 %."""
+        found = job(*[{**WORK, SLOW: seconds}] * 4)
+        assert (found.finding.culprit == "train.py:augment on all ranks") == named
+
     def test_nobody_sees_it_without_early_steps(self) -> None:
         found = job(*[{**WORK, SLOW: 0.1}] * 4, early=None)
         assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
