@@ -110,9 +110,10 @@ def judge(table: Table, expected: int) -> Localisation:
     )
     if view.excess < LEAST_EXCESS * view.step:
         return replace(frame, finding=_nothing(view))
-    # Who has not answered may be whom the others wait for.
-    one, common, transfer = _ranks(view), _everywhere(view), _transfer(view) if heard == expected else []
+    one, common = _ranks(view), _everywhere(view)
     held_up = any(e.finding.fault in OF_MACHINES for e in (*one, *common))
+    # Who has not answered may be whom the others wait for.
+    transfer = _transfer(view) if heard == expected or held_up else []
     follows = transfer if held_up else []  # whose processors are late, its transfers are, too
     found = sorted([*one, *common, *transfer], key=lambda e: (e in follows, -e.saved_seconds))[:MOST_EXPLANATIONS]
     explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))

@@ -34,6 +34,8 @@ SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
 UNIFORM = 1.1
 """From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
+LASTING_SECONDS = 10.0
+"""For so long answers may show nothing that an incident can tell, while all ranks are slow."""
 LEAD_SECONDS = 6.0
 """Before a window's first step: a step that was heard of is up to 3 s old, and a plan on its way as long at most."""
 STEPS, SECONDS = 32, 20.0
@@ -177,11 +179,15 @@ def _nameless(observation: Observation) -> Incident | None:
 
 
 def _slow_work(observation: Observation) -> bool:
-    """Some rank's, of which no incident tells (yet), and which was not looked into in this round."""
+    """Some rank's, of which no incident tells (yet), and which was not looked into in this round; or whatever slows all
+    ranks for so long, while answers show now this and now that."""
     suspicion, profiling = observation.state.adaptation.suspicion, observation.state.profiling
+    if suspicion is None:
+        return False
+    lasts = observation.now - suspicion.since >= LASTING_SECONDS and (observation.metrics.uniform or 0.0) >= UNIFORM
     told = any(i.cause in SLOWNESS and i.round == observation.round for i in observation.state.incidents.current)
     looked_into = bool(profiling.asked) and profiling.round == observation.round
-    return suspicion is not None and suspicion.shown in SLOW_WORK and not told and not looked_into
+    return (suspicion.shown in SLOW_WORK or lasts) and not told and not looked_into
 
 
 def _names_nobody(incident: Incident) -> bool:

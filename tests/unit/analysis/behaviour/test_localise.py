@@ -193,6 +193,15 @@ class TestAllRanks:
         assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
         assert found.remarks[0] == "3 of 4 ranks have answered"
 
+    def test_who_is_held_up_is_waited_for_whoever_has_not_answered(self) -> None:
+        held = replace(USUAL, throttled=0.9)
+        works = [WORK, scaled(WORK, 1.3), WORK]
+        setups = [USUAL, held, USUAL]
+        now = [pattern(rank, work, 0.7, setup=its) for rank, (work, its) in enumerate(zip(works, setups, strict=True))]
+        early = [pattern(rank, WORK, 0.395) for rank in range(3)]
+        found = localise(answers(now, early), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.CONFIGURATION, "rank 1")
+
     def test_transfers_of_a_rank_that_is_held_up_are_late_too(self) -> None:
         """They take more than its own work does, and all the same it is its quota that is told first."""
         throttled = {1: replace(USUAL, throttled=0.9, processors=0.5)}

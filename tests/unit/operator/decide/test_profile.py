@@ -172,6 +172,18 @@ class TestBegin:
         told_of = volatile(cause=Cause.STRAGGLER, finding=FOUND)
         assert stepped(suspecting(steady(told_of), Trouble.COMPUTE)).plan.profile is None
 
+    @pytest.mark.parametrize(
+        ("seconds", "uniform", "asked"), [(5, 1.5, False), (12, 1.5, True), (12, 1.05, False), (12, None, False)]
+    )
+    def test_what_slows_all_for_long_is_looked_into_whatever_answers_show(
+        self, seconds: float, uniform: float | None, asked: bool
+    ) -> None:
+        """As a quota on one node, which looks now like slow work and now like slow links."""
+        world = steady(metrics=replace(STEADY, pace=1.8, uniform=uniform))
+        shown = Suspicion(NOW - seconds, shown=Trouble.COMMUNICATION)
+        world = world.with_draft(world.draft.with_adaptation(suspicion=shown))
+        assert (stepped(world).plan.profile is not None) == asked
+
     def test_how_slow_all_are_with_a_slow_link_is_known_once_the_link_is_named(self) -> None:
         known = stepped(steady(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5))
         assert known.plan.profile is None
