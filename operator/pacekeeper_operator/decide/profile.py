@@ -43,7 +43,7 @@ STEPS, SECONDS = 32, 20.0
 ENOUGH_SECONDS = 8.0
 """Of steps that are short: so many looks tell functions apart."""
 ANSWER_SECONDS = 15.0
-LATE_SECONDS = 5.0
+LATE_SECONDS = 3.0
 """After the newest answer: all ranks end a window with the same step, and who has not answered by then is not heard."""
 LOCALISE_SECONDS = 60.0
 HOUR = 3600.0
