@@ -7,7 +7,7 @@ its field's type and keeps within the bounds that stand at the field, or it is a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -177,6 +177,16 @@ class RankState:
 
 
 @dataclass(frozen=True)
+class BlockedConnection:
+    """One end of a rank's connection that has something to send, and gets nothing through: the other end acknowledges
+    nothing, although its window is open."""
+
+    rank: Count  # that owns it
+    remote: Annotated[str, Longest(64)]  # address:port
+    seconds: Seconds  # for which nothing has been acknowledged, at least
+
+
+@dataclass(frozen=True)
 class Fault:
     """One thing that a worker noticed, sent until the operator has acknowledged it. `name` is unique in the job."""
 
@@ -196,6 +206,7 @@ class Fault:
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
     communicators: Groups = ()  # that `ranks` speak of, of a stall
+    blocked: Annotated[tuple[BlockedConnection, ...], Longest(64)] = ()  # the longest first, of a stall
     # Of a stall, for people; "": nothing is known.
     ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
     transfers: Words = ""  # what running transfers over NCCL wait for
@@ -301,7 +312,10 @@ class Evidence:
     probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Of links, which may be thousands, what is as usual is left out."""
+        usual = {field.name: field.default for field in fields(LinkWindow)}
+        links = [{name: value for name, value in vars(link).items() if value != usual[name]} for link in self.links]
+        return {**asdict(replace(self, links=())), "links": links}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -4,6 +4,7 @@ and what a probe between launchers tells."""
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ import pytest
 from pacekeeper_analysis.diagnose import link_probe, links
 from pacekeeper_analysis.diagnose.link_probe import Party, Verdict
 from pacekeeper_analysis.diagnose.links import Links, SpotKind
-from pacekeeper_analysis.reports import Evidence, LinkProbe
+from pacekeeper_analysis.reports import BlockedConnection, Evidence, LinkProbe
 from tests.support.namespaces import Network, network
 
 SLOW = "80mbit"
@@ -29,7 +30,8 @@ def four() -> Iterator[Network]:
 class TestConnections:
     """What the sidecars' looks at the ranks' connections come to. Rank i is worker wi."""
 
-    def shown(self, made: Network, folder: Path, shape: str) -> tuple[Links, list[Evidence]]:
+    @contextmanager
+    def hosts(self, made: Network, folder: Path, shape: str) -> Iterator[list[subprocess.Popen[str]]]:
         folder.chmod(0o777)
         addresses = [host.address for host in made.hosts]
         places = [folder / str(rank) for rank in range(len(addresses))]
@@ -41,11 +43,14 @@ class TestConnections:
             for rank, (host, place) in enumerate(zip(made.hosts, places, strict=True))
         ]
         try:
-            told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+            yield ranks
         finally:
             for rank in ranks:
                 rank.communicate("\n", timeout=20)
-        evidence = [Evidence.from_json(json.loads(line)) for line in told]
+
+    def shown(self, made: Network, folder: Path, shape: str) -> tuple[Links, list[Evidence]]:
+        with self.hosts(made, folder, shape) as ranks:
+            evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
         return links.judge(*links.join(evidence)), evidence
 
     def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(self, four: Network, tmp_path: Path) -> None:
@@ -55,6 +60,22 @@ class TestConnections:
         assert (hot.kind, hot.source, hot.destination) == (SpotKind.LINK, 1, 2)
         assert hot.bytes_per_second == pytest.approx(10e6, rel=0.3), "the shaper's 80 Mbit/s"
         assert (shown.cells, shown.unknown) == (12, 0)
+
+    def test_what_is_lost_on_the_way_blocks_the_ends_of_that_way_alone(self, four: Network, tmp_path: Path) -> None:
+        """What is slow, and who does not read, moves or has no room: that is no lost packet."""
+        four.slow_pair(four.hosts[2], four.hosts[3], "8mbit")
+        with self.hosts(four, tmp_path, "all") as ranks:
+            for rank in ranks:
+                _line(rank)
+            four.lose(four.hosts[0], four.hosts[1])
+            for rank in ranks:
+                _ask(rank, "blocked")
+            blocked = [[BlockedConnection(**end) for end in json.loads(_line(rank))] for rank in ranks]
+        assert [[end.remote.rpartition(":")[0] for end in of] for of in blocked[2:]] == [[], []]
+        (there,) = blocked[0]
+        assert (there.rank, there.remote) == (0, f"{four.hosts[1].address}:5000")
+        assert 1.5 <= there.seconds <= 3.5
+        assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "nobody says: received"
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
     def test_a_slow_side_is_a_row_or_column(self, four: Network, tmp_path: Path, way: str) -> None:
@@ -74,6 +95,17 @@ class TestConnections:
         through_nat = links.judge(*links.join([renamed[0], evidence[1], *renamed[2:]]))
         assert through_nat.unknown == 4, "both ends of both of its connections"
         assert all(1 not in pair for spot in through_nat.hot for pair in spot.pairs), "unknown, and not wrong"
+
+
+def _line(rank: subprocess.Popen[str]) -> str:
+    assert rank.stdout is not None
+    return rank.stdout.readline()
+
+
+def _ask(rank: subprocess.Popen[str], what: str) -> None:
+    assert rank.stdin is not None
+    rank.stdin.write(f"{what}\n")
+    rank.stdin.flush()
 
 
 def _translated(answer: Evidence, address: str, seen: str) -> Evidence:

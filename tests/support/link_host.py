@@ -3,7 +3,8 @@
     python -m tests.support.link_host FOLDER RANK all|next ADDRESS…
 
 Sends 2 MB to each of its peers (the next one: a ring) ten times a second, looks at the connections four times a second,
-and prints the evidence once there are three windows.
+and prints the evidence once there are three windows; then, for each line that it reads, what is blocked two seconds
+later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pacekeeper.launcher.sockets import SocketFile
@@ -26,6 +27,7 @@ from pacekeeper_analysis.reports import Evidence
 PORT = 5000
 BYTES = 2_000_000
 PERIOD, LOOK = 0.1, 0.25
+BLOCKED_LOOKS = 10
 
 
 def main(folder: str, rank: int, shape: str, addresses: Sequence[str]) -> None:
@@ -44,7 +46,11 @@ def main(folder: str, rank: int, shape: str, addresses: Sequence[str]) -> None:
         time.sleep(LOOK)
     slow_from_the_start = [replace(window, early_bytes=0, early_busy_seconds=0.0) for window in connections.windows()]
     print(json.dumps(Evidence("why", f"w{rank}", 1, links=tuple(slow_from_the_start)).to_json()), flush=True)
-    sys.stdin.readline()  # the others may not be done yet
+    while sys.stdin.readline().strip():  # the others may not be done yet
+        for _ in range(BLOCKED_LOOKS):
+            connections.look(time.monotonic())
+            time.sleep(LOOK)
+        print(json.dumps([asdict(end) for end in connections.blocked(time.monotonic())]), flush=True)
 
 
 def _connected(address: str) -> socket.socket:

@@ -17,6 +17,7 @@ import pytest
 from testcluster.shell import run
 
 INTERFACE = "eth0"
+NOBODY = "02:00:00:00:00:99"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Network:
         run(*tc, "class", "replace", *on, "parent", "1:", "classid", "1:2", "htb", "rate", rate, "quantum", "60000")
         to = ["match", "ip", "dst", f"{destination.address}/32"]
         run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
+
+    def lose(self, source: Host, destination: Host) -> None:
+        """What the one sends to the other goes to an address that nobody has."""
+        neighbour = ["neigh", "replace", destination.address, "lladdr", NOBODY, "dev", INTERFACE, "nud", "permanent"]
+        run("ip", "-n", source.namespace, *neighbour)
 
     def mend(self, host: Host) -> None:
         """What it sends is as fast as before."""

@@ -27,6 +27,8 @@ from .table import Figures, Table, read_table
 SUSPECT = 5.0
 """Σ|Δ| over the spread of the peers (1.48 of their median absolute deviation, LEAST_SPREAD at least)."""
 LEAST_SPREAD = 0.02
+LEAST_GROWTH = 0.01
+"""In its place where ranks are held against their own early steps: the middle one of many differs by less."""
 WEIGHT = 0.25
 """Of the excess: what saves less is not named."""
 EXPLAINED = 0.5
@@ -45,6 +47,8 @@ LIBRARY = "torch/"
 """What computes there is slow by how it is set up, where that has changed."""
 OF_MACHINES = frozenset({FaultClass.HARDWARE, FaultClass.CONFIGURATION})
 MOST_EXPLANATIONS = 8
+MOST_TOLD = 3
+"""Functions that words tell of."""
 FEW_RANKS = 64
 """Up to so many, a rank is compared with the others without itself."""
 
@@ -106,9 +110,10 @@ def judge(table: Table, expected: int) -> Localisation:
     )
     if view.excess < LEAST_EXCESS * view.step:
         return replace(frame, finding=_nothing(view))
-    # Who has not answered may be whom the others wait for.
-    one, common, transfer = _ranks(view), _everywhere(view), _transfer(view) if heard == expected else []
+    one, common = _ranks(view), _everywhere(view)
     held_up = any(e.finding.fault in OF_MACHINES for e in (*one, *common))
+    # Who has not answered may be whom the others wait for.
+    transfer = _transfer(view) if heard == expected or held_up else []
     follows = transfer if held_up else []  # whose processors are late, its transfers are, too
     found = sorted([*one, *common, *transfer], key=lambda e: (e in follows, -e.saved_seconds))[:MOST_EXPLANATIONS]
     explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))
@@ -278,9 +283,9 @@ def _everywhere(view: _View) -> list[Explanation]:
         return []
     table, own, known = view.table, view.own, view.known
     growth = np.median((table.now.seconds - table.early.seconds)[known][:, own], axis=0).astype(np.float64)
-    error = _error(table, own, known)
+    error = _errors(table, own, known)
     grown = max(view.grown, 0.0)
-    if grown < LEAST_SPREAD * view.step / len(table.ranks) or float(growth.max(initial=0.0)) < SURE * error:
+    if grown < LEAST_SPREAD * view.step / len(table.ranks) or not (growth > SURE * error).any():
         return []
     ranks = len(table.ranks)
     turns = min(view.waited, (ranks - 1) * grown)  # while one works longer, the others wait
@@ -302,7 +307,7 @@ def _everywhere(view: _View) -> list[Explanation]:
             seconds=usual + growth,
             usual=usual,
             busy=float(np.median(busy)),
-            distance=growth * (saved / grown) / (view.step * LEAST_SPREAD),
+            distance=np.where(growth > SURE * error, growth * (saved / grown) / (view.step * LEAST_GROWTH), 0.0),
             longer=grown,
             longer_lengths=_ratio(float(np.median(lengths)), float(np.median(early_lengths))),
             follows=1.0,
@@ -324,10 +329,10 @@ def _everywhere(view: _View) -> list[Explanation]:
     return [Explanation(finding, cause.function, (), part, min(1.0, part / view.excess))]
 
 
-def _error(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> float:
-    """One standard error of the middle rank's growth in a function: looks are samples."""
-    errors = np.hypot(table.now.errors, table.early.errors)[known][:, own]
-    return float(np.median(errors.max(axis=1, initial=0.0)) / np.sqrt(max(1, known.sum())))
+def _errors(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """One standard error of the middle rank's growth, by function: looks are samples."""
+    squares = np.square(table.now.errors[known][:, own]) + np.square(table.early.errors[known][:, own])
+    return np.asarray(np.sqrt(squares.mean(axis=0) / max(1, known.sum())), np.float64)
 
 
 # The transfer
@@ -506,13 +511,21 @@ def _remarks(table: Table, expected: int) -> tuple[str, ...]:
 def _nothing(view: _View) -> Finding:
     against = "peers and early steps" if view.has_early else "peers; its early steps are not known"
     words = Witness(WitnessKind.TIMES, f"no rank's step differs by {LEAST_EXCESS:.0%} from {against}")
-    return Finding(FaultClass.UNKNOWN, "", (words,), advice="nothing is slower than usual in this window")
+    witnesses = (words, _where_time_goes(view))
+    return Finding(FaultClass.UNKNOWN, "", witnesses, advice="nothing is slower than usual in this window")
 
 
 def _unknown(view: _View, found: Sequence[Explanation], explained: float) -> Finding:
     part = f"{explained:.0%} of the {view.excess:.3f} s that a step takes longer is explained"
-    witnesses = [Witness(WitnessKind.TIMES, part)]
+    witnesses = [Witness(WitnessKind.TIMES, part), _where_time_goes(view)]
     witnesses += [witness for explanation in found[:1] for witness in explanation.finding.witnesses]
     advice = "too little is explained to blame anything: look at the stacks of this window"
     culprit = found[0].finding.culprit if found and not found[0].function else ""
     return Finding(FaultClass.UNKNOWN, culprit, tuple(witnesses), advice=advice)
+
+
+def _where_time_goes(view: _View) -> Witness:
+    seconds = np.median(view.table.now.seconds, axis=0)
+    most = [int(place) for place in np.argsort(-seconds, kind="stable")[:MOST_TOLD]]
+    each = ", ".join(f"{view.table.functions[place][0]} ({seconds[place]:.3f} s)" for place in most)
+    return Witness(WitnessKind.BEHAVIOUR, f"most of a step goes into {each or 'no function that is known'}")

@@ -9,6 +9,7 @@ culprit has not begun the oldest of them, since a kernel before it never ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,6 +20,9 @@ from .waiting import Gathering, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
 """So long all ranks must have been inside the same collective before it is taken for one that never ends."""
+BLOCKED_SECONDS = 1.5
+"""The same where a connection of theirs gets nothing through: three times in a row it has been in vain by then (RFC
+6298, from a time-out of 0.2 s on)."""
 LOOK_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
@@ -59,7 +63,7 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
     newest = _newest(ranks)
     waits = [rank.rank for rank in ranks if _waits(rank, newest)]
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
-    case = _Case(ranks, frozenset(waits), graph, ceiling_seconds)
+    case = _Case(ranks, _blocked(stalls), frozenset(waits), graph, ceiling_seconds)
     for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
         found = judge(case)
         if found is not None:
@@ -70,6 +74,8 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
 @dataclass(frozen=True)
 class _Case:
     ranks: Sequence[RankState]
+    blocked: frozenset[int]
+    """Those with a connection that gets nothing through."""
     waits: frozenset[int]
     """Those inside of a collective, where a rank may stand still for as long as another one does."""
     graph: WaitGraph
@@ -78,6 +84,11 @@ class _Case:
     def blame(self, kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
         found = _blame(kind, culprits)
         return None if found is None else replace(found, waits=self.graph.waits_for(found.ranks))
+
+    def never_ends(self, inside: Collection[int], members: Collection[int]) -> bool:
+        """Whether the collective of `members` that the ranks `inside` wait in is taken for one that never ends."""
+        waited = min(rank.waiting_seconds for rank in self.ranks if rank.rank in inside)
+        return waited >= COMMUNICATION_SECONDS or not self.blocked.isdisjoint(members)
 
 
 _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
@@ -130,10 +141,11 @@ def _holders(case: _Case) -> HangVerdict | None:
         moves = any(rank.moving for rank in elsewhere)
         return _NO_VERDICT if moves else case.blame(HangKind.NEVER_ENTERED, elsewhere)
     circle = {rank for found in sinks.circles for rank in found}
-    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting)}
+    everywhere = Counter(rank.collective for rank in case.ranks)
+    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting, everywhere)}
     if circle or odd:
         return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
-    return _communication(sinks, by_rank)
+    return _communication(case, sinks)
 
 
 def _is_elsewhere(rank: RankState) -> bool:
@@ -150,23 +162,20 @@ _MEETS_IN = "/torch/distributed/"
 """Part of the path of files in which ranks make their groups together, which is no collective."""
 
 
-def _odd(meeting: Gathering) -> Collection[int]:
+def _odd(meeting: Gathering, everywhere: Mapping[str, int]) -> Collection[int]:
     """Its group's others have gone on to later ones, so those inside lag behind; or some take it for another one."""
-    return tuple(meeting.inside) if meeting.was_left else meeting.odd
+    return tuple(meeting.inside) if meeting.was_left else meeting.odd(everywhere)
 
 
-def _communication(sinks: Sinks, ranks: Mapping[int, RankState]) -> HangVerdict | None:
+def _communication(case: _Case, sinks: Sinks) -> HangVerdict | None:
     """All have entered it. Their bytes may still be on the way, over a link that has become slow: this verdict has more
-    time than the others."""
+    time than the others, unless the kernel of one of them says that nothing comes through."""
     for meeting in sorted(sinks.meetings, key=lambda meeting: -len(meeting.inside)):
-        if min(ranks[rank].waiting_seconds for rank in meeting.inside) >= COMMUNICATION_SECONDS:
-            members = meeting.group.members
+        members = meeting.group.members
+        if case.never_ends(meeting.inside, members):
             said = f"all {len(members)} ranks entered {meeting} and {_who_stayed(meeting)}"
             return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=members)
-    if (
-        sinks.meetings
-        or min((ranks[rank].waiting_seconds for rank in sinks.unknown), default=0) < COMMUNICATION_SECONDS
-    ):
+    if sinks.meetings or not sinks.unknown or not case.never_ends(sinks.unknown, sinks.unknown):
         return None
     said = f"{name_ranks(sinks.unknown)} wait, and nobody knows for whom"
     return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=sinks.unknown)
@@ -231,6 +240,13 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
 
 def _has_own_deadline(rank: RankState) -> bool:
     return rank.phase != Phase.TRAIN.name
+
+
+def _blocked(stalls: Sequence[Fault]) -> frozenset[int]:
+    """By what each worker has told last."""
+    newest = {fault.worker: fault for fault in stalls}
+    ends = [end for fault in newest.values() for end in fault.blocked]
+    return frozenset(end.rank for end in ends if end.seconds >= BLOCKED_SECONDS)
 
 
 def _latest(faults: Sequence[Fault]) -> tuple[list[Fault], list[RankState]]:

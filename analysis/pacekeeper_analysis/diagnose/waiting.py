@@ -123,12 +123,19 @@ class Gathering:
     def is_channel(self) -> bool:
         return set(self.inside.values()) <= {_SEND, _RECEIVE}
 
-    @property
-    def odd(self) -> tuple[int, ...]:
-        """Those inside that take it for another collective than most."""
-        (usual, _), *others = Counter(self.inside.values()).most_common()
-        if not others or self.is_channel:
+    def odd(self, everywhere: Mapping[str, int]) -> tuple[int, ...]:
+        """Those inside that take it for another collective than most; where most is not to be told, as in a group of
+        two, than most ranks of the job are in (`everywhere`: how many, by collective). All, where that tells neither.
+        """
+        inside = Counter(self.inside.values())
+        if len(inside) < 2 or self.is_channel:
             return ()
+
+        def votes(collective: str) -> tuple[int, int]:
+            return inside[collective], everywhere.get(collective, 0)
+
+        first, second, *_ = sorted(inside, key=votes, reverse=True)
+        usual = first if votes(first) > votes(second) else ""
         return tuple(rank for rank, collective in self.inside.items() if collective != usual)
 
     def __str__(self) -> str:

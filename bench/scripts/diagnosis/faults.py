@@ -161,6 +161,7 @@ def _of_scripts() -> Iterator[Fault]:
     yield _in_script("garbage", "garbage", code, everywhere=True)
     yield _in_script("slow loader on one", "loader", data)
     yield _in_script("slow loader on all", "loader", data, everywhere=True)
+    yield _in_script("lengths", "lengths", data, everywhere=True)
     yield _in_script("slow function on one", "slow-function", code, function="augment_sample")
     yield _in_script(
         "slow function on all", "slow-function", code, everywhere=True, function="augment_sample", part=0.4

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import pacekeeper.auto  # noqa: F401  # watches the rest
+from pacekeeper.observe.watching import recorder
 
 FOLDER = Path(os.environ["FOLDER"])
 STAGES, REPLICAS, TENSOR = 2, 2, 2
@@ -28,8 +30,12 @@ MICROBATCHES = 4
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.004, 0.008
 ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
 """Numbers of 4 bytes: sent between stages, summed in a tensor group, summed over replicas once a step."""
+TOKENS_SIGMA = 20.0
+"""Standard deviation of the logarithm of lengths, a second of the fault's strength."""
 OBJECTS_A_SECOND = 2e7
 """That a collection looks at."""
+USUAL_TOKENS = 1000
+"""Of a step's samples; those of one replica's ranks are the same."""
 WORK = 96
 """Width of the matrices that are really multiplied."""
 
@@ -54,18 +60,21 @@ class Job:
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
         mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR), mesh_dim_names=("stage", "data", "tensor"))
-        self.stage = mesh.get_local_rank("stage")
+        self.stage, self.replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
         self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
         self.neighbour = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
         self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
         self.matrix = torch.randn(WORK, WORK)
         self.batches = iter(DataLoader(Samples(), batch_size=1))
+        self.tokens = USUAL_TOKENS
         self.step = 0
+        _tell_lengths(self)
 
     def train(self) -> None:
         while not (FOLDER / "stop").exists():
             strike(self)
+            self.tokens = drawn_tokens(self.step, self.replica)
             for _ in range(MICROBATCHES):
                 next(self.batches)
                 self.forward()
@@ -106,7 +115,28 @@ class Job:
 
     def compute(self, seconds: float) -> None:
         self.matrix @ self.matrix
-        time.sleep(seconds)
+        time.sleep(seconds * self.tokens / USUAL_TOKENS)
+
+
+def drawn_tokens(step: int, replica: int) -> int:
+    """Lengths that differ by replica and step, the same in the mean, where the fault says so."""
+    fault = present_fault()
+    if fault.get("kind") != "lengths":
+        return USUAL_TOKENS
+    sigma = TOKENS_SIGMA * fault["seconds"]
+    drawn = random.Random(step * REPLICAS + replica).lognormvariate(-(sigma**2) / 2, sigma)
+    return max(1, round(USUAL_TOKENS * drawn))
+
+
+def _tell_lengths(job: Job) -> None:
+    """As the library's own loader does in a script that uses it."""
+    watched = recorder()
+    end_step = watched.end_step
+
+    def with_lengths() -> None:
+        end_step(1, (float(job.tokens), float(job.tokens) ** 2))
+
+    watched.end_step = with_lengths  # type: ignore[assignment]  # of this one
 
 
 def strike(job: Job) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
+from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.records import Phase
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
@@ -71,7 +72,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         node=node,
         settles=tuple(fault.name for fault in stalls),
         last_step=observation.step,
-        finding=_finding(verdict, stalls, past),
+        finding=_finding(observation.plan, verdict, stalls, past),
     )
 
 
@@ -115,7 +116,7 @@ def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str
     return bool(node) and any(past.node == node and past.rank != rank and past.worker != worker for past in hangs)
 
 
-def _finding(verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Finding:
+def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Finding:
     states = {state.rank: state for fault in sorted(stalls, key=lambda each: each.noticed_at) for state in fault.ranks}
     named = [states[rank] for rank in verdict.ranks[:NAMED]]
     waiting = sum(state.collective != "NONE" for state in states.values())
@@ -128,14 +129,44 @@ def _finding(verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Find
         witnesses.append(Witness(WitnessKind.STACK, places))
     if verdict.kind is HangKind.KERNEL:
         witnesses.append(Witness(WitnessKind.GPU, "its GPU has not begun the collective that its peers wait in"))
-    if not named and (nccl := _nccl(stalls)):
-        witnesses.append(Witness(WitnessKind.TRANSPORT, nccl[-1]))
+    blocked = () if named else _blocked(stalls)
+    if transport := "; ".join(map(_say_blocked, blocked[:NAMED])) or ("" if named else "".join(_nccl(stalls)[-1:])):
+        witnesses.append(Witness(WitnessKind.TRANSPORT, transport))
     if past.sentence:
         witnesses.append(Witness(WitnessKind.HISTORY, past.sentence.removeprefix("; ")))
-    culprit = f"rank {listed(verdict.ranks)}" if named else f"links of ranks {listed(verdict.members)}"
+    links = _links(plan, blocked) or f"links of ranks {listed(verdict.members)}"
+    culprit = f"rank {listed(verdict.ranks)}" if named else links
     fault = _class(verdict, named, past)
     advice = KERNEL_ADVICE if verdict.kind is HangKind.KERNEL else ADVICE[fault]
     return join(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
+
+
+def _blocked(stalls: Sequence[Fault]) -> tuple[BlockedConnection, ...]:
+    """By what each worker has told last, those that have been so for longest first."""
+    newest = {fault.worker: fault for fault in sorted(stalls, key=lambda each: each.noticed_at)}
+    ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= hang.BLOCKED_SECONDS]
+    return tuple(sorted(ends, key=lambda end: -end.seconds))
+
+
+def _say_blocked(end: BlockedConnection) -> str:
+    return f"nothing that rank {end.rank} sends to {end.remote} has been acknowledged for {end.seconds:.1f} s"
+
+
+def _links(plan: Plan, blocked: Sequence[BlockedConnection]) -> str:
+    """Between whom nothing comes through: two workers, or one and all others that have something for it; "": that
+    cannot be told, as behind a service mesh that hides who is at the other end."""
+    by_address = {member.address: member.ranks[0] for member in plan.members}
+    by_rank = {rank: member.ranks[0] for member in plan.members for rank in member.ranks}
+    pairs = {
+        frozenset((by_rank[end.rank], by_address[host]))
+        for end in blocked
+        if (host := end.remote.rpartition(":")[0].strip("[]")) in by_address and end.rank in by_rank
+    }
+    if len(pairs) == 1:
+        one, *other = sorted(next(iter(pairs)))
+        return f"between rank {one}'s worker and rank {other[0]}'s worker" if other else ""
+    common = frozenset.intersection(*pairs) if pairs else frozenset[int]()
+    return f"links of rank {next(iter(common))}'s worker" if len(common) == 1 else ""
 
 
 ADVICE = {

@@ -26,12 +26,16 @@ from ..subject import Subject
 from . import straggler
 
 CAUSES = frozenset({Cause.STRAGGLER, Cause.VOLATILE})
-"""Of the incidents that a function may be behind: what else is slow names its cause itself."""
-SLOWNESS = CAUSES | {Cause.SLOW_COMMUNICATION}
+"""Of the incidents that a function may be behind."""
+NAMED = frozenset({Cause.GARBAGE, Cause.UNEVEN_LENGTHS})
+"""Of those that say by themselves what is slow."""
+SLOWNESS = CAUSES | NAMED | {Cause.SLOW_COMMUNICATION}
 SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
 UNIFORM = 1.1
 """From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
+LASTING_SECONDS = 10.0
+"""For so long answers may show nothing that an incident can tell, while all ranks are slow."""
 LEAD_SECONDS = 6.0
 """Before a window's first step: a step that was heard of is up to 3 s old, and a plan on its way as long at most."""
 STEPS, SECONDS = 32, 20.0
@@ -39,6 +43,8 @@ STEPS, SECONDS = 32, 20.0
 ENOUGH_SECONDS = 8.0
 """Of steps that are short: so many looks tell functions apart."""
 ANSWER_SECONDS = 15.0
+LATE_SECONDS = 3.0
+"""After the newest answer: all ranks end a window with the same step, and who has not answered by then is not heard."""
 LOCALISE_SECONDS = 60.0
 HOUR = 3600.0
 PREFIX = "profile-"
@@ -86,7 +92,8 @@ def errands(observation: Observation) -> Iterator[Effect]:
     profile, profiling = observation.plan.profile, observation.state.profiling
     if profile is not None and observation.patterns and _done(observation) is None:
         complete = observation.patterns >= observation.plan.world_size
-        if complete or observation.now >= profiling.until or _cut_off(observation):
+        late = observation.now >= min(profiling.until, observation.patterns_at + LATE_SECONDS)
+        if complete or late or _cut_off(observation):
             yield Localise(profile.name, observation.plan.world_size)
     done = observation.localised
     if done is not None and done.page and done.window == profiling.shown and profiling.shown_in:
@@ -131,10 +138,10 @@ def _begin(observation: Observation, policy: Policy) -> Draft:
 
 
 def _explained(observation: Observation) -> Draft:
-    """How slow all ranks are with a link that is named needs no window: only steps that are slower still do."""
+    """How slow all ranks are with a cause that is named needs no window: only steps that are slower still do."""
     uniform, known = observation.metrics.uniform, observation.state.profiling.uniform
     named = any(
-        incident.cause is Cause.SLOW_COMMUNICATION and not _names_nobody(incident)
+        incident.cause in NAMED | {Cause.SLOW_COMMUNICATION} and not _names_nobody(incident)
         for incident in observation.state.incidents.open
     )
     return (
@@ -172,11 +179,15 @@ def _nameless(observation: Observation) -> Incident | None:
 
 
 def _slow_work(observation: Observation) -> bool:
-    """Some rank's, of which no incident tells (yet), and which was not looked into in this round."""
+    """Some rank's, of which no incident tells (yet), and which was not looked into in this round; or whatever slows all
+    ranks for so long, while answers show now this and now that."""
     suspicion, profiling = observation.state.adaptation.suspicion, observation.state.profiling
+    if suspicion is None:
+        return False
+    lasts = observation.now - suspicion.since >= LASTING_SECONDS and (observation.metrics.uniform or 0.0) >= UNIFORM
     told = any(i.cause in SLOWNESS and i.round == observation.round for i in observation.state.incidents.current)
     looked_into = bool(profiling.asked) and profiling.round == observation.round
-    return suspicion is not None and suspicion.shown in SLOW_WORK and not told and not looked_into
+    return (suspicion.shown in SLOW_WORK or lasts) and not told and not looked_into
 
 
 def _names_nobody(incident: Incident) -> bool:
@@ -230,8 +241,10 @@ def _told_by(observation: Observation) -> Incident | None:
 
 
 def _joined(incident: Incident, found: Finding) -> Finding | None:
-    """What both say. That transfers take long is known where a link is named."""
+    """What both say. That transfers take long is known where a link is named, and who waits where lengths are."""
     before = incident.finding
+    if incident.cause in NAMED and before is not None:
+        return before
     if before is None or found.fault is FaultClass.UNKNOWN:
         return join(None, found) if before is None else before
     if found.fault is FaultClass.NETWORK and before.fault is FaultClass.NETWORK and before.culprit:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
 WAITING = RankState(
     rank=0,
@@ -77,6 +78,21 @@ def test_another_collective_than_the_peers_is_a_mismatch() -> None:
     assert (found.kind, found.ranks) == (HangKind.MISMATCH, (2,))
 
 
+def test_of_two_the_one_is_odd_that_does_what_nobody_else_does() -> None:
+    pair = replace(WAITING, group=8, sequence=5)
+    gathering = replace(pair, collective="ALL_GATHER")
+    others = [WAITING] * 3
+    for states, odd in (([pair, gathering, *others], 1), ([gathering, pair, *others], 0)):
+        told = [replace(fault, communicators=(Communicator(8, "0-1", "data"),)) for fault in stalls(*states)]
+        found = verdict(told, world_size=5)
+        assert found is not None
+        assert (found.kind, found.ranks) == (HangKind.MISMATCH, (odd,))
+    alone = [replace(fault, communicators=(Communicator(8, "0-1", "data"),)) for fault in stalls(pair, gathering)]
+    both = verdict(alone, world_size=2)
+    assert both is not None
+    assert (both.kind, both.ranks) == (HangKind.MISMATCH, (0, 1)), "nobody can tell"
+
+
 def test_one_behind_in_the_same_group_is_a_mismatch() -> None:
     found = verdict(stalls(WAITING, replace(WAITING, sequence=99), WAITING), world_size=3)
     assert found is not None
@@ -97,6 +113,20 @@ def test_all_inside_the_same_collective_is_a_link_and_no_ranks_fault() -> None:
     found = verdict(stalls(long, long, long), world_size=3)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.COMMUNICATION, ())
+
+
+@pytest.mark.parametrize(("seconds", "known"), [(0.9, False), (2.1, True)])
+def test_a_connection_that_gets_nothing_through_is_waited_for_no_longer(seconds: float, known: bool) -> None:
+    told = stalls(WAITING, WAITING, WAITING)
+    told[1] = replace(told[1], blocked=(BlockedConnection(1, "10.0.0.3:5000", seconds),))
+    found = verdict(told, world_size=3)
+    assert (found is not None and found.kind is HangKind.COMMUNICATION) == known
+    late = replace(told[1], name="later", noticed_at=13.0, blocked=())
+    assert verdict([*told, late], world_size=3) is None, "it came through after all"
+    culprit = [*told[:2], replace(stalls(WAITING, WAITING, OUTSIDE)[2])]
+    held = verdict(culprit, world_size=3)
+    assert held is not None
+    assert (held.kind, held.ranks) == (HangKind.NEVER_ENTERED, (2,)), "a rank that never came goes before all else"
 
 
 def test_reports_of_an_earlier_round_do_not_count() -> None:

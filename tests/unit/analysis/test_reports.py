@@ -17,11 +17,13 @@ from pacekeeper_analysis.diagnose.windows import align
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import (
     LONGEST_WINDOW,
+    BlockedConnection,
     Evidence,
     Fault,
     FaultKind,
     Heartbeat,
     LauncherState,
+    LinkWindow,
     RankState,
     RankWindow,
 )
@@ -37,9 +39,15 @@ REPORTS: dict[str, tuple[Any, Any]] = {
     "heartbeat": (Heartbeat, Heartbeat("w", LauncherState.RUNNING, 3, 1, 1, 0, 7, 7, unkillable_ranks=(3,))),
     "fault": (
         Fault,
-        Fault("n", FaultKind.STALLED, "w", 1, 2.0, ranks=(STATE,), unreachable=("10.0.0.1",), missing=("j-w1-0",)),
+        Fault(
+            "n", FaultKind.STALLED, "w", 1, 2.0, ranks=(STATE,), unreachable=("10.0.0.1",), missing=("j-w1-0",),
+            blocked=(BlockedConnection(0, "10.0.0.2:5000", 2.5),),
+        ),
     ),
-    "evidence": (Evidence, Evidence("e", "w", 1, (WINDOW, replace(WINDOW, rank=1)))),
+    "evidence": (
+        Evidence,
+        Evidence("e", "w", 1, (WINDOW, replace(WINDOW, rank=1)), links=(LinkWindow("a:1", "b:2", 0, 1, 5.0, 9),)),
+    ),
 }  # fmt: skip
 NONSENSE: tuple[Any, ...] = (
     None, True, -2, 2**64, 10**5000, -0.5, math.nan, math.inf, -math.inf, 1e300, 1e23, 2**52, "", "Idle", "a\nb\0",

@@ -98,6 +98,46 @@ class TestWindows:
         assert (newest.acked_bytes, newest.unsent_bytes > 0) == (0, True)
         assert newest.busy_seconds > 0.05, "it has had something to send all the time"
 
+    def test_who_does_not_read_blocks_no_link(self, runtime: Runtime, pair: Pair) -> None:
+        one, _ = pair
+        one.setblocking(False)
+        try:
+            while True:
+                one.send(bytes(MB))
+        except BlockingIOError:
+            pass
+        seen = owned(runtime, {0: one})
+        for _ in range(5):
+            seen.look(time.monotonic())
+            time.sleep(0.1)
+        assert seen.blocked(time.monotonic()) == ()
+
+    @pytest.mark.parametrize(
+        ("acked", "busy", "closed", "seconds"),
+        [(0, 1.0, 0.0, 4.0), (0, 0.5, 0.0, 0.0), (0, 1.0, 0.9, 0.0), (1, 1.0, 0.0, 0.0)],
+        ids=["nothing comes through", "mostly nothing to send", "the receiver's window is closed", "slowly, it moves"],
+    )
+    def test_blocked_is_who_tries_in_vain(
+        self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, acked: int, busy: float, closed: float, seconds: float
+    ) -> None:
+        """By what the kernel counts in each second, after three in which all went well."""
+        write_json(runtime.sockets, {"7": 5})
+        seen, name = Connections(runtime), bytes([2]) + bytes.fromhex("13891388") + bytes(44)
+
+        def at(look: int) -> list[tuple[bytes, tuple[int, bytes]]]:
+            since = max(0, look - 3)
+            told = (min(look, 3) * MB + acked * since, 0, 0, 1, busy * since * MB, closed * since * MB, 0, 0)
+            return [(name, (7, connections._INFO.pack(*(int(each) for each in told))))]
+
+        for look in range(7):
+            monkeypatch.setattr(connections, "_dump", lambda look=look: at(look))
+            seen.look(float(look))
+        monkeypatch.setattr(connections, "_dump", lambda: at(7))
+        found = seen.blocked(7.0)
+        assert [(end.rank, end.remote, end.seconds) for end in found] == (
+            [(5, "0.0.0.0:5000", seconds)] if seconds else []
+        )
+
     def test_the_middle_one_of_the_first_windows_stays_known(self, runtime: Runtime, pair: Pair) -> None:
         seen = owned(runtime, {3: pair[0]})
         for look in range(2 * EARLY_LOOKS):

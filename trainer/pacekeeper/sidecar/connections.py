@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pacekeeper.runtime import Runtime, read_json
-from pacekeeper_analysis.reports import LinkWindow
+from pacekeeper_analysis.reports import BlockedConnection, LinkWindow
 
 LOOK_SECONDS = 1.0
 """Between two looks; one of 1,000 connections takes 3 ms."""
@@ -34,6 +34,10 @@ MOST_WINDOWS = 4096
 QUIET_BYTES = 1_000_000
 """A connection that moved less than this both ways in all windows together tells nothing of its link, unless something
 waits at its end."""
+MOST_BLOCKED = 64
+"""That a fault holds."""
+BLOCKED_PART = 0.9
+"""Of the time since the last acknowledgement: with something to send, and no closed window of the receiver's."""
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +139,38 @@ class Connections:
                     told.append((moved, windows))
         told.sort(key=lambda item: -item[0])
         return tuple(window for _, windows in told[: MOST_WINDOWS // WINDOWS] for window in windows)
+
+    def blocked(self, now: float) -> tuple[BlockedConnection, ...]:
+        """The ranks' ends that have something to send and get nothing through, those that have been so for longest
+        first: packets are lost, or their acknowledgements. Where the receiver does not read, the link is well.
+
+        `now`: seconds, monotonic. Raises nothing: where the kernel does not answer, nothing is known.
+        """
+        ranks = self._ranks()
+        try:
+            ends = [(name, end) for name, end in _dump() if end[0] in ranks]
+        except OSError:
+            return ()
+        found = []
+        for name, (inode, info) in ends:
+            seconds = self._blocked_seconds(name, info, now)
+            if seconds > 0.0:
+                found.append(BlockedConnection(ranks[inode], _addresses(name)[1], round(seconds, 3)))
+        return tuple(sorted(found, key=lambda end: -end.seconds)[:MOST_BLOCKED])
+
+    def _blocked_seconds(self, name: bytes, info: bytes, now: float) -> float:
+        """By the oldest look since which nothing has been acknowledged."""
+        newest, found = _counters(info), 0.0
+        for look in reversed(self._looks):
+            before = look.ends.get(name)
+            was = None if before is None else _counters(before[1])
+            if newest is None or was is None or was.acked_bytes != newest.acked_bytes:
+                break
+            tried = (newest.busy - was.busy) - (newest.receiver_limited - was.receiver_limited)
+            if tried < BLOCKED_PART * (now - look.at):
+                break
+            found = now - look.at
+        return found
 
     def totals(self) -> dict[int, tuple[int, float]]:
         """Of each rank here: bytes acknowledged and busy seconds, over the connections that are open."""

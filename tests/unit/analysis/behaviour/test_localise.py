@@ -129,6 +129,12 @@ class TestAllRanks:
         assert found.explained == pytest.approx(1.0, abs=0.02)
         assert kinds(found) >= {WitnessKind.HISTORY, WitnessKind.BEHAVIOUR}
 
+    @pytest.mark.parametrize(("seconds", "named"), [(0.012, False), (0.03, True)])
+    def test_of_little_growth_only_what_is_no_luck_is_named(self, seconds: float, named: bool) -> None:
+        """3 % of a step, and 7 %."""
+        found = job(*[{**WORK, SLOW: seconds}] * 4)
+        assert (found.finding.culprit == "train.py:augment on all ranks") == named
+
     def test_nobody_sees_it_without_early_steps(self) -> None:
         found = job(*[{**WORK, SLOW: 0.1}] * 4, early=None)
         assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
@@ -187,6 +193,15 @@ class TestAllRanks:
         assert (found.finding.fault, found.explanations) == (FaultClass.UNKNOWN, ())
         assert found.remarks[0] == "3 of 4 ranks have answered"
 
+    def test_who_is_held_up_is_waited_for_whoever_has_not_answered(self) -> None:
+        held = replace(USUAL, throttled=0.9)
+        works = [WORK, scaled(WORK, 1.3), WORK]
+        setups = [USUAL, held, USUAL]
+        now = [pattern(rank, work, 0.7, setup=its) for rank, (work, its) in enumerate(zip(works, setups, strict=True))]
+        early = [pattern(rank, WORK, 0.395) for rank in range(3)]
+        found = localise(answers(now, early), 4)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.CONFIGURATION, "rank 1")
+
     def test_transfers_of_a_rank_that_is_held_up_are_late_too(self) -> None:
         """They take more than its own work does, and all the same it is its quota that is told first."""
         throttled = {1: replace(USUAL, throttled=0.9, processors=0.5)}
@@ -211,10 +226,13 @@ class TestUnknown:
         assert found.finding.fault is FaultClass.UNKNOWN
         assert 0.25 < found.explained < 0.5
         assert "of the 0.430 s" in found.finding.witnesses[0].words
+        assert found.finding.kinds >= {WitnessKind.TIMES, WitnessKind.BEHAVIOUR}
 
     def test_nothing_wrong(self) -> None:
         found = job(*[WORK] * 4)
         assert (found.finding.fault, found.finding.culprit, found.explanations) == (FaultClass.UNKNOWN, "", ())
+        assert found.finding.kinds == {WitnessKind.TIMES, WitnessKind.BEHAVIOUR}
+        assert "most of a step goes into " in found.finding.witnesses[1].words
 
     def test_missing_and_broken_answers_are_said(self) -> None:
         given = answers([pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(3)])

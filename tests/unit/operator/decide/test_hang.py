@@ -9,7 +9,7 @@ import pytest
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import hang
 from pacekeeper_operator.decision import Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
@@ -227,6 +227,64 @@ class TestFinding:
         found = self.of(pair, WAITING, WAITING, replace(pair, entered="7:42"), transfers="rank 2: sends to rank 3")
         assert (found.fault, found.culprit) == (FaultClass.NETWORK, "links of ranks 2, 3")
         assert found.kinds == {WitnessKind.WAITS, WitnessKind.PROCESS, WitnessKind.STACK, WitnessKind.TRANSPORT}
+
+
+class TestLostPackets:
+    """Between whom nothing comes through, by what the kernels of both ends say."""
+
+    def of(self, *ends: tuple[int, str]) -> tuple[Decision | None, set[WitnessKind]]:
+        """`ends`: rank and whom it sends to, of whom it hears nothing."""
+        world = training()
+        blocked = {rank: [BlockedConnection(rank, to, 2.4) for r, to in ends if r == rank] for rank, _ in ends}
+        faults = [
+            Fault(
+                f"{rank}",
+                FaultKind.STALLED,
+                f"j-w{rank}-0",
+                1,
+                NOW,
+                ranks=(replace(WAITING, rank=rank),),
+                communicators=GROUPS,
+                blocked=tuple(blocked.get(rank, ())),
+            )
+            for rank in range(4)
+        ]
+        decision = hang.check(replace(world, faults=tuple(faults)), policy())
+        kinds = set[WitnessKind]() if decision is None or decision.finding is None else set(decision.finding.kinds)
+        return decision, kinds
+
+    def address(self, rank: int) -> str:
+        return next(member.address for member in training().plan.members if rank in member.ranks)
+
+    def test_a_pair_is_named_within_seconds(self) -> None:
+        decision, kinds = self.of((0, f"{self.address(1)}:50"), (1, f"{self.address(0)}:60"))
+        assert decision is not None
+        assert decision.finding is not None
+        assert (decision.finding.fault, decision.finding.culprit) == (
+            FaultClass.NETWORK,
+            "between rank 0's worker and rank 1's worker",
+        )
+        assert WitnessKind.TRANSPORT in kinds
+        said = {witness.kind: witness.words for witness in decision.finding.witnesses}
+        words = f"nothing that rank 0 sends to {self.address(1)}:50 has been acknowledged for 2.4 s"
+        assert said[WitnessKind.TRANSPORT].startswith(words)
+        assert decision.actions == (RestartRanks(),)
+
+    def test_one_whose_every_way_is_blocked_is_named_alone(self) -> None:
+        decision, _ = self.of((0, f"{self.address(1)}:50"), (2, f"{self.address(1)}:60"))
+        assert decision is not None
+        assert decision.finding is not None
+        assert decision.finding.culprit == "links of rank 1's worker"
+
+    @pytest.mark.parametrize("remote", ["127.0.0.6:15006", "[fd00::9]:50", "nonsense"])
+    def test_behind_a_mesh_it_is_a_link_of_the_group(self, remote: str) -> None:
+        decision, _ = self.of((0, remote))
+        assert decision is not None
+        assert decision.finding is not None
+        assert decision.finding.culprit == "links of ranks 0, 1, 2, 3"
+
+    def test_without_it_more_time_passes(self) -> None:
+        assert self.of() == (None, set())
 
 
 def test_who_is_given_up_already_ends_the_stall() -> None:

@@ -38,6 +38,7 @@ LOCALISATION = Localisation(
 NOTHING = replace(LOCALISATION, finding=Finding(FaultClass.UNKNOWN, ""), explanations=(), excess_seconds=0.0)
 
 
+DATA = Finding(FaultClass.DATA, "sequence lengths on all ranks", (Witness(WitnessKind.TIMES, "uneven"),))
 LINK = Finding(FaultClass.NETWORK, "link 0 → 2", (Witness(WitnessKind.TRANSPORT, "12 MB/s"),))
 
 
@@ -133,6 +134,28 @@ class TestBegin:
         assert stepped(suspecting(world, Trouble.COMMUNICATION)).plan.profile is None
         assert stepped(suspecting(world, Trouble.NONE)).plan.profile is not None
 
+    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
+    def test_what_names_itself_explains_how_slow_all_are(self, cause: Cause) -> None:
+        named = volatile(name="j-named", cause=cause, finding=DATA)
+        explained = stepped(steady(named, uniform=1.4))
+        assert (explained.plan.profile, explained.state.profiling.uniform) == (None, 1.4)
+        slower = replace(explained, metrics=replace(STEADY, uniform=1.6))
+        assert stepped(slower).plan.profile is None, "it is open: by how much it slows them is its own"
+        over = slower.with_draft(slower.draft.with_incidents(current=()))
+        assert stepped(over).plan.profile is not None
+
+    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
+    def test_what_names_itself_keeps_its_name(self, cause: Cause) -> None:
+        """Whoever waits for uneven ranks waits in collectives, which is no link's fault."""
+        world = stepped(steady(uniform=1.4))
+        opened = volatile(name="j-named", cause=cause, finding=DATA, decided=world.now)
+        waits = replace(LOCALISATION, finding=replace(FOUND, fault=FaultClass.NETWORK, culprit="all_reduce"))
+        done = told(world.with_draft(world.draft.with_incidents(current=(opened,))), waits)
+        assert profile.check(done, policy()) is None
+        (incident,) = stepped(done).state.incidents.current
+        assert incident.finding == DATA
+        assert incident.evidence == sentences(waits)
+
     def test_ranks_that_all_work_for_longer_are_looked_into_however_uneven_they_are(self) -> None:
         """As under a processor quota on all nodes, which holds up one rank after the other."""
         world = suspecting(steady(metrics=replace(STEADY, uniform=1.5, pace=1.4)), Trouble.COMMUNICATION)
@@ -148,6 +171,18 @@ class TestBegin:
         assert stepped(asked.with_draft(profile._end(asked.draft))).plan.profile is None, "once a round"
         told_of = volatile(cause=Cause.STRAGGLER, finding=FOUND)
         assert stepped(suspecting(steady(told_of), Trouble.COMPUTE)).plan.profile is None
+
+    @pytest.mark.parametrize(
+        ("seconds", "uniform", "asked"), [(5, 1.5, False), (12, 1.5, True), (12, 1.05, False), (12, None, False)]
+    )
+    def test_what_slows_all_for_long_is_looked_into_whatever_answers_show(
+        self, seconds: float, uniform: float | None, asked: bool
+    ) -> None:
+        """As a quota on one node, which looks now like slow work and now like slow links."""
+        world = steady(metrics=replace(STEADY, pace=1.8, uniform=uniform))
+        shown = Suspicion(NOW - seconds, shown=Trouble.COMMUNICATION)
+        world = world.with_draft(world.draft.with_adaptation(suspicion=shown))
+        assert (stepped(world).plan.profile is not None) == asked
 
     def test_how_slow_all_are_with_a_slow_link_is_known_once_the_link_is_named(self) -> None:
         known = stepped(steady(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5))
@@ -193,15 +228,23 @@ class TestAnswers:
     def test_all_of_them_are_looked_into_at_once(self) -> None:
         world = stepped(steady(volatile()))
         assert world.plan.profile is not None
-        assert list(profile.errands(replace(world, patterns=3))) == []
+        assert list(profile.errands(replace(world, patterns=3, patterns_at=world.now))) == []
         assert list(profile.errands(replace(world, patterns=4))) == [Localise(world.plan.profile.name, 4)]
 
     def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
-        world = replace(stepped(steady(volatile())), patterns=3)
+        world = stepped(steady(volatile()))
+        world = replace(world, patterns=3, patterns_at=world.state.profiling.until)
         late = replace(world, now=world.state.profiling.until + 1)
         assert len(list(profile.errands(late))) == 1
         assert stepped(late).plan.profile is not None
         assert len(list(profile.errands(change_members(world, round=2)))) == 1
+
+    def test_who_does_not_answer_with_the_others_is_not_waited_for(self) -> None:
+        world = stepped(steady(volatile()))
+        world = replace(world, patterns=3, patterns_at=world.now + 8)
+        assert world.state.profiling.until > world.now + 20
+        assert list(profile.errands(replace(world, now=world.now + 12))) == []
+        assert len(list(profile.errands(replace(world, now=world.now + 8 + profile.LATE_SECONDS)))) == 1
 
     def test_none_ends_it(self) -> None:
         world = stepped(steady(volatile()))
