@@ -267,6 +267,7 @@ class Observation:
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
     rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     patterns: int = 0  # ranks that have answered in the behaviour window that is out
+    patterns_at: float = 0.0  # when the newest of their answers came
     localised: Localised | None = None  # what the last one has come to
     checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for

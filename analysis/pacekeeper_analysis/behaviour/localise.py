@@ -45,6 +45,8 @@ LIBRARY = "torch/"
 """What computes there is slow by how it is set up, where that has changed."""
 OF_MACHINES = frozenset({FaultClass.HARDWARE, FaultClass.CONFIGURATION})
 MOST_EXPLANATIONS = 8
+MOST_TOLD = 3
+"""Functions that words tell of."""
 FEW_RANKS = 64
 """Up to so many, a rank is compared with the others without itself."""
 
@@ -506,13 +508,21 @@ def _remarks(table: Table, expected: int) -> tuple[str, ...]:
 def _nothing(view: _View) -> Finding:
     against = "peers and early steps" if view.has_early else "peers; its early steps are not known"
     words = Witness(WitnessKind.TIMES, f"no rank's step differs by {LEAST_EXCESS:.0%} from {against}")
-    return Finding(FaultClass.UNKNOWN, "", (words,), advice="nothing is slower than usual in this window")
+    witnesses = (words, _where_time_goes(view))
+    return Finding(FaultClass.UNKNOWN, "", witnesses, advice="nothing is slower than usual in this window")
 
 
 def _unknown(view: _View, found: Sequence[Explanation], explained: float) -> Finding:
     part = f"{explained:.0%} of the {view.excess:.3f} s that a step takes longer is explained"
-    witnesses = [Witness(WitnessKind.TIMES, part)]
+    witnesses = [Witness(WitnessKind.TIMES, part), _where_time_goes(view)]
     witnesses += [witness for explanation in found[:1] for witness in explanation.finding.witnesses]
     advice = "too little is explained to blame anything: look at the stacks of this window"
     culprit = found[0].finding.culprit if found and not found[0].function else ""
     return Finding(FaultClass.UNKNOWN, culprit, tuple(witnesses), advice=advice)
+
+
+def _where_time_goes(view: _View) -> Witness:
+    seconds = np.median(view.table.now.seconds, axis=0)
+    most = [int(place) for place in np.argsort(-seconds, kind="stable")[:MOST_TOLD]]
+    each = ", ".join(f"{view.table.functions[place][0]} ({seconds[place]:.3f} s)" for place in most)
+    return Witness(WitnessKind.BEHAVIOUR, f"most of a step goes into {each or 'no function that is known'}")

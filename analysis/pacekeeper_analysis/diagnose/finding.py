@@ -12,11 +12,14 @@ from .confidence import confidence
 
 def join(before: Finding | None, new: Finding) -> Finding:
     """What both say together: all witnesses, the newest words of each kind; class, culprit and advice of the one that
-    the stronger witness speaks for, the newer one where they are as strong."""
+    the stronger witness speaks for, the newer one where they are as strong. One that names nobody clears
+    those of its own class alone."""
     if before is None:
         return known(new)
     witnesses = {witness.kind: witness for witness in (*before.witnesses, *new.witnesses)}
     said = [finding for finding in (new, before) if finding.fault is not FaultClass.UNKNOWN] or [new]
+    if len({finding.fault for finding in said}) > 1:
+        said = [finding for finding in said if finding.culprit] or said
     leading = max(said, key=lambda finding: finding.strength)
     return known(replace(leading, witnesses=tuple(witnesses.values())))
 

@@ -37,8 +37,8 @@ LEAST_BYTES, SLOW_BYTES, SLOW_BUSY_SECONDS = 8_000_000, 1_000_000, 0.5
 """
 LEAST_COUNTED_SECONDS, LEAST_COUNTED_BY_NCCL_SECONDS = 0.02, 20e-6
 """Busy time that is told from less: the kernel counts it in ticks of 4 ms, our plugin for NCCL in microseconds."""
-LEAST_BUSY_SECONDS = 0.1
-"""A cell that was busy for less is not what anybody waits for, and its time is coarse."""
+LEAST_BUSY_SECONDS = 0.3
+"""Of a window of five: a cell that was busy for less makes steps 6 % longer at most, and its time is coarse."""
 HOT = 1.5
 SIGMAS = 5.0
 MANIFEST = 4.0

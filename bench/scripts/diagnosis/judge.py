@@ -214,6 +214,7 @@ class _Operator:
             self._profile = profile, max(now + left, self._recording.profiled) + TRANSIT_SECONDS
         elif now >= self._profile[1] and self._recording.profiled and not self._job.patterns:
             self._job.patterns.update(self._recording.patterns)
+            self._job.patterns_at = now
         if probe is not None and (self._probed is None or self._probed[0] != probe.name):
             self._probed = probe.name, now + link_probe.seconds(probe) + TRANSIT_SECONDS
         elif probe is not None and self._probed is not None and now >= self._probed[1]:

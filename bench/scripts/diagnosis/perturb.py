@@ -134,7 +134,11 @@ class _Copy:
         windows = [self._window(window) for window in evidence["windows"]]
         operations = [self._operations(of) for of in evidence["operations"]]
         links = [
-            {**link, "busy_seconds": link["busy_seconds"] * float(np.exp(self._random.gauss(0.0, self._link_noise)))}
+            {
+                **link,
+                "busy_seconds": link.get("busy_seconds", 0.0)
+                * float(np.exp(self._random.gauss(0.0, self._link_noise))),
+            }
             for link in evidence["links"]
         ]
         return {**evidence, "windows": windows, "operations": operations, "links": links}

@@ -41,6 +41,8 @@ STEPS, SECONDS = 32, 20.0
 ENOUGH_SECONDS = 8.0
 """Of steps that are short: so many looks tell functions apart."""
 ANSWER_SECONDS = 15.0
+LATE_SECONDS = 5.0
+"""After the newest answer: all ranks end a window with the same step, and who has not answered by then is not heard."""
 LOCALISE_SECONDS = 60.0
 HOUR = 3600.0
 PREFIX = "profile-"
@@ -88,7 +90,8 @@ def errands(observation: Observation) -> Iterator[Effect]:
     profile, profiling = observation.plan.profile, observation.state.profiling
     if profile is not None and observation.patterns and _done(observation) is None:
         complete = observation.patterns >= observation.plan.world_size
-        if complete or observation.now >= profiling.until or _cut_off(observation):
+        late = observation.now >= min(profiling.until, observation.patterns_at + LATE_SECONDS)
+        if complete or late or _cut_off(observation):
             yield Localise(profile.name, observation.plan.world_size)
     done = observation.localised
     if done is not None and done.page and done.window == profiling.shown and profiling.shown_in:

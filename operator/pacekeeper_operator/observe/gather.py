@@ -84,6 +84,7 @@ def observe(
         template=memory.template,
         rulings=memory.rulings,
         patterns=len(memory.patterns),
+        patterns_at=memory.patterns_at,
         localised=memory.localised,
         checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),

@@ -54,6 +54,7 @@ class JobMemory:
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out
     pattern_bytes: int = 0  # of them all
+    patterns_at: float = 0.0  # when the newest of them came
     localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written

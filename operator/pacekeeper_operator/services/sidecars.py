@@ -205,6 +205,7 @@ class Sidecars:
             return
         job.pattern_bytes += len(data) - len(job.patterns.get(rank, b""))
         job.patterns[rank] = data
+        job.patterns_at = self._runtime.now()
         if len(job.patterns) >= job.plan.world_size:
             job.wake.set()
 

@@ -28,6 +28,16 @@ def test_of_the_same_kind_the_newest_words_count() -> None:
     assert join(TIMES, newer) == newer
 
 
+def test_who_names_nobody_clears_its_own_class_alone() -> None:
+    """A probe that finds all links well clears them; whose functions are slow is told all the same."""
+    cleared = Finding(FaultClass.NETWORK, "", (Witness(WitnessKind.PROBE, "all as fast as ever"),))
+    throttled = Finding(FaultClass.CONFIGURATION, "rank 2", (Witness(WitnessKind.PROCESS, "a quota"),))
+    for both in (join(cleared, throttled), join(throttled, cleared)):
+        assert (both.fault, both.culprit) == (FaultClass.CONFIGURATION, "rank 2")
+    link = Finding(FaultClass.NETWORK, "link 0 -> 1", (Witness(WitnessKind.TRANSPORT, "slow"),))
+    assert join(link, cleared).culprit == ""
+
+
 def test_every_kind_of_witness_has_its_strength() -> None:
     assert sorted(STRENGTH) == sorted(WitnessKind)
 

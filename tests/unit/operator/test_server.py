@@ -876,6 +876,7 @@ class TestPatterns:
     async def test_are_kept_as_they_came_while_they_are_asked_for(self, client: Client, asked: JobMemory) -> None:
         assert (await client.post("/v1/patterns/profile-7/0", data=b'{"any":1}', **W0)).status == 202
         assert asked.patterns == {0: b'{"any":1}'}
+        assert asked.patterns_at > 0.0
         await asked.publish(WORLD.draft, "3")
         assert asked.patterns == {}
 

@@ -211,10 +211,13 @@ class TestUnknown:
         assert found.finding.fault is FaultClass.UNKNOWN
         assert 0.25 < found.explained < 0.5
         assert "of the 0.430 s" in found.finding.witnesses[0].words
+        assert found.finding.kinds >= {WitnessKind.TIMES, WitnessKind.BEHAVIOUR}
 
     def test_nothing_wrong(self) -> None:
         found = job(*[WORK] * 4)
         assert (found.finding.fault, found.finding.culprit, found.explanations) == (FaultClass.UNKNOWN, "", ())
+        assert found.finding.kinds == {WitnessKind.TIMES, WitnessKind.BEHAVIOUR}
+        assert "most of a step goes into " in found.finding.witnesses[1].words
 
     def test_missing_and_broken_answers_are_said(self) -> None:
         given = answers([pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(3)])

@@ -216,15 +216,23 @@ class TestAnswers:
     def test_all_of_them_are_looked_into_at_once(self) -> None:
         world = stepped(steady(volatile()))
         assert world.plan.profile is not None
-        assert list(profile.errands(replace(world, patterns=3))) == []
+        assert list(profile.errands(replace(world, patterns=3, patterns_at=world.now))) == []
         assert list(profile.errands(replace(world, patterns=4))) == [Localise(world.plan.profile.name, 4)]
 
     def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
-        world = replace(stepped(steady(volatile())), patterns=3)
+        world = stepped(steady(volatile()))
+        world = replace(world, patterns=3, patterns_at=world.state.profiling.until)
         late = replace(world, now=world.state.profiling.until + 1)
         assert len(list(profile.errands(late))) == 1
         assert stepped(late).plan.profile is not None
         assert len(list(profile.errands(change_members(world, round=2)))) == 1
+
+    def test_who_does_not_answer_with_the_others_is_not_waited_for(self) -> None:
+        world = stepped(steady(volatile()))
+        world = replace(world, patterns=3, patterns_at=world.now + 8)
+        assert world.state.profiling.until > world.now + 20
+        assert list(profile.errands(replace(world, now=world.now + 12))) == []
+        assert len(list(profile.errands(replace(world, now=world.now + 8 + profile.LATE_SECONDS)))) == 1
 
     def test_none_ends_it(self) -> None:
         world = stepped(steady(volatile()))
