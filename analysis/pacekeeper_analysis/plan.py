@@ -52,7 +52,7 @@ class EvidencePart(StrEnum):
 
     WINDOWS = "Windows"  # steps, own work, samples
     OPERATIONS = "Operations"  # collectives of the last steps, and who is in which group
-    LINKS = "Links"  # the kernel's counters of connections
+    LINKS = "Links"  # the kernel's counters of connections, and NCCL's of its transfers
 
 
 @dataclass(frozen=True)

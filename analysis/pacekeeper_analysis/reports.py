@@ -6,7 +6,7 @@ its field's type and keeps within the bounds that stand at the field, or it is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -23,6 +23,8 @@ LONGEST_WINDOW = 4096
 MOST_RANKS = 1024
 """Of one worker."""
 MOST_GPUS = 32
+"""Of one worker."""
+MOST_FLOWS = 4096
 """Of one worker."""
 
 Name = Annotated[str, Longest(253)]
@@ -288,6 +290,19 @@ class LinkWindow:
 
 
 @dataclass(frozen=True)
+class FlowWindow:
+    """What a rank has exchanged with one peer of a communicator in one window of some seconds, by NCCL's own word."""
+
+    communicator: Annotated[int, Within(0, 2**64 - 1)]  # NCCL's id, the same on all its ranks
+    place: Count  # of the rank in the communicator
+    peer: Count  # the other one's place
+    rank: Count
+    age: Count = 0  # windows ago: 0 is the newest
+    sent_bytes: Count = 0
+    network_seconds: Seconds = 0.0  # in which they were under way, summed over channels
+
+
+@dataclass(frozen=True)
 class LinkProbe:
     """What a launcher measured towards another one, on the operator's request."""
 
@@ -309,13 +324,13 @@ class Evidence:
     communicators: Groups = ()  # of the ranks here
     operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
     links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
+    flows: Annotated[tuple[FlowWindow, ...], Longest(MOST_FLOWS)] = ()
     probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Of links, which may be thousands, what is as usual is left out."""
-        usual = {field.name: field.default for field in fields(LinkWindow)}
-        links = [{name: value for name, value in vars(link).items() if value != usual[name]} for link in self.links]
-        return {**asdict(replace(self, links=())), "links": links}
+        """Of links and flows, which may be thousands, what is as usual is left out."""
+        short = {"links": _unusual(self.links), "flows": _unusual(self.flows)}
+        return {**asdict(replace(self, links=(), flows=())), **short}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -326,6 +341,11 @@ class Evidence:
         windows = read_tuple(_sound, data.get("windows", ()), "Evidence.windows", MOST_RANKS)
         told = read(cls, {**data, "windows": ()})
         return replace(told, windows=tuple(window for window in windows if window is not None))
+
+
+def _unusual(windows: Sequence[LinkWindow | FlowWindow]) -> list[dict[str, Any]]:
+    usual = {field.name: field.default for window in windows[:1] for field in fields(window)}
+    return [{name: value for name, value in vars(window).items() if value != usual[name]} for window in windows]
 
 
 def _sound(window: object, path: str) -> RankWindow | None:

@@ -8,15 +8,14 @@ CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from enum import IntFlag
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .records import Collective
+from .reports import FlowWindow
 
 
 class Flag(IntFlag):
@@ -94,108 +93,44 @@ NAMED = 4
 """Transfers that are named where words tell of them."""
 
 
-@dataclass(frozen=True)
-class Flow:
-    """What one rank has exchanged with one peer in one direction, summed over the operations that ended in a window."""
-
-    communicator: int
-    peer: int
-    """Rank in the communicator."""
-    sends: bool
-    measured: bool
-    """Bytes and waits are exact. Without steps `bytes` is the most that it may have been, and the waits are 0."""
-    operations: int
-    bytes: int
-    busy_seconds: float
-    """In which at least one of its channels was at it."""
-    network_seconds: float
-    """This and the next two: summed over channels."""
-    gpu_seconds: float
-    credit_seconds: float
+WINDOWS = 3
+SHORTEST_WINDOW_NS, LONGEST_WINDOW_NS = 1_000_000_000, 5_000_000_000
+"""A file of a job with many small messages keeps few seconds."""
+MOST_BYTES = 1 << 38
+"""Of one operation; more makes no sense."""
 
 
-def flows(operations: NDArray[np.void]) -> tuple[Flow, ...]:
-    """What operations (`OPERATION`) that have ended exchanged, by communicator, peer and direction.
+def flows(
+    operations: NDArray[np.void], communicators: NDArray[np.void], rank: int, now_ns: int
+) -> tuple[FlowWindow, ...]:
+    """What a rank has exchanged with its peers lately, by window.
 
-    Those that run, that are of other processes' communicators, or that make no sense are left out. Those whose steps
-    were measured have a Flow of their own.
+    Of `operations` (`OPERATION`) those count that have ended and whose steps were measured. Without steps `bytes` is
+    only the most that it may have been, and an operation takes as long as its collective, which waits for its slowest
+    link: its time tells nothing of its own. The time of a receive does not either, because it holds the wait for the
+    sender; a peer that only receives is told, too, since without that nobody could tell which rank it is.
     """
-    flags = operations["flags"]
-    sound = (operations["end_ns"] >= operations["start_ns"]) & (operations["end_ns"] > 0) & (operations["bytes"] >= 0)
-    told = operations[sound & (flags & Flag.FOREIGN == 0) & (operations["communicator"] != 0)]
-    keys = np.empty(len(told), [("communicator", "u8"), ("peer", "i4"), ("sends", "?"), ("measured", "?")])
-    keys["communicator"], keys["peer"] = told["communicator"], told["peer"]
-    keys["sends"], keys["measured"] = told["flags"] & Flag.SEND != 0, told["flags"] & Flag.MEASURED != 0
+    end, nbytes, flags = operations["end_ns"], operations["bytes"], operations["flags"]
+    sound = (end > 0) & (end <= now_ns) & (nbytes >= 0) & (nbytes <= MOST_BYTES)
+    told = operations[sound & (flags & (Flag.MEASURED | Flag.FOREIGN) == Flag.MEASURED)]
+    if not len(told):
+        return ()
+    ago = now_ns - told["end_ns"]
+    window = min(max(int(ago.max()) // WINDOWS + 1, SHORTEST_WINDOW_NS), LONGEST_WINDOW_NS)
+    keys = np.empty(len(told), [("communicator", "u8"), ("peer", "i4"), ("age", "i8")])
+    keys["communicator"], keys["peer"], keys["age"] = told["communicator"], told["peer"], ago // window
     names, members = np.unique(keys, return_inverse=True)
-    return tuple(_flow(key, told[members == number]) for number, key in enumerate(names))
-
-
-def _flow(key: np.void, operations: NDArray[np.void]) -> Flow:
-    return Flow(
-        communicator=int(key["communicator"]),
-        peer=int(key["peer"]),
-        sends=bool(key["sends"]),
-        measured=bool(key["measured"]),
-        operations=len(operations),
-        bytes=int(operations["bytes"].sum()),
-        busy_seconds=_covered(operations["start_ns"], operations["end_ns"]) * 1e-9,
-        network_seconds=float(operations["network_us"].sum(dtype="u8")) * 1e-6,
-        gpu_seconds=float(operations["gpu_us"].sum(dtype="u8")) * 1e-6,
-        credit_seconds=float(operations["credit_us"].sum(dtype="u8")) * 1e-6,
-    )
-
-
-def _covered(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
-    """Length of the union of these intervals."""
-    order = np.argsort(start)
-    start, end = start[order], np.maximum.accumulate(end[order])
-    before = np.concatenate((start[:1], end[:-1]))
-    return int(np.maximum(end - np.maximum(start, before), 0).sum())
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group as the framework knows it."""
-
-    identity: int  # as records.RECORD has it in `group`
-    name: str
-    size: int
-    rank: int  # of this process in it
-
-
-def groups_by_communicator(communicators: NDArray[np.void], groups: Sequence[Group]) -> Mapping[int, int]:
-    """Which process group a communicator (`COMMUNICATOR`) belongs to: identities by communicator id.
-
-    NCCL's ids are its own. Where the framework has given a communicator its group's name, that tells. Else those that
-    live are paired with the groups of the same size and rank, in order of creation, if there are as many of both.
-    `groups` have to be in the order in which they were first used, because PyTorch makes a communicator then. What
-    cannot be told is left out: the communicators that PyTorch makes for single pairs of ranks, several groups of the
-    same size and rank of which some have not talked yet, and communicators that were made anew after an error.
-    """
-    alive = communicators[(communicators["finalized_ns"] == 0) & (communicators["order"] > 0)]
-    alive = alive[np.argsort(alive["order"])]
-    found: dict[int, int] = {}
-    times_named = Counter(_short(group.name) for group in groups)
-    by_name = {_short(group.name): group for group in groups if times_named[_short(group.name)] == 1}
-    unnamed: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for communicator in alive:
-        group = by_name.get(bytes(communicator["name"])) if communicator["name"] else None
-        if group is not None and (group.size, group.rank) == (communicator["size"], communicator["rank"]):
-            found[int(communicator["id"])] = group.identity
-        else:
-            unnamed[int(communicator["size"]), int(communicator["rank"])].append(int(communicator["id"]))
-    left: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for group in groups:
-        if group.identity not in found.values():
-            left[group.size, group.rank].append(group.identity)
-    for shape, identities in left.items():
-        if len(unnamed[shape]) == len(identities):
-            found.update(zip(unnamed[shape], identities, strict=True))
-    return found
-
-
-def _short(name: str) -> bytes:
-    return name.encode()[: COMMUNICATOR["name"].itemsize - 1]
+    sends = told["flags"] & Flag.SEND != 0
+    sent = np.bincount(members, weights=np.where(sends, told["bytes"], 0))
+    network = np.bincount(members, weights=np.where(sends, told["network_us"], 0)) * 1e-6
+    shapes = {int(each["id"]): (int(each["rank"]), int(each["size"])) for each in communicators}
+    found = []
+    for name, sent_bytes, seconds in zip(names, sent.tolist(), network.tolist(), strict=True):
+        communicator, peer, age = name.tolist()
+        place, size = shapes.get(communicator, (-1, 0))
+        if 0 <= place < size and 0 <= peer < size and age < WINDOWS:
+            found.append(FlowWindow(communicator, place, peer, rank, age, int(sent_bytes), round(seconds, 6)))
+    return tuple(found)
 
 
 def running_in_words(rank: int, operations: NDArray[np.void], communicators: NDArray[np.void], now_ns: int) -> str:

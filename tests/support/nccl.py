@@ -45,7 +45,7 @@ def build(folder: Path, *sanitizer: str) -> Driver:
     """Compiles plugin and driver, with a sanitizer where one is named: `-fsanitize=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     compile_plugin(folder / "nccl_profiler.so", *sanitizer)
-    _compile(DRIVER_SOURCE, folder / "nccl_driver", *sanitizer, "-ldl")
+    _compile(DRIVER_SOURCE, folder / "nccl_driver", *sanitizer, "-ldl", "-rdynamic")
     return Driver(folder)
 
 

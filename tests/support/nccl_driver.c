@@ -92,6 +92,22 @@ static void pass(long ms) {
     nanosleep(&time, NULL);
 }
 
+/* The plugin asks here, too (-rdynamic): so time can pass without a wait. */
+static int64_t skipped_ns;
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!__atomic_load_n(&real, __ATOMIC_RELAXED))
+        __atomic_store_n(&real, (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime"),
+                         __ATOMIC_RELAXED);
+    int error = __atomic_load_n(&real, __ATOMIC_RELAXED)(clock, now);
+    int64_t ns = now->tv_sec * INT64_C(1000000000) + now->tv_nsec + skipped_ns;
+    *now = (struct timespec){ns / 1000000000, ns % 1000000000};
+    return error;
+}
+
+static void skip(long ms) { skipped_ns += ms * INT64_C(1000000); }
+
 static void measure_steps(void) { /* as a reader of the file asks for it */
     FILE *file = fopen(getenv("PACEKEEPER_TRANSPORT"), "r+");
     int64_t until = INT64_MAX;
@@ -137,6 +153,25 @@ static void normal(void) {
     stop(start_op(pair, start_p2p(pair, "Send", 1), getpid(), 1, 1));
     plugin->finalize(pair);
     plugin->finalize(pair);
+}
+
+/* A rank sends 20 MB to all others every 5 s, in 12.5 s that are over: 100 ms each, to one of them 500. */
+static void traffic(int size, int rank, int slow) {
+    skip(-12500);
+    void *world = make(0xA1, "world", size, rank);
+    measure_steps();
+    for (int round = 0; round < 3; round++, skip(5000 - size * 100)) {
+        for (int peer = 0; peer < size; peer++) {
+            if (peer == rank) continue;
+            void *op = start_op(world, start_coll(world, round, "AllReduce"), getpid(), peer, 1);
+            record(op, OP_IN_PROGRESS, 0);
+            void *step = start_step(world, op, 0);
+            record(step, SEND_WAIT, 20000000);
+            skip(peer == slow ? 500 : 100);
+            stop(step);
+            stop(op);
+        }
+    }
 }
 
 static void foreign(void) {
@@ -338,6 +373,7 @@ int main(int count, char **arguments) {
     check(plugin != NULL, symbol);
     const char *scenario = arguments[3];
     if (!strcmp(scenario, "normal")) normal();
+    else if (!strcmp(scenario, "traffic")) traffic(atoi(arguments[4]), atoi(arguments[5]), atoi(arguments[6]));
     else if (!strcmp(scenario, "foreign")) foreign();
     else if (!strcmp(scenario, "late")) late();
     else if (!strcmp(scenario, "running")) running();

@@ -1,12 +1,13 @@
-"""Which link between ranks is slow, from the kernel's counters of their connections.
+"""Which link between ranks is slow, from the kernel's counters of their connections and NCCL's of its transfers.
 
     cells = join(evidence)                      # one a direction of two ranks and window of some seconds
     view = judge(cells)                         # the delay matrix, and what of it is hot
 
 Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least (slow ones: 1 MB),
-for each class of link by itself (on one node, between nodes). Median polish, D = m + r_s + c_d + e_sd, takes apart what
-belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D uses it). Hot is what takes 1.5 × the usual
-and more than five robust standard deviations (or 4 × the usual) in two of the last three windows.
+for each class of link by itself (on one node, between nodes; counted by the kernel, by NCCL). Median polish,
+D = m + r_s + c_d + e_sd, takes apart what belongs to a sender's side, a receiver's and one link (Tukey 1977, as C4D
+uses it). Hot is what takes 1.5 × the usual and more than five robust standard deviations (or 4 × the usual) in two of
+the last three windows.
 
 Where small messages go, a MB takes long by nature: each cell counts by how many times the time of its own first windows
 it takes, where the sidecars still know it (C4D compares cells as they are, of rings that all carry the same).
@@ -20,20 +21,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reports import Evidence, LinkWindow
+from ..reports import Evidence
 
 LEAST_BYTES, SLOW_BYTES, SLOW_BUSY_SECONDS = 8_000_000, 1_000_000, 0.5
 """That a cell has carried in a window, or that it has needed so long for: less tells of single messages, not of a link.
 """
-LEAST_COUNTED_SECONDS = 0.02
-"""Busy time that is told from less: the kernel counts it in ticks of 4 ms."""
+LEAST_COUNTED_SECONDS, LEAST_COUNTED_BY_NCCL_SECONDS = 0.02, 20e-6
+"""Busy time that is told from less: the kernel counts it in ticks of 4 ms, our plugin for NCCL in microseconds."""
 LEAST_BUSY_SECONDS = 0.3
 """Of a window of five: a cell that was busy for less makes steps 6 % longer at most, and its time is coarse."""
 HOT = 1.5
@@ -84,6 +87,7 @@ class Cell:
     same_node: bool = False
     early_bytes: int = 0  # in the middle one of its first windows; 0: not known
     early_busy_seconds: float = 0.0
+    by_nccl: bool = False  # then its busy time is the sum over channels
 
     @property
     def delay(self) -> float:
@@ -97,7 +101,8 @@ class Cell:
     @property
     def bytes_per_second(self) -> float:
         """While it was busy."""
-        return self.acked_bytes / max(self.busy_seconds, LEAST_COUNTED_SECONDS)
+        least = LEAST_COUNTED_BY_NCCL_SECONDS if self.by_nccl else LEAST_COUNTED_SECONDS
+        return self.acked_bytes / max(self.busy_seconds, least)
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,12 @@ class HotSpot:
     bytes_per_second: float  # in the newest of them
     usual_bytes_per_second: float
     pairs: tuple[tuple[int, int], ...] = ()  # source, destination of its hot cells, hottest first
+    by_nccl: bool = False  # then its bytes a second are those of one channel
 
 
 @dataclass(frozen=True)
 class Links:
-    """What the connections of a job show."""
+    """What the connections of a job, and its transfers over NCCL, show."""
 
     hot: tuple[HotSpot, ...] = ()  # hottest first
     cells: int = 0  # with enough traffic to be judged, in the newest window
@@ -152,30 +158,71 @@ def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
 
 
 def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -> tuple[list[Cell], int]:
-    """Both ends of every connection put together: (cells, number of ends that have no other end).
+    """Both ends of every connection and flow put together: (cells, number of ends that have no other end).
 
-    nodes: worker → its node. Ends fit where each names the other's address and port as its own and its peer's: where
-    something in between changes them, nothing is said. An end that two ranks claim is nobody's.
+    nodes: worker → its node. Ends of a connection fit where each names the other's address and port as its own and its
+    peer's: where something in between changes them, nothing is said. Ends of a flow are places in a communicator, of
+    which each rank tells its own. An end that two ranks claim is nobody's.
+
+    What NCCL sends over sockets shows in both: then the kernel's counters are taken.
     """
-    owners: dict[tuple[str, str, str], set[tuple[int, str]]] = defaultdict(set)
+    of_kernel, strangers = _cells(_connections(evidence), nodes or {}, by_nccl=False)
+    of_nccl, lost = _cells(_flows(evidence), nodes or {}, by_nccl=True)
+    by_kernel, by_nccl = _bytes_of_pairs(of_kernel), _bytes_of_pairs(of_nccl)
+    beside_sockets = [
+        cell
+        for cell in of_nccl
+        if by_nccl[cell.source, cell.destination] > 2 * by_kernel[cell.source, cell.destination]
+    ]
+    return of_kernel + beside_sockets, strangers + lost
+
+
+class _End(NamedTuple):
+    """What one rank tells of something that has two ends."""
+
+    worker: str
+    rank: int  # -1: nobody's
+    here: Hashable  # what both ranks call this end,
+    there: Hashable  # and the other one
+    age: int
+    sums: tuple[float, float, float, float, float, float]  # from Cell.acked_bytes to early_busy_seconds
+
+
+def _connections(evidence: Sequence[Evidence]) -> Iterable[_End]:
     for answer in evidence:
         for end in answer.links:
-            if end.rank >= 0:
-                owners[_place(answer.worker, end.local, end.remote)].add((end.rank, answer.worker))
+            here, there = _place(answer.worker, end.local, end.remote), _place(answer.worker, end.remote, end.local)
+            counted = (end.acked_bytes, end.busy_seconds, end.receiver_limited_seconds, end.retransmitted_bytes)
+            sums = (*counted, end.early_bytes, end.early_busy_seconds)
+            yield _End(answer.worker, end.rank, here, there, end.age, sums)
+
+
+def _flows(evidence: Sequence[Evidence]) -> Iterable[_End]:
+    for answer in evidence:
+        for flow in answer.flows:
+            here, there = (flow.communicator, flow.place), (flow.communicator, flow.peer)
+            sums = (flow.sent_bytes, flow.network_seconds, 0.0, 0, 0, 0.0)
+            yield _End(answer.worker, flow.rank, here, there, flow.age, sums)
+
+
+def _cells(told: Iterable[_End], nodes: Mapping[str, str], *, by_nccl: bool) -> tuple[list[Cell], int]:
+    ends, owners = list(told), defaultdict[Hashable, set[tuple[int, str]]](set)
+    for end in ends:
+        if end.rank >= 0:
+            owners[end.here].add((end.rank, end.worker))
     sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0] * 6)
     near: dict[tuple[int, int], bool] = {}
-    unknown: set[tuple[str, str, str]] = set()
-    for answer in evidence:
-        for end in answer.links:
-            here = _place(answer.worker, end.local, end.remote)
-            there = owners.get(_place(answer.worker, end.remote, end.local), set())
-            if end.rank < 0 or len(owners[here]) != 1 or len(there) != 1:
-                unknown.add(here)
-                continue
-            ((rank, worker),) = there
-            if rank != end.rank:
-                _add(sums[end.rank, rank, end.age], end)
-                near[end.rank, rank] = _same_node(answer.worker, worker, nodes or {})
+    unknown: set[Hashable] = set()
+    for end in ends:
+        there = owners.get(end.there, set())
+        if end.rank < 0 or len(owners[end.here]) != 1 or len(there) != 1:
+            unknown.add((end.here, end.there))
+            continue
+        ((rank, worker),) = there
+        if rank != end.rank:
+            cell = sums[end.rank, rank, end.age]
+            cell[:] = map(add, cell, end.sums)
+            near[end.rank, rank] = _same_node(end.worker, worker, nodes)
     cells = [
         Cell(
             source,
@@ -188,10 +235,18 @@ def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -
             near[source, destination],
             int(early),
             first,
+            by_nccl,
         )
         for (source, destination, age), (acked, busy, limited, again, early, first) in sums.items()
     ]
     return cells, len(unknown)
+
+
+def _bytes_of_pairs(cells: Iterable[Cell]) -> Counter[tuple[int, int]]:
+    found = Counter[tuple[int, int]]()
+    for cell in cells:
+        found[cell.source, cell.destination] += cell.acked_bytes
+    return found
 
 
 def describe(spot: HotSpot) -> str:
@@ -202,8 +257,9 @@ def describe(spot: HotSpot) -> str:
         SpotKind.RECEIVER: f"all that rank {spot.destination} receives",
         SpotKind.PAIR: f"from rank {spot.source} to rank {spot.destination}",
     }[spot.kind]
+    busy = "while a channel of NCCL is busy" if spot.by_nccl else "while busy"
     return (
-        f"{where}: {_rate(spot.bytes_per_second)} while busy, the others {_rate(spot.usual_bytes_per_second)} "
+        f"{where}: {_rate(spot.bytes_per_second)} {busy}, the others {_rate(spot.usual_bytes_per_second)} "
         f"({spot.ratio:.1f} × the time for a byte, in {spot.windows} windows)"
     )
 
@@ -266,16 +322,7 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
             for spot in _hot_in(matrix):
                 seen[spot.kind in _OF_CELLS, spot.source, spot.destination].append(spot)
     found = [
-        HotSpot(
-            kind=spots[0].kind,
-            source=spots[0].source,
-            destination=spots[0].destination,
-            ratio=float(np.median([spot.ratio for spot in spots])),
-            windows=len(spots),
-            bytes_per_second=spots[0].bytes_per_second,
-            usual_bytes_per_second=spots[0].usual_bytes_per_second,
-            pairs=spots[0].pairs,
-        )
+        replace(spots[0], ratio=float(np.median([spot.ratio for spot in spots])), windows=len(spots))
         for spots in seen.values()
         if len(spots) >= WINDOWS_NEEDED
     ]
@@ -330,6 +377,7 @@ def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
             bytes_per_second=cell.bytes_per_second,
             usual_bytes_per_second=float(matrix.usual[place]),
             pairs=((cell.source, cell.destination),),
+            by_nccl=cell.by_nccl,
         )
 
 
@@ -360,6 +408,7 @@ def _line(matrix: _Matrix, kind: SpotKind, rank: int, mine: NDArray[np.bool_], e
         bytes_per_second=float(sum(cell.acked_bytes for cell in its) / sum(cell.busy_seconds for cell in its)),
         usual_bytes_per_second=float(np.median(matrix.usual[places])),
         pairs=tuple((cell.source, cell.destination) for cell in its[:NAMED]),
+        by_nccl=its[0].by_nccl,
     )
 
 
@@ -383,8 +432,10 @@ def _medians(values: Floats, group: Ints, groups: int) -> Floats:
 
 def _classes(cells: Sequence[Cell]) -> list[list[Cell]]:
     """By class of link, those with enough cells to compare."""
-    kinds = Counter(cell.same_node for cell in cells)
-    return [[cell for cell in cells if cell.same_node is kind] for kind, count in kinds.items() if count >= APART]
+    kinds = defaultdict[tuple[bool, bool], list[Cell]](list)
+    for cell in cells:
+        kinds[cell.same_node, cell.by_nccl].append(cell)
+    return [alike for alike in kinds.values() if len(alike) >= APART]
 
 
 def _keep_largest(ratios: dict[int, float], ranks: Ints, effects: Floats) -> None:
@@ -401,15 +452,6 @@ def _place(worker: str, local: str, remote: str) -> tuple[str, str, str]:
 
 def _same_node(one: str, other: str, nodes: Mapping[str, str]) -> bool:
     return one == other or (bool(nodes.get(one)) and nodes.get(one) == nodes.get(other))
-
-
-def _add(sums: list[float], end: LinkWindow) -> None:
-    sums[0] += end.acked_bytes
-    sums[1] += end.busy_seconds
-    sums[2] += end.receiver_limited_seconds
-    sums[3] += end.retransmitted_bytes
-    sums[4] += end.early_bytes
-    sums[5] += end.early_busy_seconds
 
 
 def _rate(bytes_per_second: float) -> str:

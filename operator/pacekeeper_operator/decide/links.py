@@ -49,8 +49,8 @@ ADVICE: Mapping[Verdict, str] = {
     Verdict.LINK: "look at the path between the two nodes: a bad cable or port, or a route that others share",
     Verdict.SENDER: "look at the node's network: its interface, what else sends from it, limits on its traffic",
     Verdict.RECEIVER: "look at the node's network: its interface, what else it receives, limits on its traffic",
-    Verdict.NOTHING: "nothing is slow when it is tried alone: look at what else uses the network, or the hosts' "
-    "processors",
+    Verdict.NOTHING: "nothing is slow when it is tried alone: look at what else uses the network, the hosts' "
+    "processors, or a network that NCCL has to itself",
 }
 
 

@@ -159,13 +159,16 @@ class Sidecars:
             return
         probe = job.plan.probe
         if probe is not None and _is_asked(probe, evidence.request, caller.worker):
-            job.probes[caller.worker] = replace(evidence, windows=(), communicators=(), operations=(), links=())
+            job.probes[caller.worker] = replace(
+                evidence, windows=(), communicators=(), operations=(), links=(), flows=()
+            )
             if len(job.probes) >= len(probe.sources):
                 job.wake.set()
         if evidence.request != job.plan.evidence_request:
             return
         own = tuple(window for window in evidence.windows if window.rank in member.ranks)
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
+        flows = tuple(flow for flow in evidence.flows if flow.rank in member.ranks)
         operations = {of.rank: of for of in evidence.operations if of.rank in member.ranks}
         known = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
             each.fits(job.plan.world_size) for each in evidence.communicators
@@ -174,6 +177,7 @@ class Sidecars:
             evidence,
             windows=own,
             links=links,
+            flows=flows,
             communicators=evidence.communicators if known else (),
             operations=tuple(operations.values()) if known else (),
             probes=(),

@@ -13,7 +13,7 @@ import pytest
 
 from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, describe, join, judge
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import Evidence, LinkWindow
+from pacekeeper_analysis.reports import Evidence, FlowWindow, LinkWindow
 
 MB = 1_000_000
 SECONDS = 0.2
@@ -138,6 +138,20 @@ class TestJudge:
         slower = [replace(c, busy_seconds=c.busy_seconds * (1 if c.same_node else 8)) for c in cells]
         assert judge(slower).hot == (), "between nodes all is slower, and no fault"
 
+    def test_what_nccl_tells_is_judged_by_itself(self) -> None:
+        """An InfiniBand's 20 GB/s beside what a few ranks send over sockets."""
+        fast = matrix(6, lambda s, d: 4 if (s, d) == (1, 2) else 1)
+        of_nccl = [replace(c, acked_bytes=200 * c.acked_bytes, by_nccl=True) for c in fast]
+        sockets = [replace(c, source=c.source + 6, destination=c.destination + 6) for c in matrix(3, lambda *_: 1)]
+        (spot,) = judge(of_nccl + sockets).hot
+        assert places([spot]) == [(SpotKind.LINK, 1, 2)]
+        assert "MB/s while a channel of NCCL is busy" in describe(spot)
+
+    def test_nccl_counts_no_ticks(self) -> None:
+        short = Cell(0, 1, 0, 20 * MB, 0.001)
+        assert short.bytes_per_second == 1_000 * MB, "all that fits into five ticks of the kernel's"
+        assert replace(short, by_nccl=True).bytes_per_second == 20_000 * MB
+
     def test_rows_and_columns_of_ratios(self) -> None:
         found = judge(matrix(6, lambda s, _: 3 if s == 1 else 1))
         assert found.row_ratio[1] == pytest.approx(3, rel=0.3)
@@ -175,6 +189,62 @@ def ends(worker: str, *links: LinkWindow) -> Evidence:
 
 def end(local: str, remote: str, rank: int, **changes: Any) -> LinkWindow:
     return replace(LinkWindow(local, remote, rank, 0, 5.0, 20 * MB, 0.2), **changes)
+
+
+def flow(place: int, peer: int, **changes: Any) -> FlowWindow:
+    """Of rank 10 + place."""
+    return replace(FlowWindow(0xA1, place, peer, 10 + place, 0, 20 * MB, 0.2), **changes)
+
+
+def flows(worker: str, *told: FlowWindow) -> Evidence:
+    return Evidence("why", worker, 1, flows=told)
+
+
+class TestJoinFlows:
+    def test_places_in_a_communicator_are_ranks_by_the_word_of_each(self) -> None:
+        silent = flow(2, 0, sent_bytes=0, network_seconds=0.0)
+        told = [flows("w0", flow(0, 1), flow(0, 2, age=1)), flows("w1", flow(1, 0, sent_bytes=MB)), flows("w2", silent)]
+        cells, unknown = join(told, {"w0": "n", "w1": "n"})
+        assert unknown == 0
+        assert {(c.source, c.destination, c.age, c.acked_bytes, c.same_node) for c in cells} == {
+            (10, 11, 0, 20 * MB, True),
+            (10, 12, 1, 20 * MB, False),
+            (11, 10, 0, MB, True),
+        }, "who has sent nothing only says where he is"
+        assert all(cell.by_nccl for cell in cells)
+
+    def test_communicators_of_a_pair_are_one_cell(self) -> None:
+        other = {"communicator": 0xB2}
+        told = [flows("w0", flow(0, 1), flow(0, 1, **other)), flows("w1", flow(1, 0), flow(1, 0, **other))]
+        cells, _ = join(told)
+        assert [(c.acked_bytes, c.busy_seconds) for c in cells] == [(40 * MB, 0.4)] * 2
+
+    def test_a_peer_that_says_nothing_is_unknown(self) -> None:
+        assert join([flows("w0", flow(0, 1))]) == ([], 1)
+        elsewhere = flow(1, 0, communicator=0xB2)
+        assert join([flows("w0", flow(0, 1)), flows("w1", elsewhere)]) == ([], 2)
+
+    def test_a_place_that_two_claim_is_nobodys(self) -> None:
+        liar = flow(1, 0, rank=12, network_seconds=5.0)
+        told = [flows("w0", flow(0, 1)), flows("w1", flow(1, 0)), flows("w2", liar)]
+        assert join(told) == ([], 2)
+
+    @pytest.mark.parametrize(("over_sockets", "by_nccl"), [(20 * MB, False), (11 * MB, False), (9 * MB, True)])
+    def test_what_shows_in_the_kernels_counters_is_not_counted_twice(self, over_sockets: int, by_nccl: bool) -> None:
+        """NCCL over InfiniBand has a few connections between the same ranks, too."""
+        a, b = "10.0.0.1:4000", "10.0.0.2:5000"
+        one = replace(flows("w0", flow(0, 1)), links=(end(a, b, 10, acked_bytes=over_sockets),))
+        other = replace(flows("w1", flow(1, 0)), links=(end(b, a, 11, acked_bytes=over_sockets),))
+        cells, _ = join([one, other])
+        assert {cell.by_nccl for cell in cells} == {False, by_nccl}
+        assert len(cells) == (4 if by_nccl else 2)
+
+    @pytest.mark.parametrize("field", ["communicator", "place", "peer", "rank", "age", "sent_bytes", "network_seconds"])
+    def test_hostile_figures_are_refused_by_name(self, field: str) -> None:
+        sent = flows("w0", flow(0, 1)).to_json()
+        sent["flows"][0][field] = -1
+        with pytest.raises(InputError, match=rf"flows\[0\]\.{field}"):
+            Evidence.from_json(sent)
 
 
 class TestJoin:

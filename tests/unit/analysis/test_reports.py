@@ -21,6 +21,7 @@ from pacekeeper_analysis.reports import (
     Evidence,
     Fault,
     FaultKind,
+    FlowWindow,
     Heartbeat,
     LauncherState,
     LinkWindow,
@@ -46,7 +47,10 @@ REPORTS: dict[str, tuple[Any, Any]] = {
     ),
     "evidence": (
         Evidence,
-        Evidence("e", "w", 1, (WINDOW, replace(WINDOW, rank=1)), links=(LinkWindow("a:1", "b:2", 0, 1, 5.0, 9),)),
+        Evidence(
+            "e", "w", 1, (WINDOW, replace(WINDOW, rank=1)), links=(LinkWindow("a:1", "b:2", 0, 1, 5.0, 9),),
+            flows=(FlowWindow(2**64 - 1, 0, 1, 0, 1, 9, 0.5),),
+        ),
     ),
 }  # fmt: skip
 NONSENSE: tuple[Any, ...] = (

@@ -1,4 +1,4 @@
-"""Sums of transfers, communicators and process groups, running transfers in words."""
+"""Sums of transfers, running transfers in words."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.records import Collective
-from pacekeeper_analysis.transport import (
-    COMMUNICATOR,
-    NAMED,
-    OPERATION,
-    Flag,
-    Group,
-    flows,
-    groups_by_communicator,
-    running_in_words,
-)
+from pacekeeper_analysis.reports import FlowWindow
+from pacekeeper_analysis.transport import COMMUNICATOR, NAMED, OPERATION, Flag, flows, running_in_words
 
 MS = 1_000_000
 
@@ -40,90 +32,87 @@ def communicator(order: int, identity: int, size: int, rank: int, **fields: Any)
     return made
 
 
-def test_channels_that_overlap_are_busy_once() -> None:
-    measured = Flag.SEND | Flag.MEASURED
-    (flow,) = flows(
-        np.array(
-            [
-                operation(10, 30, peer=2, bytes=500, flags=measured, network_us=15_000, channel=0),
-                operation(20, 25, peer=2, bytes=300, flags=measured, gpu_us=2_000, channel=1),
-                operation(28, 40, peer=2, bytes=200, flags=measured, credit_us=1_000, network_us=5_000, channel=1),
-                operation(50, 55, peer=2, bytes=100, flags=measured, channel=0),
-            ]
-        )
-    )
-    assert (flow.communicator, flow.peer, flow.sends, flow.measured) == (0xA1, 2, True, True)
-    assert (flow.operations, flow.bytes) == (4, 1100)
-    assert flow.busy_seconds == pytest.approx(0.035)
-    assert (flow.network_seconds, flow.gpu_seconds, flow.credit_seconds) == pytest.approx((0.02, 0.002, 0.001))
+MEASURED, SENT = Flag.MEASURED, Flag.SEND | Flag.MEASURED
+WORLD = communicator(1, 0xA1, 8, 3)
+NOW = 100_000
+"""ms"""
 
 
-def test_peers_directions_communicators_and_guesses_are_kept_apart() -> None:
-    told = flows(
-        np.array(
-            [
-                operation(0, 1, peer=2, bytes=1),
-                operation(0, 1, peer=2, bytes=2, flags=Flag.SEND),
-                operation(0, 1, peer=3, bytes=4),
-                operation(0, 1, peer=2, bytes=8, communicator=2**64 - 1),
-                operation(0, 1, peer=2, bytes=16, flags=Flag.MEASURED),
-            ]
-        )
+def told(*operations: NDArray[np.void], known: NDArray[np.void] = WORLD) -> list[FlowWindow]:
+    """Of rank 40."""
+    return list(flows(np.array(operations), np.array([known]), 40, NOW * MS))
+
+
+def test_bytes_and_network_time_of_channels_are_summed() -> None:
+    (flow,) = told(
+        operation(NOW - 90, NOW - 70, peer=2, bytes=500, flags=SENT, network_us=15_000, channel=0),
+        operation(NOW - 80, NOW - 75, peer=2, bytes=300, flags=SENT, network_us=5_000, gpu_us=2_000, channel=1),
     )
-    assert {(flow.communicator, flow.peer, flow.sends, flow.measured): flow.bytes for flow in told} == {
-        (0xA1, 2, False, False): 1,
-        (0xA1, 2, True, False): 2,
-        (0xA1, 3, False, False): 4,
-        (2**64 - 1, 2, False, False): 8,
-        (0xA1, 2, False, True): 16,
+    assert flow == FlowWindow(0xA1, place=3, peer=2, rank=40, sent_bytes=800, network_seconds=0.02)
+
+
+def test_peers_and_communicators_are_kept_apart_and_a_receive_names_its_end_only() -> None:
+    other = communicator(2, 2**64 - 1, 4, 0)
+    ended = [
+        operation(0, NOW - 9, peer=2, bytes=1, flags=SENT),
+        operation(0, NOW - 9, peer=2, bytes=2, flags=MEASURED, network_us=7),
+        operation(0, NOW - 9, peer=3, bytes=4, flags=MEASURED, network_us=7),
+        operation(0, NOW - 9, peer=2, bytes=8, flags=SENT, communicator=2**64 - 1),
+    ]
+    found = flows(np.array(ended), np.array([WORLD, other]), 40, NOW * MS)
+    assert {(flow.communicator, flow.place, flow.peer): flow.sent_bytes for flow in found} == {
+        (0xA1, 3, 2): 1,
+        (0xA1, 3, 3): 0,
+        (2**64 - 1, 0, 2): 8,
     }
+    assert not any(flow.network_seconds for flow in found)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"end": 0}, {"end": 5}, {"bytes": -1}, {"flags": Flag.FOREIGN}, {"communicator": 0}], ids=str
+    ("ends", "ages"),
+    [
+        ((50, 200, 2_900), {50: 0, 200: 0, 2_900: 2}),  # no window is shorter than 1 s
+        ((100, 2_100, 4_100, 5_999), {100: 0, 2_100: 1, 4_100: 2, 5_999: 2}),  # thirds of what is kept
+        ((1, 5_001, 14_999, 15_000, 99_000), {1: 0, 5_001: 1, 14_999: 2}),  # nor longer than 5 s
+    ],
 )
-def test_what_runs_is_foreign_or_makes_no_sense_is_left_out(fields: dict[str, Any]) -> None:
-    assert flows(np.array([operation(**{"start": 10, "end": 20, **fields})])) == ()
+def test_windows_cover_what_the_file_keeps(ends: tuple[int, ...], ages: dict[int, int]) -> None:
+    ended = [operation(0, NOW - ago, peer=2, bytes=ago, flags=SENT) for ago in ends]
+    sums: dict[int, int] = {}
+    for ago, age in ages.items():
+        sums[age] = sums.get(age, 0) + ago
+    assert {flow.age: flow.sent_bytes for flow in told(*ended)} == sums
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"end": 0},
+        {"end": NOW + 1},
+        {"bytes": -1},
+        {"bytes": 2**60},
+        {"flags": Flag.SEND},
+        {"flags": SENT | Flag.FOREIGN},
+        {"communicator": 0},
+        {"communicator": 0xB2},
+        {"peer": -1},
+        {"peer": 8},
+    ],
+    ids=str,
+)
+def test_what_runs_was_not_measured_is_foreign_or_makes_no_sense_is_left_out(fields: dict[str, Any]) -> None:
+    sound = {"start": NOW - 20, "end": NOW - 10, "peer": 2, "bytes": 5, "flags": SENT}
+    assert len(told(operation(**sound))) == 1
+    assert told(operation(**{**sound, **fields})) == []
+
+
+@pytest.mark.parametrize("known", [communicator(1, 0xA1, 8, -1), communicator(1, 0xA1, 8, 8)], ids=["before", "behind"])
+def test_a_place_outside_of_its_communicator_is_none(known: NDArray[np.void]) -> None:
+    assert told(operation(0, NOW, peer=2, flags=SENT), known=known) == []
 
 
 def test_without_operations_there_are_no_flows() -> None:
-    assert flows(np.zeros(0, OPERATION)) == ()
-
-
-WORLD, DATA, TENSOR = Group(1, "0", 8, 3), Group(2, "mesh_dp", 4, 1), Group(3, "mesh_tp", 2, 1)
-
-
-def test_size_and_rank_tell_which_group_a_communicator_belongs_to() -> None:
-    made = np.array([communicator(2, 0xB, 4, 1), communicator(1, 0xA, 8, 3), communicator(3, 0xC, 2, 1)])
-    assert groups_by_communicator(made, [WORLD, DATA, TENSOR]) == {0xA: 1, 0xB: 2, 0xC: 3}
-
-
-def test_of_the_same_size_and_rank_the_order_of_creation_tells() -> None:
-    other = Group(4, "mesh_pp", 2, 1)
-    made = np.array([communicator(9, 0xD, 2, 1), communicator(3, 0xC, 2, 1)])
-    assert groups_by_communicator(made, [TENSOR, other]) == {0xC: 3, 0xD: 4}
-    assert groups_by_communicator(made, [other, TENSOR]) == {0xC: 4, 0xD: 3}
-
-
-def test_a_name_tells_more_than_the_order() -> None:
-    long = Group(4, "a_name_of_more_than_twenty_letters", 2, 1)
-    made = np.array([communicator(1, 0xD, 2, 1, name=b"a_name_of_more_than"), communicator(2, 0xC, 2, 1)])
-    assert groups_by_communicator(made, [TENSOR, long]) == {0xD: 4, 0xC: 3}
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        [communicator(1, 0xC, 2, 1), communicator(2, 0xD, 2, 1)],  # one is PyTorch's, for a pair of ranks
-        [communicator(1, 0xC, 2, 0)],
-        [communicator(1, 0xC, 2, 1, finalized_ns=7)],
-        [communicator(0, 0xC, 2, 1)],
-        [communicator(1, 0xC, 4, 1, name=b"mesh_tp")],  # a name that fits, on one that does not
-    ],
-    ids=["more than groups", "another rank", "over", "void", "another size"],
-)
-def test_what_cannot_be_told_is_left_out(made: list[NDArray[np.void]]) -> None:
-    assert groups_by_communicator(np.array(made), [TENSOR]) == {}
+    assert flows(np.zeros(0, OPERATION), np.zeros(0, COMMUNICATOR), 0, NOW * MS) == ()
 
 
 def test_running_transfers_are_told_by_age() -> None:

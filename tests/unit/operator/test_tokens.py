@@ -11,7 +11,15 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Probe, ProbeTarget
-from pacekeeper_analysis.reports import Evidence, Heartbeat, LauncherState, LinkProbe, LinkWindow, RankWindow
+from pacekeeper_analysis.reports import (
+    Evidence,
+    FlowWindow,
+    Heartbeat,
+    LauncherState,
+    LinkProbe,
+    LinkWindow,
+    RankWindow,
+)
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.services.sidecars import MAX_NAME, Caller, NotYet, Sidecars, _names_its_own
@@ -151,10 +159,13 @@ class TestEvidence:
         assert (served.job.probes, served.job.evidence) == ({"j-w0-0": told}, {})
         assert served.job.wake.is_set()
 
-    def test_of_connections_is_believed_about_ones_own_ranks(self, served: Served) -> None:
+    def test_of_connections_and_flows_is_believed_about_ones_own_ranks(self, served: Served) -> None:
         ends = tuple(LinkWindow("10.0.0.1:1", "10.0.0.2:2", rank) for rank in (-1, 0, 1))
-        served.sidecars.take_evidence(W0, replace(evidence(W0, "why", 0), links=ends))
-        assert [end.rank for end in served.job.evidence["j-w0-0"].links] == [0]
+        flows = tuple(FlowWindow(7, 0, 1, rank) for rank in (0, 1))
+        served.sidecars.take_evidence(W0, replace(evidence(W0, "why", 0), links=ends, flows=flows))
+        taken = served.job.evidence["j-w0-0"]
+        assert [end.rank for end in taken.links] == [0]
+        assert [flow.rank for flow in taken.flows] == [0]
 
     def test_who_is_awaited(self, served: Served) -> None:
         def awaited(caller: Caller, request: str = "why") -> bool:

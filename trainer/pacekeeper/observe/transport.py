@@ -48,16 +48,11 @@ class TransportReader:
                 raise InputError(f"{path}: {size} bytes are not a file of NCCL's transfers; {FILE_BYTES} are")
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         self._path = path
-        header = self._header()
+        header = np.frombuffer(self._map[: HEADER.itemsize], HEADER)[0]
         if header["magic"] != MAGIC or header["capacity"] != OPERATIONS:
             raise InputError(f"{path}: not a file of NCCL's transfers of this version; was the plugin built with it?")
         self._communicators = np.frombuffer(self._map, COMMUNICATOR, COMMUNICATORS, COMMUNICATORS_AT)
         self._operations = np.frombuffer(self._map, OPERATION, OPERATIONS, OPERATIONS_AT)
-
-    @property
-    def version(self) -> int:
-        """Of the profiler interface that NCCL has taken; 0: it has made no communicator yet."""
-        return int(self._header()["version"])
 
     def communicators(self) -> NDArray[np.void]:
         """The newest ones (`COMMUNICATOR`), in order of creation."""
@@ -66,13 +61,6 @@ class TransportReader:
     def operations(self) -> NDArray[np.void]:
         """The newest ones (`OPERATION`), in the order in which they were started."""
         return _whole(self._operations, "index")
-
-    def ended(self, since_ns: int, until_ns: int) -> NDArray[np.void] | None:
-        """Those that ended at `since_ns` or later, before `until_ns`; None: some of these are not kept any more."""
-        operations = self.operations()
-        lost = len(operations) and operations["index"][0] > 1 and operations["start_ns"][0] >= since_ns
-        end = operations["end_ns"]
-        return None if lost else operations[(end >= since_ns) & (end < until_ns) & (end > 0)]
 
     def measure_steps(self, until_ns: int) -> None:
         """Has the rank measure the steps of its operations until then: exact bytes and waits, for some 2 µs each.
@@ -84,10 +72,6 @@ class TransportReader:
             os.pwrite(file, struct.pack("<q", until_ns), STEPS_UNTIL_AT)
         finally:
             os.close(file)
-
-    def _header(self) -> np.void:
-        header: np.void = np.frombuffer(self._map[: HEADER.itemsize], HEADER)[0]
-        return header
 
 
 def _whole(entries: NDArray[np.void], number: str) -> NDArray[np.void]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,15 +13,22 @@ import numpy as np
 from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.operations import SENT_BY_A_WORKER, last_operations
 from pacekeeper.observe.ring import RingReader
+from pacekeeper.observe.transport import open_transport
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.communicators import Communicator, as_many_as_fit
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.operations import MOST_OPERATIONS, encode
 from pacekeeper_analysis.plan import EvidencePart
-from pacekeeper_analysis.reports import Evidence, RankOperations, RankWindow
+from pacekeeper_analysis.reports import MOST_FLOWS, Evidence, FlowWindow, RankOperations, RankWindow
+from pacekeeper_analysis.transport import flows
 
 from .figures import RankNow, seen
+
+STEPS_SECONDS = 30.0
+"""For so long NCCL measures steps after each question for links: the next ones come sooner."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,7 +70,10 @@ class RankRings:
     def evidence(
         self, request: str, worker: str, round_: int, parts: Collection[EvidencePart] = (EvidencePart.WINDOWS,)
     ) -> Evidence:
-        """What is asked for of the ranks here."""
+        """What is asked for of the ranks here.
+
+        NCCL tells its flows exactly only while somebody asks: the first question for links has it begin.
+        """
         ranks = self.look()
         evidence = Evidence(request=request, worker=worker, round=round_)
         if EvidencePart.WINDOWS in parts:
@@ -69,7 +81,25 @@ class RankRings:
         if EvidencePart.OPERATIONS in parts:
             known = self._communicators()
             evidence = replace(evidence, communicators=known, operations=_operations(ranks, known))
+        if EvidencePart.LINKS in parts:
+            evidence = replace(evidence, flows=self._flows(time.monotonic_ns()))
         return evidence
+
+    def _flows(self, now_ns: int) -> tuple[FlowWindow, ...]:
+        """The largest ones; () where NCCL's plugin does not run."""
+        found = [flow for local, rank in self._ranks.items() for flow in self._flows_of(local, rank, now_ns)]
+        return tuple(sorted(found, key=lambda flow: -flow.sent_bytes)[:MOST_FLOWS])
+
+    def _flows_of(self, local_rank: int, rank: Rank, now_ns: int) -> tuple[FlowWindow, ...]:
+        try:
+            transport = open_transport(self._runtime.transport(local_rank))
+            if transport is None:
+                return ()
+            transport.measure_steps(now_ns + int(STEPS_SECONDS * 1e9))
+        except (InputError, OSError) as error:
+            log.warning("rank %d's transfers over NCCL are unknown: %s", rank.state["rank"], error)
+            return ()
+        return flows(transport.operations(), transport.communicators(), int(rank.state["rank"]), now_ns)
 
     def _communicators(self) -> tuple[Communicator, ...]:
         """Of the ranks here, each once; where they are too many, the newest of each rank."""

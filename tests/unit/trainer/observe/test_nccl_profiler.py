@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from pacekeeper.observe.transport import TransportReader, open_transport
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import Collective
+from pacekeeper_analysis.reports import FlowWindow
 from pacekeeper_analysis.transport import (
     COMMUNICATOR,
     COMMUNICATORS_AT,
@@ -42,7 +42,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: Driver, version: int) -> None:
     began = time.monotonic_ns()
     reader = driver.play(version, "normal")
-    assert reader.version == version
+    assert _header(driver)["version"] == version
     world, pair = reader.communicators()
     assert [world[name] for name in ("id", "size", "rank", "name", "finalized_ns")] == [0xA1, 4, 1, b"world", 0]
     assert [pair[name] for name in ("id", "size", "rank", "name")] == [0xFFFF_FFFF_FFFF_FFF1, 2, 0, b""]
@@ -69,17 +69,17 @@ def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: Driver
     assert (single["collective"], single["sequence"]) == (Collective.SEND, 1)
     assert (single["bytes"], single["steps"], single["flags"]) == (4_000, 0, Flag.SEND), "the most that it may be"
 
-    told = {(flow.communicator, flow.peer, flow.sends): flow for flow in flows(reader.operations())}
-    assert told[0xA1, 2, True].bytes == 1000
-    assert told[0xA1, 2, True].busy_seconds == pytest.approx(duration * 1e-9)
-    assert told[0xA1, 0, False].network_seconds == pytest.approx(receive["network_us"] * 1e-6)
+    received, sent = flows(reader.operations(), reader.communicators(), 5, time.monotonic_ns())
+    assert received == FlowWindow(0xA1, place=1, peer=0, rank=5), "the time of a receive holds the sender's"
+    assert sent == FlowWindow(0xA1, 1, 2, 5, sent_bytes=1000, network_seconds=round(send["network_us"] * 1e-6, 6))
 
 
 def test_of_another_process_only_what_it_says_itself_is_believed(driver: Driver) -> None:
-    operations = driver.play(6, "foreign").operations()
+    reader = driver.play(6, "foreign")
+    operations = reader.operations()
     assert [(each["communicator"], each["sequence"], each["peer"]) for each in operations] == [(0, 0, 2), (0, 0, 2)]
     assert all(each["flags"] & Flag.FOREIGN for each in operations)
-    assert flows(operations) == ()
+    assert flows(operations, reader.communicators(), 0, time.monotonic_ns()) == ()
 
 
 def test_what_comes_after_an_end_changes_nothing(driver: Driver) -> None:
@@ -159,7 +159,8 @@ def test_a_million_calls_in_random_orders(driver: Driver, version: int) -> None:
     transport.unlink(missing_ok=True)
     started = int(driver.run(version, "random", version, 1_000_000, transport=str(transport)))
     assert started > 250_000, "most handles were good ones"
-    operations = TransportReader(transport).operations()
+    reader = TransportReader(transport)
+    operations = reader.operations()
     assert len(operations) == OPERATIONS
     assert (np.diff(operations["index"].astype("i8")) == 1).all()
     ended = operations[operations["end_ns"] > 0]
@@ -168,7 +169,7 @@ def test_a_million_calls_in_random_orders(driver: Driver, version: int) -> None:
     assert (ended["bytes"] >= 0).all()
     longest = (ended["end_ns"] - ended["start_ns"]) / 1000 + 1
     assert all((ended[name] <= longest).all() for name in ("network_us", "gpu_us", "credit_us"))
-    assert sum(flow.operations for flow in flows(operations)) > 0
+    flows(operations, reader.communicators(), 0, time.monotonic_ns())
 
 
 def test_threads_do_not_race(tmp_path: Path) -> None:
@@ -180,16 +181,6 @@ def test_threads_do_not_race(tmp_path: Path) -> None:
 def test_a_reader_leaves_out_what_is_being_written(tmp_path: Path) -> None:
     reader = TransportReader(_file(tmp_path, [1, 0, 3], end_ns=20))
     assert list(reader.operations()["index"]) == [1, 3]
-
-
-def test_of_a_window_that_is_not_kept_whole_nothing_is_told(tmp_path: Path) -> None:
-    whole = TransportReader(_file(tmp_path, [1, 2, 3], end_ns=20))
-    for since, until, count in ((0, 99, 3), (20, 21, 3), (21, 99, 0), (0, 20, 0)):
-        ended = whole.ended(since, until)
-        assert len(_told(ended)) == count
-    lapped = TransportReader(_file(tmp_path, [7, 8, 9], end_ns=20))
-    assert lapped.ended(5, 99) is None, "those before may have ended behind 5, too"
-    assert len(_told(lapped.ended(15, 99))) == 3
 
 
 def test_readers_ask_for_steps(tmp_path: Path) -> None:
@@ -206,9 +197,9 @@ def test_no_file_means_unknown_and_another_file_is_refused(tmp_path: Path) -> No
             open_transport(tmp_path / "bad")
 
 
-def _told(operations: NDArray[np.void] | None) -> NDArray[np.void]:
-    assert operations is not None
-    return operations
+def _header(driver: Driver) -> np.void:
+    header: np.void = np.fromfile(driver.folder / "0.transport", HEADER, count=1)[0]
+    return header
 
 
 def _file(folder: Path, indices: list[int], end_ns: int) -> Path:
