@@ -16,6 +16,8 @@ pytestmark = pytest.mark.usefixtures("operator")
 RATE = "40mbit"
 """A step sends 25 Mbit from each rank (two layers of 512 × 512, in a ring of four): it takes ten times as long."""
 RANKS = 4
+EARLY_STEPS = 400
+"""Of 0.1 s: a connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def job(cluster: Cluster) -> Iterator[Job]:
         body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [spread]
         job = Job.apply(cluster, namespace, body)
         job.until_calm()
-        job.until_step(60, timeout=120)
+        job.until_step(EARLY_STEPS, timeout=120)
         nodes = [job.node(rank) for rank in range(RANKS)]
         yield job
         for node in nodes:
