@@ -60,6 +60,8 @@ def check(observation: Observation, _policy: Policy) -> Decision | None:
     if _told_by(observation) is not None:
         return None
     found = done.localisation
+    if found.finding.fault is FaultClass.UNKNOWN and _slowdown(found) < UNIFORM:
+        return None
     return Decision(
         subject=_subject(observation),
         class_=Class.PERFORMANCE,

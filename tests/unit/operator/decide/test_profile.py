@@ -243,7 +243,7 @@ class TestAnswers:
         world = stepped(steady(volatile()))
         world = replace(world, patterns=3, patterns_at=world.now + 8)
         assert world.state.profiling.until > world.now + 20
-        assert list(profile.errands(replace(world, now=world.now + 12))) == []
+        assert list(profile.errands(replace(world, now=world.now + 10))) == []
         assert len(list(profile.errands(replace(world, now=world.now + 8 + profile.LATE_SECONDS)))) == 1
 
     def test_none_ends_it(self) -> None:
@@ -320,6 +320,13 @@ class TestAnswers:
         thought = think(told(stepped(by_hand(steady())), NOTHING), policy())
         assert thought.observation.state.incidents.current == ()
         assert thought.observation.plan.profile is None
+
+    @pytest.mark.parametrize(("excess", "opened"), [(0.03, 0), (0.1, 1)])
+    def test_little_that_nothing_explains_opens_none(self, excess: float, opened: int) -> None:
+        unknown = replace(FOUND, fault=FaultClass.UNKNOWN, culprit="rank 0")
+        little = replace(LOCALISATION, finding=unknown, excess_seconds=excess)
+        thought = think(told(stepped(by_hand(steady())), little), policy())
+        assert len(thought.observation.state.incidents.current) == opened
 
 
 def test_the_sentences_say_what_is_missing() -> None:
