@@ -22,7 +22,8 @@ EARLY_STEPS = 400
 
 @pytest.fixture
 def job(cluster: Cluster) -> Iterator[Job]:
-    """Six workers on nodes of their own: of four in a ring one slow side is half of all ways, and none stands out. Nothing may be done about them: an incident then waits for its probe."""
+    """Six workers on nodes of their own: of four in a ring one slow side is half of all ways, and none stands out.
+    Nothing may be done about them: an incident then waits for its probe."""
     with scratch_namespace(cluster) as namespace:
         body = paced(
             "links",
