@@ -155,9 +155,9 @@ def _is_elsewhere(rank: RankState) -> bool:
     return told and not any(part in innermost for part in _WAITS_IN)
 
 
-_WAITS_IN = ("/torch/", "/torchinductor", "/pacekeeper/")
+_WAITS_IN = ("/torch/", "/torchinductor", "-packages/pacekeeper/", "/trainer/pacekeeper/")
 """Parts of the paths of files, the innermost of a rank that waits for a collective: torch, what it compiles, and what
-stands around its waits."""
+stands around its waits, installed or in a checkout. A script may lie in a folder of any name."""
 _MEETS_IN = "/torch/distributed/"
 """Part of the path of files in which ranks make their groups together, which is no collective."""
 

@@ -51,6 +51,21 @@ def test_a_stopped_process_is_blamed_even_inside_the_collective() -> None:
     assert (found.kind, found.ranks) == (HangKind.STOPPED, (1,))
 
 
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("/clones/pacekeeper/job/train.py", HangKind.NEVER_ENTERED),
+        ("/lib/python3.11/site-packages/pacekeeper/step.py", None),
+        ("/clones/pacekeeper/trainer/pacekeeper/step.py", None),
+    ],
+)
+def test_a_script_may_lie_in_a_folder_of_any_name(file: str, kind: HangKind | None) -> None:
+    """With a collective under way it counts as inside, and only its stack tells where it stands."""
+    standing = replace(WAITING, stack=f'File "{file}", line 9 in spin')
+    found = verdict(stalls(WAITING, standing, WAITING), world_size=3)
+    assert (None if found is None else found.kind) == kind
+
+
 def test_nobody_is_blamed_before_all_have_reported() -> None:
     assert verdict(stalls(WAITING, WAITING, OUTSIDE), world_size=4) is None
 
