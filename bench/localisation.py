@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pacekeeper_analysis.behaviour.localise import Localisation, judge
-from pacekeeper_analysis.behaviour.page import page
+from pacekeeper_analysis.behaviour.localise import Localisation
 from pacekeeper_analysis.behaviour.pattern import MOST_BYTES, Answer, Owner
-from pacekeeper_analysis.behaviour.table import read_table
+from pacekeeper_operator.effects import Localise
 from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.services.behaviour import leisurely, localised
 from tests.support.patterns import SLOW, WORK, pattern
 
 RANKS = 1_000 if os.environ.get("QUICK") == "1" else 10_000
@@ -74,22 +74,13 @@ async def _localise(answers: dict[int, bytes]) -> tuple[Localisation, float, flo
     """What is found, how long it took, and how late the loop's turns came before and meanwhile, seconds."""
     runtime = Runtime(seed=0)
 
-    def leisurely() -> Iterator[tuple[int, bytes]]:
-        for item in answers.items():
-            runtime.give_way()
-            yield item
-
-    def work() -> Localisation:
-        table = read_table(leisurely())
-        found = judge(table, RANKS)
-        page(found, table, answers)
-        return found
-
     idle = await _lateness(asyncio.create_task(asyncio.sleep(2.0)))
     began = time.monotonic()
-    task = asyncio.create_task(runtime.compute(work))
+    asked = Localise("bench", RANKS)
+    work = runtime.compute(lambda: localised(asked, leisurely(runtime, answers), answers))
+    task = asyncio.create_task(work)
     busy = await _lateness(task)
-    return task.result(), time.monotonic() - began, idle, busy
+    return task.result().localisation, time.monotonic() - began, idle, busy
 
 
 async def _lateness(work: asyncio.Task[object]) -> float:

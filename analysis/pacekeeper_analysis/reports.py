@@ -285,7 +285,7 @@ class LinkWindow:
     retransmitted_bytes: Count = 0
     unsent_bytes: Count = 0  # waiting at its end
     least_round_trip_seconds: Seconds = 0.0
-    early_bytes: Count = 0  # acknowledged in the middle one of the connection's first windows; 0: not known
+    early_bytes: Count = 0  # acknowledged in a fast one of the connection's first windows; 0: not known
     early_busy_seconds: Seconds = 0.0  # in it
 
 

@@ -42,13 +42,17 @@ def on_the_cluster() -> Iterator[tuple[Cluster, OperatorProcess]]:
 
 
 def play_all(
-    cluster: Cluster, operator: OperatorProcess, disasters: Iterable[Disaster]
+    cluster: Cluster,
+    operator: OperatorProcess,
+    disasters: Iterable[Disaster],
+    told: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Disaster, tuple[Entry, ...]]]:
-    """As they end: those that may be at the same time first, then one after the other."""
+    """As they end: those that may be at the same time first, then one after the other. `told`: what happens, with the
+    incidents' own words."""
     disasters = list(disasters)
 
     def play(disaster: Disaster) -> tuple[Disaster, tuple[Entry, ...]]:
-        return disaster, play_one(cluster, operator, disaster)
+        return disaster, play_one(cluster, operator, disaster, told)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(play, [each for each in disasters if not each.exclusive])

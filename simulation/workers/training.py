@@ -37,7 +37,7 @@ class Training:
             self.sample_seconds, self.fixed_seconds = 0.0, float(environment["STEP_SECONDS"])
         self.communication_seconds = random.uniform(0.02, 0.06)
         self.failed_on: dict[str, None] = {}
-        """Workers on which its script has failed before a first step."""
+        """Workers on which its script has failed before a first step, or seems to have."""
         self.runs: list[Run] = []
         """All rounds whose ranks have met, in that order."""
         self.volume = Volume(int(environment.get("PACEKEEPER_CHECKPOINT_KEEP") or 3))

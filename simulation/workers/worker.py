@@ -184,12 +184,21 @@ class Worker:
     def crash(self, code: int = 1, local: int = 0) -> None:
         """Of a rank that runs. Negative: the signal."""
         for rank in self._victims(local, f"crashes with {code}"):
-            rank.end(code, "ValueError: a bad sample" if code > 0 and code != LEFT else "")
+            error = "ValueError: a bad sample" if code > 0 and code != LEFT else ""
+            if error:
+                self._seems_the_script(rank)
+            rank.end(code, error)
 
     def out_of_memory(self, local: int = 0) -> None:
         """The kernel kills a rank."""
         for rank in self._victims(local, "is out of memory"):
+            self._seems_the_script(rank)
             rank.end(SIGKILL, out_of_memory=True)
+
+    def _seems_the_script(self, rank: Rank) -> None:
+        """What strikes before a first step looks like a mistake of the script, whoever struck."""
+        if not rank.steps_in_round:
+            self.training.failed_on[self.name] = None
 
     def hang(self, where: str = Stand.TRAIN, local: int = 0) -> None:
         """For good: in training, in a collective or in the loader."""

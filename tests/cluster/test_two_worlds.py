@@ -22,7 +22,7 @@ SEEDS = (13, 15, 17)
 
 
 def test_both_worlds_tell_the_same(cluster: Cluster, operator_process: OperatorProcess) -> None:
-    played = play_all(cluster, operator_process, map(disaster, SEEDS))
+    played = play_all(cluster, operator_process, map(disaster, SEEDS), told=print)
     compared = [Comparison(each, simulate(each), real) for each, real in played]
     assert len(compared) == len(SEEDS)
     different = [line for each in compared if not each.agrees for line in each.lines()]

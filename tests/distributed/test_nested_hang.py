@@ -11,8 +11,6 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Fault, FaultKind
 from tests.support.launchers import Team, team
 
-# A rank stalls after 0.6 s here: a processor that is away for so long is no bug.
-pytestmark = pytest.mark.flaky(reruns=1)
 PORT = 29417
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "nested.py"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..records import Collective, Device, Phase
-from ..reports import Fault, FaultKind, RankState
+from ..reports import BlockedConnection, Fault, FaultKind, RankState
 from .waiting import Gathering, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
@@ -63,12 +63,20 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
     newest = _newest(ranks)
     waits = [rank.rank for rank in ranks if _waits(rank, newest)]
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
-    case = _Case(ranks, _blocked(stalls), frozenset(waits), graph, ceiling_seconds)
+    blocked = frozenset(end.rank for end in blocked_ends(stalls))
+    case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
     for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
         found = judge(case)
         if found is not None:
             return found if found.evidence else None
     return None
+
+
+def blocked_ends(stalls: Sequence[Fault]) -> tuple[BlockedConnection, ...]:
+    """Ends that have got nothing through for BLOCKED_SECONDS, the longest first, by what each worker has told last."""
+    newest = {fault.worker: fault for fault in sorted(stalls, key=lambda each: each.noticed_at)}
+    ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= BLOCKED_SECONDS]
+    return tuple(sorted(ends, key=lambda end: -end.seconds))
 
 
 @dataclass(frozen=True)
@@ -240,13 +248,6 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
 
 def _has_own_deadline(rank: RankState) -> bool:
     return rank.phase != Phase.TRAIN.name
-
-
-def _blocked(stalls: Sequence[Fault]) -> frozenset[int]:
-    """By what each worker has told last."""
-    newest = {fault.worker: fault for fault in stalls}
-    ends = [end for fault in newest.values() for end in fault.blocked]
-    return frozenset(end.rank for end in ends if end.seconds >= BLOCKED_SECONDS)
 
 
 def _latest(faults: Sequence[Fault]) -> tuple[list[Fault], list[RankState]]:

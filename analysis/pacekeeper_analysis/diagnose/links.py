@@ -50,6 +50,9 @@ ALIKE = 2.0
 WINDOWS_NEEDED = 2
 APART = 3
 """Cells that a row (a column) needs before an effect of its own can be told from those of its cells."""
+FAST = 0.25
+"""Quantile of delays that is taken for the usual where each counts by its own connection's pace: one slow side of a
+ring of four is half of its cells, what it sends and what it acknowledges."""
 ROUNDS = 4
 """Of median polish; its residuals hardly change any more."""
 MOST_COMPARED = 256
@@ -85,7 +88,7 @@ class Cell:
     receiver_limited_seconds: float = 0.0
     retransmitted_bytes: int = 0
     same_node: bool = False
-    early_bytes: int = 0  # in the middle one of its first windows; 0: not known
+    early_bytes: int = 0  # in a fast one of its first windows; 0: not known
     early_busy_seconds: float = 0.0
     by_nccl: bool = False  # then its busy time is the sum over channels
 
@@ -279,6 +282,7 @@ class _Matrix:
     rows: Floats  # of each row, NaN where it has too few cells to tell
     columns: Floats
     residual: Floats
+    usual_quantile: float  # of residuals
 
 
 def _polish(cells: Sequence[Cell]) -> _Matrix:
@@ -291,7 +295,8 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
     rows_known = np.bincount(row) >= APART
     columns_known = np.bincount(column) >= APART
     rows, columns = np.zeros(len(sources)), np.zeros(len(destinations))
-    middle = float(np.median(delay))
+    usual_quantile = FAST if cells is told else 0.5
+    middle = float(np.quantile(delay, usual_quantile))
     residual = delay - middle
     for _ in range(ROUNDS):
         step = np.where(rows_known, _medians(residual, row, len(sources)), 0.0)
@@ -308,9 +313,8 @@ def _polish(cells: Sequence[Cell]) -> _Matrix:
             middle += shift
     rows = np.where(rows_known, rows, np.nan)
     columns = np.where(columns_known, columns, np.nan)
-    return _Matrix(
-        cells, delay, 1e6 / np.exp(early + middle), sources, destinations, row, column, rows, columns, residual
-    )
+    usual = 1e6 / np.exp(early + middle)
+    return _Matrix(cells, delay, usual, sources, destinations, row, column, rows, columns, residual, usual_quantile)
 
 
 def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]:
@@ -354,7 +358,7 @@ def _touch(one: int, other: int) -> bool:
 def _hot_in(matrix: _Matrix) -> Iterable[HotSpot]:
     """Of one window and class. Cells that are explained by their row or column are not told by themselves."""
     busy = np.array([cell.busy_seconds >= LEAST_BUSY_SECONDS for cell in matrix.cells])
-    hot = _is_hot(matrix.residual) & busy
+    hot = _is_hot(matrix.residual, matrix.usual_quantile) & busy
     row_is_cool = np.bincount(matrix.row, weights=~hot) > 0
     column_is_cool = np.bincount(matrix.column, weights=~hot) > 0
     rows = _hot_lines(matrix.rows, matrix.residual, matrix.row, hot & column_is_cool[matrix.column], busy)
@@ -412,11 +416,11 @@ def _line(matrix: _Matrix, kind: SpotKind, rank: int, mine: NDArray[np.bool_], e
     )
 
 
-def _is_hot(values: Floats) -> NDArray[np.bool_]:
-    """Much above the others, by a spread that what is hot itself does not widen."""
+def _is_hot(values: Floats, usual_quantile: float = 0.5) -> NDArray[np.bool_]:
+    """Much above the usual, by a spread that what is hot itself does not widen."""
     if not len(values):
         return np.zeros(0, bool)
-    above = values - np.median(values)
+    above = values - np.quantile(values, usual_quantile)
     sigma = max(LEAST_SIGMA, 1.4826 * float(np.median(np.abs(above))))
     return (above > math.log(HOT)) & (above > min(SIGMAS * sigma, math.log(MANIFEST)))
 

@@ -21,7 +21,7 @@ from pacekeeper.sidecar.connections import Connections
 from pacekeeper.sidecar.figures import FiguresTold
 from pacekeeper.sidecar.ranks import RankRings
 from pacekeeper_analysis.plan import EvidencePart, Plan
-from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat
+from pacekeeper_analysis.reports import Fault, Heartbeat
 
 WINDOW_STEPS = 32
 LOOK_SECONDS, SECOND = 0.1, 1.0
@@ -68,9 +68,7 @@ class Agent:
     def _tell_faults(self) -> None:
         for path in sorted(self._runtime.faults.glob("[!.]*.json")):
             fault = Fault.from_json(json.loads(path.read_text()))
-            if fault.kind is FaultKind.STALLED:
-                fault = replace(fault, blocked=self._connections.blocked(time.monotonic()))
-            self._write(fault=fault.to_json())
+            self._write(fault=self._connections.told_with(fault, time.monotonic()).to_json())
             path.unlink()
 
     def _tell_probes(self) -> None:

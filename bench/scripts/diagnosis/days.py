@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_operator.api import DetectionSpec
-from pacekeeper_operator.decide.profile import UNIFORM
 
 from . import rules
 from .agent import WINDOW_STEPS
@@ -134,7 +133,7 @@ def _conspicuous(day: Steps, early_step: float) -> Iterator[tuple[float, float]]
     all their steps are slow beside the early ones."""
     step, own = _means(day.step), _means(day.own)
     pace = own.max(axis=1) / np.median(own, axis=1)
-    slow = (pace >= DetectionSpec().straggler_slowdown) | (step.min(axis=1) >= UNIFORM * early_step)
+    slow = np.maximum(pace, step.min(axis=1) / early_step) >= DetectionSpec().straggler_slowdown
     moments = day.moments[WINDOW_STEPS - 1 :][slow]
     while len(moments):
         gaps = np.flatnonzero(np.diff(moments) > BEFORE_SECONDS + AFTER_SECONDS)

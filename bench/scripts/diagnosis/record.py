@@ -27,7 +27,7 @@ from .hosts import Job, job
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
 """The job's first steady steps, which are its baseline."""
-BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 6.0, 32.0, 15.0
+BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 5.0, 32.0, 10.0
 STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 8.0, 16.0
 """After which windows of steps, and of connections, hold nothing of the fault before."""
 HEALTHY_SECONDS = 60.0

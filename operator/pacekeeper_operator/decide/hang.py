@@ -129,7 +129,7 @@ def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _P
         witnesses.append(Witness(WitnessKind.STACK, places))
     if verdict.kind is HangKind.KERNEL:
         witnesses.append(Witness(WitnessKind.GPU, "its GPU has not begun the collective that its peers wait in"))
-    blocked = () if named else _blocked(stalls)
+    blocked = () if named else hang.blocked_ends(stalls)
     if transport := "; ".join(map(_say_blocked, blocked[:NAMED])) or ("" if named else "".join(_nccl(stalls)[-1:])):
         witnesses.append(Witness(WitnessKind.TRANSPORT, transport))
     if past.sentence:
@@ -139,13 +139,6 @@ def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _P
     fault = _class(verdict, named, past)
     advice = KERNEL_ADVICE if verdict.kind is HangKind.KERNEL else ADVICE[fault]
     return join(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
-
-
-def _blocked(stalls: Sequence[Fault]) -> tuple[BlockedConnection, ...]:
-    """By what each worker has told last, those that have been so for longest first."""
-    newest = {fault.worker: fault for fault in sorted(stalls, key=lambda each: each.noticed_at)}
-    ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= hang.BLOCKED_SECONDS]
-    return tuple(sorted(ends, key=lambda end: -end.seconds))
 
 
 def _say_blocked(end: BlockedConnection) -> str:

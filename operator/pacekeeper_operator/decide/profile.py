@@ -32,8 +32,6 @@ NAMED = frozenset({Cause.GARBAGE, Cause.UNEVEN_LENGTHS})
 SLOWNESS = CAUSES | NAMED | {Cause.SLOW_COMMUNICATION}
 SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
-UNIFORM = 1.1
-"""From this slowdown against their early steps on, all ranks are looked into; again, once it has grown by as much."""
 LASTING_SECONDS = 10.0
 """For so long answers may show nothing that an incident can tell, while all ranks are slow."""
 LEAD_SECONDS = 6.0
@@ -59,8 +57,8 @@ def check(observation: Observation, _policy: Policy) -> Decision | None:
         return None
     if _told_by(observation) is not None:
         return None
-    found = done.localisation
-    if found.finding.fault is FaultClass.UNKNOWN and _slowdown(found) < UNIFORM:
+    found, threshold = done.localisation, observation.job.spec.detection.straggler_slowdown
+    if found.finding.fault is FaultClass.UNKNOWN and _slowdown(found) < threshold:
         return None
     return Decision(
         subject=_subject(observation),
@@ -186,7 +184,8 @@ def _slow_work(observation: Observation) -> bool:
     suspicion, profiling = observation.state.adaptation.suspicion, observation.state.profiling
     if suspicion is None:
         return False
-    lasts = observation.now - suspicion.since >= LASTING_SECONDS and (observation.metrics.uniform or 0.0) >= UNIFORM
+    slow = (observation.metrics.uniform or 0.0) >= observation.job.spec.detection.straggler_slowdown
+    lasts = slow and observation.now - suspicion.since >= LASTING_SECONDS
     told = any(i.cause in SLOWNESS and i.round == observation.round for i in observation.state.incidents.current)
     looked_into = bool(profiling.asked) and profiling.round == observation.round
     return (suspicion.shown in SLOW_WORK or lasts) and not told and not looked_into
@@ -197,12 +196,14 @@ def _names_nobody(incident: Incident) -> bool:
 
 
 def _all_slow(observation: Observation) -> float:
-    """How slow all ranks are alike, against their early steps; 0: they are not, or that is known."""
+    """How slow all ranks are alike, against their early steps; 0: they are not, or that is known, and has not grown by
+    as much again."""
+    threshold = observation.job.spec.detection.straggler_slowdown
     uniform, pace = observation.metrics.uniform, observation.metrics.pace
-    if uniform is None or uniform < UNIFORM * observation.state.profiling.uniform:
+    if uniform is None or uniform < threshold * observation.state.profiling.uniform:
         return 0.0
     grown = straggler.all_work_has_grown(observation)
-    one = pace is not None and pace >= observation.job.spec.detection.straggler_slowdown and not grown
+    one = pace is not None and pace >= threshold and not grown
     changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
     suspicion = observation.state.adaptation.suspicion
     shown = Trouble.NONE if suspicion is None else suspicion.shown

@@ -26,7 +26,7 @@ async def localise(operator: Operator, desk: Desk, effect: Localise) -> None:
     """What it brings back is news for the next pass."""
     answers = dict(sorted(desk.memory.patterns.items()))
     desk.memory.localised = await operator.runtime.compute(
-        lambda: _localised(effect, _leisurely(operator.runtime, answers), answers)
+        lambda: localised(effect, leisurely(operator.runtime, answers), answers)
     )
     found = desk.memory.localised.localisation
     note = "; ".join(sentences(found)[:2])
@@ -48,13 +48,13 @@ async def keep(operator: Operator, desk: Desk, effect: KeepBehaviour) -> None:
     desk.memory.localised = replace(done, page="")
 
 
-def _localised(effect: Localise, read: Iterator[tuple[int, bytes]], answers: Mapping[int, bytes]) -> Localised:
+def localised(effect: Localise, read: Iterator[tuple[int, bytes]], answers: Mapping[int, bytes]) -> Localised:
     table = read_table(read)
     found = judge(table, effect.expected)
     return Localised(effect.window, found, page(found, table, answers).decode())
 
 
-def _leisurely(runtime: Runtime, answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+def leisurely(runtime: Runtime, answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
     """Polls are answered between two ranks."""
     for item in answers.items():
         runtime.give_way()

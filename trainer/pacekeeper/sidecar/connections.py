@@ -15,10 +15,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pacekeeper.runtime import Runtime, read_json
-from pacekeeper_analysis.reports import BlockedConnection, LinkWindow
+from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, LinkWindow
 
 LOOK_SECONDS = 1.0
 """Between two looks; one of 1,000 connections takes 3 ms."""
@@ -26,7 +26,7 @@ WINDOW_LOOKS = 5
 """A window's looks: `busy` goes on in ticks of 4 ms, so a short one would be coarse."""
 WINDOWS = 3
 EARLY_LOOKS = 6 * WINDOW_LOOKS
-"""A connection's first looks: the middle one of their windows says how fast it is by nature."""
+"""A connection's first looks: the windows in them say how fast it is by nature."""
 EARLY_BYTES = 1_000_000
 """That a window has to carry for that."""
 MOST_WINDOWS = 4096
@@ -77,8 +77,9 @@ class _Early:
     windows: list[tuple[int, float]] = field(default_factory=list)  # bytes acknowledged and busy seconds, fastest first
 
     @property
-    def middle(self) -> tuple[int, float]:
-        return self.windows[len(self.windows) // 2] if self.windows else (0, 0.0)
+    def usual(self) -> tuple[int, float]:
+        """The fast side's quarter: a fault may begin in the first half minute, and slowness be luck, but speed is not."""
+        return self.windows[len(self.windows) // 4] if self.windows else (0, 0.0)
 
     def look(self, info: bytes) -> None:
         self.looks += 1
@@ -140,6 +141,10 @@ class Connections:
         told.sort(key=lambda item: -item[0])
         return tuple(window for _, windows in told[: MOST_WINDOWS // WINDOWS] for window in windows)
 
+    def told_with(self, fault: Fault, now: float) -> Fault:
+        """A stall with what is blocked; any other fault as it is."""
+        return replace(fault, blocked=self.blocked(now)) if fault.kind is FaultKind.STALLED else fault
+
     def blocked(self, now: float) -> tuple[BlockedConnection, ...]:
         """The ranks' ends that have something to send and get nothing through, those that have been so for longest
         first: packets are lost, or their acknowledgements. Where the receiver does not read, the link is well.
@@ -196,7 +201,7 @@ def _of_one_end(
 ) -> tuple[int, list[LinkWindow]]:
     """Bytes that it moved both ways, and its windows, newest first."""
     local, remote = _addresses(name)
-    early_bytes, early_busy = early.middle
+    early_bytes, early_busy = early.usual
     moved, windows = 0, []
     for age, first, last in spans:
         before, after = first.ends.get(name), last.ends.get(name)

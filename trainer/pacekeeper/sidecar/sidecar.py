@@ -18,7 +18,7 @@ from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind
+from pacekeeper_analysis.reports import Evidence, Fault
 
 from . import connections
 from .client import OperatorClient, Rejected, Unavailable
@@ -148,8 +148,8 @@ class Sidecar:
     async def _deliver(self, path: Path) -> None:
         backoff = Backoff()
         fault = _read_fault(path)
-        if fault is not None and fault.kind is FaultKind.STALLED:
-            fault = replace(fault, blocked=self._connections.blocked(time.monotonic()))
+        if fault is not None:
+            fault = self._connections.told_with(fault, time.monotonic())
         while fault is not None:
             try:
                 await self._client.fault(fault)
