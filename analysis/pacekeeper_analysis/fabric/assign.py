@@ -1,0 +1,296 @@
+"""Which way each flow takes: the largest load of a link as small as can be, and few flows moved.
+
+Equal flows over equal spines are edges of a bipartite multigraph, sending groups on one side and receiving ones on the
+other; ways are colours. An equitable edge colouring loads no link with more than ⌈degree / ways⌉ flows, and nothing can
+do better (König 1916; de Werra 1971). A flow gets the way with most room; where none has any, one is made free along an
+alternating chain of two ways, the shortest one (breadth first); where there is no such chain, the level rises by one.
+The same routine adds the flows of a new job and mends what a dead link has cut off, so that one flow moves one chain.
+
+With dead links or unequal capacities the colouring is no theorem any more: `Assignment.level` beside `bound` says how
+far it is from what no plan can beat.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InputError
+from .topology import WITHIN, Ints, Topology
+
+MOST_PAIRS = 64
+"""Pairs of ways along which a chain is looked for before the level rises."""
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Arrays, one entry a flow."""
+
+    source: Ints  # group
+    destination: Ints  # group
+    weight: Ints  # demand, in whole units of the smallest that counts
+
+    def __post_init__(self) -> None:
+        if not len(self.source) == len(self.destination) == len(self.weight):
+            raise InputError("flows: sources, destinations and weights differ in number")
+        if len(self.weight) and self.weight.min() < 1:
+            raise InputError("flows: a weight is below 1; leave out who sends nothing")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`level`: the largest load of a link, in units of weight on a link of the best capacity; `bound`: below which no
+    plan comes; `moved`: flows that had a way which is alive, and have another."""
+
+    ways: Ints  # of each flow; WITHIN: it needs none, or there is none (`lost`)
+    level: int
+    bound: int
+    moved: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+def assign(
+    topology: Topology, flows: Flows, present: Sequence[int] | None = None, fixed: Sequence[bool] | None = None
+) -> Assignment:
+    """`present`: each flow's way so far, WITHIN where it has none. `fixed`: those that may not be moved while their way
+    is alive: they are another job's, to whom the new round would cost more than it brings."""
+    planner = _Planner(topology, flows, present, fixed)
+    planner.make_room()
+    planner.place()
+    return planner.assignment()
+
+
+def bound(topology: Topology, flows: Flows) -> int:
+    """A level below which no plan comes: by each group's cut, by each pair of groups, and by the largest flow."""
+    crosses = flows.source != flows.destination
+    if not crosses.any():
+        return 0
+    source, destination, weight = flows.source[crosses], flows.destination[crosses], flows.weight[crosses]
+    level = int(weight.max())
+    for links, ends in ((topology.up, source), (topology.down, destination)):
+        level = max(level, _least_level(links, topology.unit, _sums(ends, weight, topology.groups)))
+    if topology.symmetric:
+        return level  # each pair has all ways
+    of_pairs = _sums(source * topology.groups + destination, weight, topology.groups**2)
+    one, other = np.divmod(np.flatnonzero(of_pairs), topology.groups)
+    ways = np.minimum(topology.up[one], topology.down[other])
+    return max(level, _least_level(ways, topology.unit, of_pairs[of_pairs > 0]))
+
+
+def _least_level(capacities: Ints, unit: int, weight: Ints) -> int:
+    """At which the links of each row together hold its weight; a row whose links are all dead bounds nobody."""
+    total = capacities.sum(axis=1)
+    capacities, weight, total = capacities[total > 0], weight[total > 0], total[total > 0]
+    level = -(-weight * unit // total)
+    while (short := (level[:, None] * capacities // unit).sum(axis=1) < weight).any():
+        level[short] += 1
+    return int(level.max(initial=0))
+
+
+def _sums(place: Ints, weight: Ints, places: int) -> Ints:
+    return np.bincount(place, weight, places).astype(np.int64)
+
+
+class _Planner:
+    """Links are numbered group × ways + way, uplinks and downlinks each by themselves."""
+
+    def __init__(
+        self, topology: Topology, flows: Flows, present: Sequence[int] | None, fixed: Sequence[bool] | None
+    ) -> None:
+        self._topology, self._flows = topology, flows
+        self._source: list[int] = flows.source.tolist()
+        self._destination: list[int] = flows.destination.tolist()
+        self._weight: list[int] = flows.weight.tolist()
+        self._fixed = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
+        self._alive_up: list[bool] = (topology.up > 0).ravel().tolist()
+        self._alive_down: list[bool] = (topology.down > 0).ravel().tolist()
+        self._before = self._living(present)
+        self._way: list[int] = self._before.tolist()
+        self._on_links: tuple[list[list[int]], list[list[int]]] | None = None
+        self.bound = bound(topology, flows)
+        self._set_level(self.bound)
+
+    def make_room(self) -> None:
+        """Takes what is too much at the level that can be reached from its way."""
+        for rooms, on_links in ((self._room_up, 0), (self._room_down, 1)):
+            for link in [link for link, room in enumerate(rooms) if room < 0]:
+                for flow in reversed(self._links()[on_links][link].copy()):
+                    if rooms[link] < 0 and not self._fixed[flow]:
+                        self._take(flow)
+
+    def place(self) -> None:
+        """All that have no way, the heaviest first: they find room hardest."""
+        waiting = [flow for flow in self._wayless() if any(self._ways_of(flow))]
+        for flow in sorted(waiting, key=lambda flow: -self._weight[flow]):
+            while not (self._put_where_most_room_is(flow) or self._put_by_a_chain(flow)):
+                self._set_level(self._level + 1)
+
+    def assignment(self) -> Assignment:
+        ways = np.array(self._way, dtype=np.int64)
+        moved = (self._before != WITHIN) & (ways != WITHIN) & (ways != self._before)
+        return Assignment(
+            ways=ways,
+            level=self._largest_load(ways),
+            bound=self.bound,
+            moved=tuple(np.flatnonzero(moved).tolist()),
+            lost=tuple(self._wayless()),
+        )
+
+    def _living(self, present: Sequence[int] | None) -> Ints:
+        """The ways so far, as far as they are alive and needed."""
+        count, ways = len(self._flows), self._topology.ways
+        if present is None:
+            return np.full(count, WITHIN, dtype=np.int64)
+        found = np.array(present, dtype=np.int64)
+        found[(found < 0) | (found >= ways) | (self._flows.source == self._flows.destination)] = WITHIN
+        at = np.maximum(found, 0)
+        alive = (self._topology.up[self._flows.source, at] > 0) & (self._topology.down[self._flows.destination, at] > 0)
+        return np.where(alive, found, WITHIN)
+
+    def _wayless(self) -> list[int]:
+        crosses = self._flows.source != self._flows.destination
+        return np.flatnonzero(crosses & (np.array(self._way, dtype=np.int64) == WITHIN)).tolist()
+
+    def _ways_of(self, flow: int) -> list[bool]:
+        """Which are alive for it."""
+        ways = self._topology.ways
+        up, down = self._source[flow] * ways, self._destination[flow] * ways
+        pairs = zip(self._alive_up[up : up + ways], self._alive_down[down : down + ways], strict=True)
+        return [leaves and comes for leaves, comes in pairs]
+
+    def _largest_load(self, ways: Ints) -> int:
+        largest = 0
+        for capacities, load in zip((self._topology.up, self._topology.down), self._loads(ways), strict=True):
+            used = load > 0
+            if used.any():
+                largest = max(largest, int((-(-load[used] * self._topology.unit // capacities.ravel()[used])).max()))
+        return largest
+
+    def _loads(self, ways: Ints) -> tuple[Ints, Ints]:
+        """Of all uplinks, of all downlinks."""
+        flows, size = self._flows, self._topology.up.size
+        going = ways != WITHIN
+        up, down = (
+            _sums(ends[going] * self._topology.ways + ways[going], flows.weight[going], size)
+            for ends in (flows.source, flows.destination)
+        )
+        return up, down
+
+    def _set_level(self, level: int) -> None:
+        """Rooms anew, at this level, below what is on the links."""
+        self._level, unit = level, self._topology.unit
+        up, down = self._loads(np.array(self._way, dtype=np.int64))
+        self._room_up: list[int] = (level * self._topology.up.ravel() // unit - up).tolist()
+        self._room_down: list[int] = (level * self._topology.down.ravel() // unit - down).tolist()
+
+    def _links(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The flows on each uplink, on each downlink. Only chains need them, and most flows no chain."""
+        if self._on_links is None:
+            size = self._topology.up.size
+            self._on_links = [[] for _ in range(size)], [[] for _ in range(size)]
+            for flow, way in enumerate(self._way):
+                if way != WITHIN:
+                    self._on_links[0][self._source[flow] * self._topology.ways + way].append(flow)
+                    self._on_links[1][self._destination[flow] * self._topology.ways + way].append(flow)
+        return self._on_links
+
+    def _put(self, flow: int, way: int) -> None:
+        up = self._source[flow] * self._topology.ways + way
+        down = self._destination[flow] * self._topology.ways + way
+        self._way[flow] = way
+        self._room_up[up] -= self._weight[flow]
+        self._room_down[down] -= self._weight[flow]
+        if self._on_links is not None:
+            self._on_links[0][up].append(flow)
+            self._on_links[1][down].append(flow)
+
+    def _take(self, flow: int) -> None:
+        on_up, on_down = self._links()
+        up = self._source[flow] * self._topology.ways + self._way[flow]
+        down = self._destination[flow] * self._topology.ways + self._way[flow]
+        self._way[flow] = WITHIN
+        self._room_up[up] += self._weight[flow]
+        self._room_down[down] += self._weight[flow]
+        on_up[up].remove(flow)
+        on_down[down].remove(flow)
+
+    def _rooms(self, flow: int) -> tuple[list[int], list[int]]:
+        """By way, at its two ends. A dead link has room for nothing."""
+        ways = self._topology.ways
+        up, down = self._source[flow] * ways, self._destination[flow] * ways
+        return self._room_up[up : up + ways], self._room_down[down : down + ways]
+
+    def _put_where_most_room_is(self, flow: int) -> bool:
+        rooms = list(map(min, *self._rooms(flow)))
+        most = max(rooms)
+        if most < self._weight[flow]:
+            return False
+        self._put(flow, rooms.index(most))
+        return True
+
+    def _put_by_a_chain(self, flow: int) -> bool:
+        weight, alive = self._weight[flow], self._ways_of(flow)
+        leaving, coming = ([way for way, room in enumerate(rooms) if room >= weight] for rooms in self._rooms(flow))
+        pairs = ((a, b) for a in leaving for b in coming if alive[a])
+        for a, b in islice(pairs, MOST_PAIRS):
+            chain = self._chain(flow, a, b)
+            if chain is not None:
+                for moved, way in chain:
+                    self._take(moved)
+                    self._put(moved, way)
+                self._put(flow, a)
+                return True
+        return False
+
+    def _chain(self, new: int, a: int, b: int) -> list[tuple[int, int]] | None:
+        """What has to move for `new` to fit on `a`: flows of its weight, from a to b at receiving groups and back at
+        sending ones, until one ends where there is room. Its source has room on a, its destination on b."""
+        ways, weight = self._topology.ways, self._weight[new]
+        on_up, on_down = self._links()
+        first = _Place(True, self._destination[new])
+        came: dict[_Place, tuple[int, _Place] | None] = {first: None}
+        queue = deque([first])
+        while queue:
+            place = queue.popleft()
+            if place.receives:
+                on_link, ends, to = on_down[place.group * ways + a], self._source, b
+                rooms, alive = self._room_up, self._alive_up
+            else:
+                on_link, ends, to = on_up[place.group * ways + b], self._destination, a
+                rooms, alive = self._room_down, self._alive_down
+            for flow in on_link:
+                end = _Place(not place.receives, ends[flow])
+                link = end.group * ways + to
+                if self._weight[flow] != weight or self._fixed[flow] or end in came or not alive[link]:
+                    continue
+                came[end] = flow, place
+                if rooms[link] >= weight:
+                    return list(_walked_back(came, end, a, b))
+                queue.append(end)
+        return None
+
+
+class _Place(NamedTuple):
+    """A group's side on which a chain has put one flow too many."""
+
+    receives: bool
+    group: int
+
+
+def _walked_back(
+    came: Mapping[_Place, tuple[int, _Place] | None], end: _Place, a: int, b: int
+) -> Iterator[tuple[int, int]]:
+    """(flow, its new way) of a chain."""
+    step = came[end]
+    while step is not None:
+        flow, place = step
+        yield flow, b if place.receives else a
+        step = came[place]

@@ -1,0 +1,106 @@
+"""What rate each flow gets on a fabric whose links are shared fairly (max–min, by progressive filling).
+
+All that is not yet held up grows at the same pace until some link is full; what crosses it has its rate, and the others
+go on (Bertsekas and Gallager, Data Networks, 6.5.2). What grows together is an *entity*: a flow by itself, or all flows
+of a ring, which is as fast as its slowest edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .topology import WITHIN, Ints, Topology
+
+Floats = NDArray[np.float64]
+ALIKE = 1e-9
+"""Part by which two links' rates differ without being different ones."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What each host's ports carry, one way, in the topology's unit: (hosts, planes)."""
+
+    capacity: Floats
+    sender: Ints  # host of each flow
+    receiver: Ints
+
+
+def rates(
+    topology: Topology,
+    source: Ints,
+    destination: Ints,
+    ways: Ints,
+    demand: Floats | None = None,
+    entity: Sequence[int] | None = None,
+    ports: Ports | None = None,
+) -> Floats:
+    """Of each flow, in the topology's unit.
+
+    source, destination: groups. ways: `WITHIN` for what stays in its group; between groups nothing flows without one.
+    demand: by which a flow's rate is its entity's rate times so much; None: all alike. entity: 0, 1, …, of each flow;
+    None: each is one. ports: None: links between groups alone hold up; then what stays in its group is endless (inf).
+    """
+    flows = len(source)
+    share = np.ones(flows) if demand is None else np.asarray(demand, dtype=float)
+    of = np.arange(flows) if entity is None else np.asarray(entity, dtype=np.int64)
+    capacity, flow, link = _incidence(topology, source, destination, ways, ports)
+    entities = int(of.max(initial=-1)) + 1
+    # By entity and link: how much of the link a rate of 1 takes.
+    pair, place = np.unique(of[flow] * len(capacity) + link, return_inverse=True)
+    usage = np.bincount(place, share[flow], len(pair))
+    user, used = pair // len(capacity), pair % len(capacity)
+    rate, left = np.full(entities, np.inf), capacity.astype(float)
+    growing = np.ones(len(pair), bool)
+    while growing.any():
+        load = np.bincount(used[growing], usage[growing], len(capacity))
+        crossed = load > 0
+        pace = np.full(len(capacity), np.inf)
+        pace[crossed] = np.maximum(left[crossed], 0.0) / load[crossed]
+        full = pace <= pace.min() * (1 + ALIKE)
+        ended = np.zeros(entities, bool)
+        ended[user[growing & full[used]]] = True
+        rate[ended] = pace.min()
+        ending = growing & ended[user]
+        left -= np.bincount(used[ending], usage[ending] * pace.min(), len(capacity))
+        growing &= ~ending
+    found = rate[of] * share
+    nowhere = (np.asarray(ways) == WITHIN) & (source != destination)
+    found[nowhere] = 0.0
+    return found
+
+
+def loads(topology: Topology, source: Ints, destination: Ints, ways: Ints, rate: Floats) -> tuple[Floats, Floats]:
+    """Of uplinks and downlinks, (groups, ways), in the unit of the rates."""
+    crosses = np.asarray(ways) != WITHIN
+    shape, size = topology.up.shape, topology.up.size
+    up = np.bincount(source[crosses] * topology.ways + ways[crosses], rate[crosses], size).reshape(shape)
+    down = np.bincount(destination[crosses] * topology.ways + ways[crosses], rate[crosses], size).reshape(shape)
+    return up, down
+
+
+def _incidence(
+    topology: Topology, source: Ints, destination: Ints, ways: Ints, ports: Ports | None
+) -> tuple[Floats, Ints, Ints]:
+    """Capacity of each link, and pairs of a flow and a link that it crosses."""
+    crosses = np.flatnonzero(np.asarray(ways) != WITHIN)
+    capacities = [topology.up.ravel(), topology.down.ravel()]
+    flow = [crosses, crosses]
+    link = [
+        source[crosses] * topology.ways + ways[crosses],
+        topology.up.size + destination[crosses] * topology.ways + ways[crosses],
+    ]
+    if ports is not None:
+        first, planes = 2 * topology.up.size, ports.capacity.shape[1]
+        plane = np.maximum(ways, 0) // topology.spines
+        every = np.arange(len(source))
+        capacities += [ports.capacity.ravel(), ports.capacity.ravel()]
+        flow += [every, every]
+        link += [
+            first + ports.sender * planes + plane,
+            first + ports.capacity.size + ports.receiver * planes + plane,
+        ]
+    return np.concatenate(capacities).astype(float), np.concatenate(flow), np.concatenate(link)

@@ -1,0 +1,41 @@
+"""Where nodes are in the network, by the labels that clouds, NVIDIA's topograph or a `Fabric` put on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from .order import Place
+
+TIER = re.compile(r"fabric\.topograph\.run/tier-(\d+)")
+"""Any number of them; 0 is the leaf."""
+SCHEMES: tuple[tuple[str, ...], ...] = (
+    # Each from the leaf outward.
+    tuple(f"network.topology.nvidia.com/{tier}" for tier in ("block", "spine", "datacenter")),
+    tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (3, 2, 1)),
+    # Its `host` is one machine, on which a GPU node is alone.
+    tuple(f"cloud.google.com/gce-topology-{tier}" for tier in ("subblock", "block")),
+    tuple(f"oci.oraclecloud.com/host.{tier}" for tier in ("rack_id", "network_block_id")),
+    ("topology.kubernetes.io/zone",),
+)
+
+
+def places(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) -> dict[str, Place]:
+    """By node. `labels`: of each node. `levels`: names of labels, from the leaf outward, that go before all others.
+
+    One scheme for all nodes, the first that any of them has: names of two schemes cannot be compared. A node without
+    its labels is in no known place.
+    """
+    for scheme in (tuple(levels), _tiers(labels), *SCHEMES):
+        if any(name in of for name in scheme for of in labels.values()):
+            return {node: _trimmed([of.get(name, "") for name in scheme]) for node, of in labels.items()}
+    return dict.fromkeys(labels, ())
+
+
+def _tiers(labels: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
+    found = {match.group(): int(match[1]) for of in labels.values() for name in of if (match := TIER.fullmatch(name))}
+    return tuple(sorted(found, key=lambda name: found[name]))
+
+
+def _trimmed(place: list[str]) -> Place:
+    return tuple(place) if any(place) else ()

@@ -1,0 +1,75 @@
+"""Which of its host's two ports each flow leaves by, and comes in by: both ports of every host are to carry half.
+
+Flows are put in pairs that must take different planes: at the sending side those of one host, and what a host has too
+many with what another host of its group has; at the receiving side likewise. So each flow is in two pairs at most, and
+pairs form paths and circles on which the sides take turns: two planes are enough for all of them. Each host's ports
+then differ by one flow, and so do each group's (an Euler split, on two levels at once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .assign import Assignment, Flows, assign
+from .topology import WITHIN, Ints, Topology
+
+NOBODY = -1
+
+
+def split(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: Ints, weight: Ints) -> Ints:
+    """The plane, 0 or 1, of each flow: by hosts and their groups. Flows alike in weight are paired."""
+    count = len(sender)
+    mates = [_mates(sender, sending_group, weight), _mates(receiver, receiving_group, weight)]
+    plane = np.full(count, NOBODY, dtype=np.int64)
+    for first in range(count):
+        for side in (0, 1):  # from the first both ways, until the path ends or comes back
+            flow, at = first, 0 if plane[first] == NOBODY else int(plane[first])
+            while flow != NOBODY and (plane[flow] == NOBODY or flow == first):
+                plane[flow] = at
+                flow, side, at = int(mates[side][flow]), 1 - side, 1 - at
+                if flow == first:
+                    break
+    return plane
+
+
+def assign_planes(topology: Topology, flows: Flows, plane: Ints) -> Assignment:
+    """As `assign`, with the plane of each flow given."""
+    ways = np.full(len(flows), WITHIN, dtype=np.int64)
+    levels, bounds, lost = [0], [0], list[int]()
+    for number in range(topology.planes):
+        first, its = number * topology.spines, np.flatnonzero(plane == number)
+        own = slice(first, first + topology.spines)
+        part = Topology(topology.up[:, own], topology.down[:, own])
+        found = assign(part, Flows(flows.source[its], flows.destination[its], flows.weight[its]))
+        ways[its] = np.where(found.ways == WITHIN, WITHIN, found.ways + first)
+        levels.append(found.level)
+        bounds.append(found.bound)
+        lost += its[list(found.lost)].tolist()
+    return Assignment(ways, max(levels), max(bounds), lost=tuple(sorted(lost)))
+
+
+def _mates(host: Ints, group: Ints, weight: Ints) -> Ints:
+    """Of each flow, the one that it is paired with; NOBODY: it is one too many."""
+    mate = np.full(len(host), NOBODY, dtype=np.int64)
+    left = list(_pair(mate, np.lexsort((weight, host, group)).tolist(), host))
+    for _ in _pair(mate, left, group):
+        pass
+    return mate
+
+
+def _pair(mate: Ints, flows: list[int], of: Ints) -> Iterator[int]:
+    """Pairs neighbours that are of the same; gives those that are left."""
+    waiting = NOBODY
+    for flow in flows:
+        if waiting == NOBODY:
+            waiting = flow
+        elif of[waiting] == of[flow]:
+            mate[waiting], mate[flow] = flow, waiting
+            waiting = NOBODY
+        else:
+            yield waiting
+            waiting = flow
+    if waiting != NOBODY:
+        yield waiting

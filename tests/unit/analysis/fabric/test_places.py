@@ -1,0 +1,47 @@
+"""Labels of nodes → places."""
+
+from __future__ import annotations
+
+import pytest
+
+from pacekeeper_analysis.fabric.order import Place
+from pacekeeper_analysis.fabric.places import places
+
+TOPOGRAPH = "fabric.topograph.run/tier-"
+NVIDIA = "network.topology.nvidia.com/"
+ZONE = "topology.kubernetes.io/zone"
+
+
+@pytest.mark.parametrize(
+    ("labels", "place"),
+    [
+        ({f"{TOPOGRAPH}10": "core", f"{TOPOGRAPH}0": "leaf", f"{TOPOGRAPH}2": "spine"}, ("leaf", "spine", "core")),
+        ({f"{NVIDIA}block": "b", f"{NVIDIA}spine": "s", f"{NVIDIA}datacenter": "d"}, ("b", "s", "d")),
+        ({f"topology.k8s.aws/network-node-layer-{n}": f"nn-{n}" for n in (1, 2, 3)}, ("nn-3", "nn-2", "nn-1")),
+        (
+            {f"cloud.google.com/gce-topology-{tier}": tier for tier in ("host", "subblock", "block")},
+            ("subblock", "block"),
+        ),
+        (
+            {"oci.oraclecloud.com/host.rack_id": "r", "oci.oraclecloud.com/host.network_block_id": "n"},
+            ("r", "n"),
+        ),
+        ({ZONE: "z"}, ("z",)),
+        ({f"{TOPOGRAPH}x": "leaf", "app": "b"}, ()),
+        ({}, ()),
+    ],
+)
+def test_each_scheme_from_the_leaf_outward(labels: dict[str, str], place: Place) -> None:
+    assert places({"n": labels}) == {"n": place}
+
+
+def test_the_finer_scheme_goes_first_and_what_a_fabric_names_before_it() -> None:
+    node = {f"{TOPOGRAPH}0": "leaf", ZONE: "z", "rack": "r", "row": "w"}
+    assert places({"n": node}) == {"n": ("leaf",)}
+    assert places({"n": node}, ["rack", "row"]) == {"n": ("r", "w")}
+    assert places({"n": node}, ["nobody/has-it"]) == {"n": ("leaf",)}
+
+
+def test_labels_of_two_schemes_are_not_mixed() -> None:
+    found = places({"a": {f"{TOPOGRAPH}0": "l1", f"{TOPOGRAPH}1": "b"}, "b": {ZONE: "z"}, "c": {f"{TOPOGRAPH}1": "b"}})
+    assert found == {"a": ("l1", "b"), "b": (), "c": ("", "b")}

@@ -1,0 +1,46 @@
+"""Two ports a host: both carry half."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis.fabric.assign import Flows
+from pacekeeper_analysis.fabric.planes import assign_planes, split
+from pacekeeper_analysis.fabric.topology import Ints, uniform
+
+
+def uneven(of: Ints, plane: Ints) -> int:
+    """The largest difference between what one host (group) has on one plane and on the other."""
+    return int(np.abs(np.bincount(of[plane == 0], minlength=500) - np.bincount(of[plane == 1], minlength=500)).max())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ports_of_a_host_and_links_of_a_group_differ_by_one_flow(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    hosts, count = int(draws.integers(2, 40)), int(draws.integers(1, 300))
+    sender, receiver = draws.integers(hosts, size=count), draws.integers(hosts, size=count)
+    plane = split(sender, sender // 4, receiver, receiver // 4, np.ones(count, dtype=np.int64))
+    assert set(plane.tolist()) <= {0, 1}
+    assert max(uneven(of, plane) for of in (sender, receiver, sender // 4, receiver // 4)) <= 1
+
+
+def test_both_planes_are_at_their_bound() -> None:
+    draws = np.random.default_rng(0)
+    sender, receiver = draws.integers(64, size=600), draws.integers(64, size=600)
+    flows = Flows(sender // 8, receiver // 8, np.ones(600, dtype=np.int64))
+    plane = split(sender, sender // 8, receiver, receiver // 8, flows.weight)
+    topology = uniform(8, 4, planes=2)
+    found = assign_planes(topology, flows, plane)
+    crosses = flows.source != flows.destination
+    degree = max(np.bincount(ends[crosses]).max() for ends in (flows.source, flows.destination))
+    assert found.level == found.bound
+    assert found.level <= -(-degree // 8) + 1
+    assert (found.ways[crosses] // topology.spines == plane[crosses]).all()
+    assert found.lost == ()
+
+
+def test_who_cannot_go_in_its_plane_is_told() -> None:
+    topology = uniform(2, 1, planes=2).without(up=[(0, 1)])
+    flows = Flows(np.array([0, 0]), np.array([1, 1]), np.array([1, 1]))
+    assert assign_planes(topology, flows, np.array([0, 1])).lost == (1,)
