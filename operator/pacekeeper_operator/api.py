@@ -417,6 +417,14 @@ class WorkerCounts:
 
 
 @dataclass(frozen=True)
+class LeafCrossings:
+    """How often the ring of a job's ranks leaves a leaf of the network."""
+
+    now: int
+    best: int  # of any order of these workers
+
+
+@dataclass(frozen=True)
 class ConditionStatus:
     """A metav1.Condition; lists of them are keyed by `type`."""
 
@@ -449,6 +457,7 @@ class JobStatus:
     sync_mode: SyncMode | None = None
     restarts: int | None = None
     bottleneck: str | None = None
+    leaf_crossings: LeafCrossings | None = None  # None: nobody says where its nodes are
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:

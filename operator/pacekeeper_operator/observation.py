@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pacekeeper_analysis.behaviour.localise import Localisation
+from pacekeeper_analysis.fabric import places
+from pacekeeper_analysis.fabric.order import Place
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
@@ -116,6 +118,7 @@ class NodeView:
     uid: str
     ready: bool = True
     address: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)  # those that may say where it is in the network
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class Surroundings:
     """The cluster around a job, as far as budgets need it."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs
@@ -330,6 +334,14 @@ class Observation:
         seated = {member.worker for member in self.plan.members}
         spares = (view for view in self.workers if view.name not in seated and view.usable)
         return tuple(sorted(spares, key=lambda view: view.record.ordinal))
+
+    @cached_property
+    def places(self) -> Mapping[str, Place]:
+        """Where workers' nodes are in the network, by worker; () where that is not known."""
+        nodes = self.surroundings.nodes
+        labels = {view.node: nodes[view.node].labels if view.node in nodes else {} for view in self.workers}
+        of_nodes = places.places(labels, self.surroundings.levels)
+        return {view.name: of_nodes[view.node] for view in self.workers}
 
     def member_of_rank(self, rank: int) -> Member | None:
         return next((member for member in self.plan.members if rank in member.ranks), None)

@@ -1,7 +1,7 @@
 """In which order a job's workers hold its ranks: who is near in the fabric is near in the order.
 
-gloo's ring and NCCL's follow the seats, so that grouped by tier, the outermost first, a ring leaves each leaf once. That
-is the least there is: it has to come back.
+gloo's ring and NCCL's follow the seats, so that grouped by tier, the outermost first, a ring leaves each leaf once.
+That is the least there is: it has to come back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def by_topology(seats: Sequence[Name], places: Mapping[Name, Place]) -> list[Name]:
-    """The same names, grouped by tier. Larger groups first, and then as they stood: nothing moves without a gain.
+    """The same names, grouped by tier, the outermost first. Groups, and who is in them, stay in the order in which they
+    stood: nothing moves without a gain.
 
     Whose place is not known, or only in part, stands behind the others of what is known of it.
     """

@@ -18,18 +18,29 @@ SCHEMES: tuple[tuple[str, ...], ...] = (
     tuple(f"oci.oraclecloud.com/host.{tier}" for tier in ("rack_id", "network_block_id")),
     ("topology.kubernetes.io/zone",),
 )
+_KNOWN = frozenset(name for scheme in SCHEMES for name in scheme)
 
 
 def places(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) -> dict[str, Place]:
     """By node. `labels`: of each node. `levels`: names of labels, from the leaf outward, that go before all others.
 
-    One scheme for all nodes, the first that any of them has: names of two schemes cannot be compared. A node without
-    its labels is in no known place.
+    One scheme for all nodes, since names of two schemes cannot be compared: `levels` where any node has them, else the
+    first that half of the nodes have, else the first that any has. A node without its labels is in no known place.
     """
-    for scheme in (tuple(levels), _tiers(labels), *SCHEMES):
-        if any(name in of for name in scheme for of in labels.values()):
-            return {node: _trimmed([of.get(name, "") for name in scheme]) for node, of in labels.items()}
-    return dict.fromkeys(labels, ())
+    known = [scheme for scheme in (_tiers(labels), *SCHEMES) if _labelled(labels, scheme)]
+    common = [scheme for scheme in known if 2 * _labelled(labels, scheme) >= len(labels)]
+    scheme = tuple(levels) if _labelled(labels, levels) else next(iter([*common, *known]), ())
+    return {node: _trimmed([of.get(name, "") for name in scheme]) for node, of in labels.items()}
+
+
+def concerns(label: str) -> bool:
+    """Whether a label of this name may say where its node is."""
+    return label in _KNOWN or TIER.fullmatch(label) is not None
+
+
+def _labelled(labels: Mapping[str, Mapping[str, str]], scheme: Sequence[str]) -> int:
+    """Nodes that have a label of this scheme."""
+    return sum(any(name in of for name in scheme) for of in labels.values())
 
 
 def _tiers(labels: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from .. import rounds
 from ..api import Job, Remedy
 from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
-from . import preflight
+from . import preflight, seating
 
 CHECKPOINT_SECONDS = 30.0
 """So long a change that nothing forces waits for the checkpoint it has asked for."""
@@ -74,7 +74,7 @@ def _found(observation: Observation) -> Draft:
     seats = views[:wanted]
     if len(seats) < wanted or not all(view.warm and not preflight.awaited(observation, view) for view in seats):
         return observation.draft
-    return rounds.begin(observation, _numbered(observation.job, [_member(view) for view in seats]))
+    return rounds.begin(observation, _numbered(observation.job, seating.founded(observation, map(_member, seats))))
 
 
 def _change(observation: Observation) -> Draft:
@@ -88,12 +88,13 @@ def _change(observation: Observation) -> Draft:
         if view is not None and not view.record.leaving:
             seats.append(member)
         elif spares:
-            seats.append(spares.pop(0))
+            seats.append(seating.nearest(observation, member, spares))
+            spares.remove(seats[-1])
         elif view is not None and view.trains:
             seats.append(member)
     if len(seats) < min(wanted, len(plan.members)):
         return _wait_or_shrink(observation, seats)
-    seats += spares[: wanted - len(seats)]
+    seats += seating.founded(observation, spares[: wanted - len(seats)])
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
         calm = draft.state.placement.vacant_since or draft.state.placement.checkpoint_asked_at
         return draft.with_placement(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft

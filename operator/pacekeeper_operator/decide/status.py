@@ -12,7 +12,7 @@ from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdi
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost, preflight
+from . import node_lost, preflight, seating
 from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
@@ -68,6 +68,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         sync_mode=_sync_mode(observation),
         restarts=state.budget.total,
         bottleneck=_bottleneck(observation) if phase is JobPhase.RUNNING else None,
+        leaf_crossings=seating.leaf_crossings(observation),
     )
 
 

@@ -138,7 +138,9 @@ async def _unknown() -> None:
     return None
 
 
-def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float) -> Surroundings:
+def surroundings(
+    memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float, levels: Sequence[str] = ()
+) -> Surroundings:
     """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, nor waited
     for: that it has hung on a node is a reason to ask about the node, no more. That it is heard at all shows that the
     operator is not cut off."""
@@ -166,6 +168,7 @@ def surroundings(memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeVie
             older = name
     return Surroundings(
         nodes={node.name: node for node in nodes},
+        levels=tuple(levels),
         suspects=frozenset(suspects),
         older_job_waits=older,
         hung_nodes=hung,

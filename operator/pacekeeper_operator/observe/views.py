@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from pacekeeper_analysis.fabric import places
 
 from ..api import LABEL_JOB, TRAINER, parse_time
 from ..observation import NodeView, PodView
@@ -41,7 +43,8 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
     )
 
 
-def view_node(node: Mapping[str, Any]) -> NodeView:
+def view_node(node: Mapping[str, Any], levels: Collection[str] = ()) -> NodeView:
+    """`levels`: names of labels by which a Fabric says where nodes are; others are known anyway."""
     metadata, status = node["metadata"], node.get("status", {})
     ready: Mapping[str, Any] = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
     addresses = {item["type"]: item["address"] for item in status.get("addresses", ())}
@@ -50,6 +53,11 @@ def view_node(node: Mapping[str, Any]) -> NodeView:
         uid=metadata["uid"],
         ready=ready.get("status") == "True",
         address=addresses.get("InternalIP", ""),
+        labels={
+            name: value
+            for name, value in (metadata.get("labels") or {}).items()
+            if name in levels or places.concerns(name)
+        },
     )
 
 

@@ -64,7 +64,7 @@ def test_a_pod_that_cannot_be_placed() -> None:
 
 def test_a_node() -> None:
     node = {
-        "metadata": {"name": "n", "uid": "u", "labels": {}},
+        "metadata": {"name": "n", "uid": "u"},
         "spec": {},
         "status": {
             "conditions": [{"type": "Ready", "status": "Unknown"}],
@@ -73,6 +73,14 @@ def test_a_node() -> None:
     }
     view = view_node(node)
     assert (view.ready, view.address) == (False, "192.0.2.1")
+    assert view.labels == {}
+
+
+def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
+    labels = {"topology.kubernetes.io/zone": "z", "fabric.topograph.run/tier-0": "l", "kubernetes.io/os": "linux"}
+    node = {"metadata": {"name": "n", "uid": "u", "labels": {**labels, "example.com/rack": "r"}}}
+    assert sorted(view_node(node).labels) == ["fabric.topograph.run/tier-0", "topology.kubernetes.io/zone"]
+    assert view_node(node, ("example.com/rack",)).labels["example.com/rack"] == "r"
 
 
 def test_silence_counts_from_the_operators_own_start() -> None:

@@ -42,6 +42,21 @@ def test_the_finer_scheme_goes_first_and_what_a_fabric_names_before_it() -> None
     assert places({"n": node}, ["nobody/has-it"]) == {"n": ("leaf",)}
 
 
+def test_a_scheme_that_few_nodes_have_does_not_hide_where_the_others_are() -> None:
+    labels = {name: {ZONE: name} for name in "abc"}
+    labels["a"][f"{TOPOGRAPH}0"] = "leaf"
+    assert places(labels) == {name: (name,) for name in "abc"}
+    labels["b"][f"{TOPOGRAPH}0"] = "leaf"
+    assert places(labels) == {"a": ("leaf",), "b": ("leaf",), "c": ()}, "half of them have it, so it counts"
+    few = {"a": {f"{TOPOGRAPH}0": "leaf"}, "b": {}, "c": {}}
+    assert places(few) == {"a": ("leaf",), "b": (), "c": ()}, "nobody says better"
+
+
+def test_what_a_fabric_names_counts_however_few_nodes_have_it() -> None:
+    labels = {"a": {"rack": "r", ZONE: "z"}, "b": {ZONE: "z"}, "c": {ZONE: "z"}}
+    assert places(labels, ["rack"]) == {"a": ("r",), "b": (), "c": ()}
+
+
 def test_labels_of_two_schemes_are_not_mixed() -> None:
     found = places({"a": {f"{TOPOGRAPH}0": "l1", f"{TOPOGRAPH}1": "b"}, "b": {ZONE: "z"}, "c": {f"{TOPOGRAPH}1": "b"}})
     assert found == {"a": ("l1", "b"), "b": (), "c": ("", "b")}

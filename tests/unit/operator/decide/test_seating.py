@@ -1,0 +1,147 @@
+"""Seats by where nodes are in the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_operator.api import JobStatus, LeafCrossings
+from pacekeeper_operator.decide import membership
+from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observation import Observation
+from tests.support.worlds import change_worker, fresh, job, policy, training, with_pods
+
+LEAF = "fabric.topograph.run/tier-0"
+ZONE = "topology.kubernetes.io/zone"
+
+
+def labelled(world: Observation, labels: Mapping[str, Mapping[str, str]]) -> Observation:
+    """`labels`: by node."""
+    around = world.surroundings
+    nodes = {name: replace(node, labels=labels.get(name, {})) for name, node in around.nodes.items()}
+    return replace(world, surroundings=replace(around, nodes=nodes))
+
+
+def leaves(world: Observation, names: str) -> Observation:
+    """node-0 is in the leaf of the first letter, and so on; "-": no label."""
+    return labelled(world, {f"node-{n}": {LEAF: name} for n, name in enumerate(names) if name != "-"})
+
+
+def ready(replicas: int, spares: int = 0, *, to_a_node: int = 1) -> Observation:
+    """A job whose workers are all warm, before it has seats; so many workers to a node."""
+    start = fresh(replicas, spares)
+    world = start.with_draft(think(start, policy()).draft)
+    world = with_pods(world, state=LauncherState.WARM)
+    for view in world.workers:
+        world = change_worker(world, view.name, pod={"node": f"node-{view.record.ordinal // to_a_node}"})
+    return world
+
+
+def seats(world: Observation) -> list[int]:
+    """Ordinals of the workers in the order of their seats, once the step has been taken."""
+    members = membership.step(world, policy()).plan.members
+    assert [rank for member in members for rank in member.ranks] == list(range(len(members)))
+    return [int(member.worker.split("-")[1][1:]) for member in members]
+
+
+def lost(world: Observation, *names: str) -> Observation:
+    for name in names:
+        record = world.state.placement.worker(name)
+        assert record is not None
+        world = world.with_draft(world.draft.with_worker(replace(record, leaving="it is lost", dead=True)))
+        world = change_worker(world, name, gone=True)
+    return world
+
+
+class TestFounding:
+    def test_a_ring_leaves_each_leaf_once(self) -> None:
+        assert seats(leaves(ready(6), "abcabc")) == [0, 3, 1, 4, 2, 5]
+
+    def test_outer_tiers_hold_the_inner_ones_together(self) -> None:
+        block = "fabric.topograph.run/tier-1"
+        where = [("a", "x"), ("b", "y"), ("c", "x"), ("a", "x"), ("b", "y"), ("c", "x")]
+        labels = {f"node-{n}": {LEAF: leaf, block: of} for n, (leaf, of) in enumerate(where)}
+        assert seats(labelled(ready(6), labels)) == [0, 3, 2, 5, 1, 4]
+
+    def test_workers_of_one_node_are_neighbours(self) -> None:
+        world = leaves(ready(4, to_a_node=2), "aa")
+        world = change_worker(world, "j-w1-0", pod={"node": "node-1"})
+        world = change_worker(world, "j-w2-0", pod={"node": "node-0"})
+        assert seats(world) == [0, 2, 1, 3]
+
+    @pytest.mark.parametrize("names", ["------", "aaaaaa", "aabbcc", "abcdef"])
+    def test_an_order_that_is_as_good_as_any_stays(self, names: str) -> None:
+        assert seats(leaves(ready(6), names)) == [0, 1, 2, 3, 4, 5]
+
+    def test_who_is_nowhere_known_comes_last(self) -> None:
+        assert seats(leaves(ready(6), "a-ba-b")) == [0, 3, 2, 5, 1, 4]
+
+    def test_labels_that_contradict_each_other_are_not_mixed(self) -> None:
+        """Four say their leaf, two their zone, one of which has the name of a leaf."""
+        labels = {f"node-{n}": {LEAF: name} for n, name in enumerate("abab")}
+        labels |= {"node-4": {ZONE: "a"}, "node-5": {ZONE: "z"}}
+        assert seats(labelled(ready(6), labels)) == [0, 2, 1, 3, 4, 5]
+
+    def test_a_fabrics_own_labels_go_first(self) -> None:
+        labels = {
+            f"node-{n}": {LEAF: leaf, "rack": rack} for n, (leaf, rack) in enumerate(zip("aabb", "xyxy", strict=True))
+        }
+        world = labelled(ready(4), labels)
+        assert seats(world) == [0, 1, 2, 3]
+        assert seats(replace(world, surroundings=replace(world.surroundings, levels=("rack",)))) == [0, 2, 1, 3]
+
+    def test_a_node_that_has_gone_meanwhile_is_nowhere(self) -> None:
+        world = leaves(ready(4), "abab")
+        nodes = {name: node for name, node in world.surroundings.nodes.items() if name != "node-0"}
+        assert seats(replace(world, surroundings=replace(world.surroundings, nodes=nodes))) == [1, 3, 2, 0]
+
+
+class TestReplacing:
+    def test_the_nearest_spare_takes_the_seat(self) -> None:
+        assert seats(lost(leaves(training(4, 2), "aabbab"), "j-w3-0")) == [0, 1, 2, 5]
+        assert seats(lost(leaves(training(4, 2), "aabbab"), "j-w0-0")) == [4, 1, 2, 3]
+
+    def test_two_at_once_each_get_their_own(self) -> None:
+        assert seats(lost(leaves(training(4, 2), "aabbba"), "j-w0-0", "j-w3-0")) == [5, 1, 2, 4]
+
+    def test_without_labels_the_first_spare(self) -> None:
+        assert seats(lost(training(4, 2), "j-w3-0")) == [0, 1, 2, 4]
+
+    def test_without_a_spare_in_its_leaf_one_beside_most_of_the_others(self) -> None:
+        assert seats(lost(leaves(training(4, 2), "abbbcb"), "j-w0-0")) == [5, 1, 2, 3]
+
+    def test_nobody_else_moves_whatever_the_labels_say_by_now(self) -> None:
+        world = leaves(training(4, 1), "ababa")
+        assert membership.step(world, policy()) is world.draft, "the ranks hold their state where they are"
+        assert seats(lost(world, "j-w3-0")) == [0, 1, 2, 4]
+
+    def test_seats_that_are_added_are_ordered_among_themselves(self) -> None:
+        world = leaves(training(2, 3, job=job(5, 0)), "abbab")
+        world = world.with_draft(membership.step(world, policy()))
+        for name in ("j-w0-0", "j-w1-0"):
+            world = change_worker(world, name, heartbeat={"checkpoint_request": 1})
+        assert seats(world) == [0, 1, 2, 4, 3]
+
+
+class TestShown:
+    def crossings(self, world: Observation) -> LeafCrossings | None:
+        return report(world, policy(), JobStatus()).leaf_crossings
+
+    def test_how_often_the_ring_leaves_a_leaf_and_how_often_it_would_at_best(self) -> None:
+        assert self.crossings(leaves(training(4), "abab")) == LeafCrossings(now=4, best=2)
+        assert self.crossings(leaves(training(4), "aabb")) == LeafCrossings(now=2, best=2)
+        assert self.crossings(leaves(training(4), "aaaa")) == LeafCrossings(now=0, best=0)
+
+    def test_nothing_where_nobody_says_where_nodes_are(self) -> None:
+        assert self.crossings(training()) is None
+        assert self.crossings(leaves(ready(2), "ab")) is None, "nobody has a seat yet"
+
+    def test_on_the_wire(self) -> None:
+        status = JobStatus(leaf_crossings=LeafCrossings(4, 2))
+        assert status.to_patch()["leafCrossings"] == {"now": 4, "best": 2}
+        assert JobStatus.parse(status.to_patch() | {"conditions": []}).leaf_crossings == LeafCrossings(4, 2)
+        assert JobStatus().to_patch()["leafCrossings"] is None, "it is taken away again"
