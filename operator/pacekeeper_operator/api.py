@@ -47,6 +47,8 @@ TAINT_QUARANTINE = f"{GROUP}/quarantine"
 """Key of the taint (effect NoSchedule) of a quarantined node."""
 FINALIZER_JOB = f"{GROUP}/job"
 FINALIZER_QUARANTINE = f"{GROUP}/release-node"
+FIELD_MANAGER_FABRIC = "pacekeeper-fabric"
+"""Owner of the status of Fabrics (server-side apply)."""
 FIELD_MANAGER_CORDON = "pacekeeper-quarantine"
 """Owner of taint and cordon (server-side apply): giving up the ownership leaves a cordon that somebody else owns."""
 
@@ -276,6 +278,54 @@ class Inconclusive(StrEnum):
     IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+
+
+class LinkState(StrEnum):
+    """Of a link of a Fabric."""
+
+    UP = "Up"
+    SLOW = "Slow"
+    DOWN = "Down"
+
+
+class PathControl(StrEnum):
+    """How flows are brought onto the ways that are planned for them."""
+
+    OFF = "Off"  # not at all: ranks are ordered, no more
+    PROBE = "Probe"  # by ports whose ways probes have found
+    REROLL = "Reroll"  # by other ports for slow pairs, kept where they are better
+
+
+class FabricCondition(StrEnum):
+    """Types of a Fabric's conditions."""
+
+    IN_FORCE = "InForce"  # of several, it is the one that counts
+    LEAVES_KNOWN = "LeavesKnown"  # every node that has workers says in which leaf it is
+    LINKS_KNOWN = "LinksKnown"  # what is said of links fits
+    PLANNED = "Planned"  # all flows between leaves have a way
+
+
+class FabricReason(StrEnum):
+    """Reasons of a Fabric's conditions."""
+
+    # InForce
+    OLDEST = "Oldest"
+    ANOTHER_IS_OLDER = "AnotherIsOlder"
+    # LeavesKnown
+    LABELLED = "Labelled"
+    NODES_UNLABELLED = "NodesUnlabelled"
+    NO_LEAVES = "NoLeaves"
+    TOO_MANY_LEAVES = "TooManyLeaves"
+    # LinksKnown
+    FITS = "Fits"
+    UNKNOWN_LINKS = "UnknownLinks"
+    QUERY_FAILED = "QueryFailed"
+    # Planned
+    AT_THE_BOUND = "AtTheBound"
+    ABOVE_THE_BOUND = "AboveTheBound"
+    NO_FLOWS = "NoFlows"
+    NO_WAY = "NoWay"
+    NOT_PLANNED = "NotPlanned"
 
 
 class QuarantineCondition(StrEnum):
@@ -651,6 +701,127 @@ class NodeProbe:
 
     def to_json(self) -> dict[str, Any]:
         return to_json(self, {"at": format_time, **_FIGURES_OUT})
+
+
+@dataclass(frozen=True)
+class LevelSpec:
+    node_label: str
+
+
+@dataclass(frozen=True)
+class UplinkSpec:
+    """From each leaf to each spine, and back."""
+
+    capacity: float = 400e9  # bits a second of one cable
+    parallel: int = 1  # so many cables side by side
+
+
+@dataclass(frozen=True)
+class LinkException:
+    """A link that is not as the others."""
+
+    leaf: str
+    spine: str
+    state: LinkState = LinkState.DOWN
+    capacity: float = 0.0  # bits a second, where it is slow
+
+
+@dataclass(frozen=True)
+class PathControlSpec:
+    mode: PathControl = PathControl.OFF
+    ports: str = "20000-29999"
+
+
+@dataclass(frozen=True)
+class FabricSpec:
+    """The network between the nodes."""
+
+    spines: int  # of each plane
+    planes: int = 1
+    levels: tuple[LevelSpec, ...] = ()  # from the leaf outward
+    uplink: UplinkSpec = field(default_factory=UplinkSpec)
+    exceptions: tuple[LinkException, ...] = ()
+    link_query: str = ""  # PromQL
+    hops: Mapping[str, str] = field(default_factory=dict)  # address → spine
+    path_control: PathControlSpec = field(default_factory=PathControlSpec)
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        """Raises InputError that names the field."""
+        if "spines" not in spec:
+            raise InputError("spec.spines: is missing; give the number of spines of each plane")
+        return from_json(cls, spec, "spec", {"capacity": parse_rate, "hops": dict})
+
+
+@dataclass(frozen=True)
+class FabricLink:
+    """Loads between a leaf and a spine."""
+
+    leaf: str
+    spine: str
+    up: int
+    down: int
+    state: LinkState = LinkState.UP
+
+
+@dataclass(frozen=True)
+class FabricStatus:
+    observed_generation: int | None = None
+    leaves: int | None = None
+    flows: int | None = None
+    max_load: int | None = None
+    bound: int | None = None
+    dead: int | None = None
+    moved: int | None = None
+    links: tuple[FabricLink, ...] = ()
+    conditions: tuple[ConditionStatus, ...] = ()
+
+    @classmethod
+    def parse(cls, status: Mapping[str, Any]) -> Self:
+        return from_json(cls, status, "status", _TIMES)
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self, _TIMES_OUT)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """One, as it is written. `unreadable`: why its spec cannot be read; "": it can."""
+
+    name: str
+    uid: str
+    generation: int
+    created_at: float
+    spec: FabricSpec
+    status: FabricStatus = field(default_factory=FabricStatus)
+    unreadable: str = ""
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Never raises: what cannot be read counts for nothing, and says why."""
+        metadata, unreadable = body["metadata"], ""
+        try:
+            spec = FabricSpec.parse(body.get("spec") or {})
+        except InputError as error:
+            spec, unreadable = FabricSpec(spines=1), str(error)
+        try:
+            status = FabricStatus.parse(body.get("status") or {})
+        except InputError:
+            status = FabricStatus()  # written anew
+        created_at = parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0
+        generation = metadata.get("generation", 0)
+        return cls(metadata["name"], metadata["uid"], generation, created_at, spec, status, unreadable)
+
+
+_RATE_TEXT = re.compile(r"([1-9]\d{0,5}(?:\.\d{1,3})?)([MGT])", re.ASCII)
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second of `400G`. Raises InputError."""
+    match = _RATE_TEXT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise InputError(f"{text!r} is no rate: write bits a second in M, G or T, like 400G")
+    return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

@@ -71,6 +71,7 @@ JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
 STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
+FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
 NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
@@ -156,10 +157,10 @@ class Cluster:
         path = _path(kind, namespace, name, subresource)
         return await self._call("PATCH", path, {"fieldManager": FIELD_MANAGER}, body, style)
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str) -> Object:
+    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
         """Server-side apply: `manager` owns exactly the fields of `body`, and gives up those it no longer names."""
         metadata = body["metadata"]
-        path = _path(kind, metadata.get("namespace", ""), metadata["name"])
+        path = _path(kind, metadata.get("namespace", ""), metadata["name"], subresource)
         return await self._call("PATCH", path, {"fieldManager": manager, "force": "true"}, body, APPLY_PATCH)
 
     async def delete(

@@ -85,6 +85,17 @@ def bound(topology: Topology, flows: Flows) -> int:
     return max(level, _least_level(ways, topology.unit, of_pairs[of_pairs > 0]))
 
 
+def living(topology: Topology, flows: Flows, present: Sequence[int] | None) -> Ints:
+    """The ways so far, as far as they are alive and needed; WITHIN for the others."""
+    if present is None:
+        return np.full(len(flows), WITHIN, dtype=np.int64)
+    found = np.array(present, dtype=np.int64)
+    found[(found < 0) | (found >= topology.ways) | (flows.source == flows.destination)] = WITHIN
+    at = np.maximum(found, 0)
+    alive = (topology.up[flows.source, at] > 0) & (topology.down[flows.destination, at] > 0)
+    return np.where(alive, found, WITHIN)
+
+
 def _least_level(capacities: Ints, unit: int, weight: Ints) -> int:
     """At which the links of each row together hold its weight; a row whose links are all dead bounds nobody."""
     total = capacities.sum(axis=1)
@@ -112,7 +123,7 @@ class _Planner:
         self._fixed = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
         self._alive_up: list[bool] = (topology.up > 0).ravel().tolist()
         self._alive_down: list[bool] = (topology.down > 0).ravel().tolist()
-        self._before = self._living(present)
+        self._before = living(topology, flows, present)
         self._way: list[int] = self._before.tolist()
         self._on_links: tuple[list[list[int]], list[list[int]]] | None = None
         self.bound = bound(topology, flows)
@@ -143,17 +154,6 @@ class _Planner:
             moved=tuple(np.flatnonzero(moved).tolist()),
             lost=tuple(self._wayless()),
         )
-
-    def _living(self, present: Sequence[int] | None) -> Ints:
-        """The ways so far, as far as they are alive and needed."""
-        count, ways = len(self._flows), self._topology.ways
-        if present is None:
-            return np.full(count, WITHIN, dtype=np.int64)
-        found = np.array(present, dtype=np.int64)
-        found[(found < 0) | (found >= ways) | (self._flows.source == self._flows.destination)] = WITHIN
-        at = np.maximum(found, 0)
-        alive = (self._topology.up[self._flows.source, at] > 0) & (self._topology.down[self._flows.destination, at] > 0)
-        return np.where(alive, found, WITHIN)
 
     def _wayless(self) -> list[int]:
         crosses = self._flows.source != self._flows.destination

@@ -8,11 +8,12 @@ then differ by one flow, and so do each group's (an Euler split, on two levels a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .assign import Assignment, Flows, assign
+from .assign import Assignment, Flows, assign, living
 from .topology import WITHIN, Ints, Topology
 
 NOBODY = -1
@@ -34,20 +35,48 @@ def split(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: In
     return plane
 
 
-def assign_planes(topology: Topology, flows: Flows, plane: Ints) -> Assignment:
-    """As `assign`, with the plane of each flow given."""
+def assign_planes(
+    topology: Topology,
+    flows: Flows,
+    plane: Ints,
+    present: Sequence[int] | None = None,
+    fixed: Sequence[bool] | None = None,
+) -> Assignment:
+    """As `assign`, with the plane of each flow given: for which no way of its plane is alive, it takes the other one's.
+
+    Who is fixed has a present way of its plane.
+    """
+    before = living(topology, flows, present)
+    held = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
+    plane = plane.copy()
+    for _ in range(topology.planes):
+        found = _each_plane(topology, flows, plane, before, held)
+        plane[list(found.lost)] = (plane[list(found.lost)] + 1) % topology.planes
+        if not found.lost:
+            break
+    return found
+
+
+def _each_plane(topology: Topology, flows: Flows, plane: Ints, before: Ints, held: NDArray[np.bool_]) -> Assignment:
     ways = np.full(len(flows), WITHIN, dtype=np.int64)
     levels, bounds, lost = [0], [0], list[int]()
     for number in range(topology.planes):
         first, its = number * topology.spines, np.flatnonzero(plane == number)
         own = slice(first, first + topology.spines)
         part = Topology(topology.up[:, own], topology.down[:, own])
-        found = assign(part, Flows(flows.source[its], flows.destination[its], flows.weight[its]))
+        stays = before[its] // topology.spines == number
+        found = assign(
+            part,
+            Flows(flows.source[its], flows.destination[its], flows.weight[its]),
+            np.where(stays, before[its] - first, WITHIN).tolist(),
+            (held[its] & stays).tolist(),
+        )
         ways[its] = np.where(found.ways == WITHIN, WITHIN, found.ways + first)
         levels.append(found.level)
         bounds.append(found.bound)
         lost += its[list(found.lost)].tolist()
-    return Assignment(ways, max(levels), max(bounds), lost=tuple(sorted(lost)))
+    moved = (before != WITHIN) & (ways != WITHIN) & (ways != before)
+    return Assignment(ways, max(levels), max(bounds), tuple(np.flatnonzero(moved).tolist()), lost=tuple(sorted(lost)))
 
 
 def _mates(host: Ints, group: Ints, weight: Ints) -> Ints:

@@ -7,7 +7,7 @@ import pytest
 
 from pacekeeper_analysis.fabric.assign import Flows
 from pacekeeper_analysis.fabric.planes import assign_planes, split
-from pacekeeper_analysis.fabric.topology import Ints, uniform
+from pacekeeper_analysis.fabric.topology import WITHIN, Ints, uniform
 
 
 def uneven(of: Ints, plane: Ints) -> int:
@@ -40,7 +40,23 @@ def test_both_planes_are_at_their_bound() -> None:
     assert found.lost == ()
 
 
-def test_who_cannot_go_in_its_plane_is_told() -> None:
+def test_who_cannot_go_in_its_plane_takes_the_other_one() -> None:
     topology = uniform(2, 1, planes=2).without(up=[(0, 1)])
     flows = Flows(np.array([0, 0]), np.array([1, 1]), np.array([1, 1]))
-    assert assign_planes(topology, flows, np.array([0, 1])).lost == (1,)
+    found = assign_planes(topology, flows, np.array([0, 1]))
+    assert (found.ways.tolist(), found.lost, found.level) == ([0, 0], (), 2)
+    cut_off = assign_planes(topology.without(down=[(1, 0)]), flows, np.array([0, 1]))
+    assert (cut_off.ways.tolist(), cut_off.lost) == ([WITHIN, WITHIN], (0, 1))
+
+
+def test_who_is_fixed_stays_and_who_moves_is_told() -> None:
+    topology = uniform(2, 2, planes=2)
+    flows = Flows(np.array([0, 0, 0]), np.array([1, 1, 1]), np.array([1, 1, 1]))
+    plane, present = np.array([0, 0, 1]), [1, 1, 3]
+    kept = assign_planes(topology, flows, plane, present, [True] * 3)
+    assert (kept.ways.tolist(), kept.level, kept.moved) == ([1, 1, 3], 2, ())
+    free = assign_planes(topology, flows, plane, present)
+    assert (sorted(free.ways[:2].tolist()), int(free.ways[2]), free.level) == ([0, 1], 3, 1)
+    assert len(free.moved) == 1
+    other = assign_planes(topology, flows, np.array([0, 0, 0]), present)
+    assert 2 in other.moved, "another plane is another way"

@@ -1,0 +1,214 @@
+"""Joint planning: which way each flow of each job takes through the fabric. Pure, and without a memory of its own.
+
+All jobs' plans go in, with the ways that stand in them, and the ways that shall stand there come out. Who has a way
+that is alive keeps it, unless what all jobs win by moving flows outweighs the rounds that this costs. Whoever stops in
+the middle has changed some plans and others not: the next look ends the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.fabric import load, patterns, planes
+from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign
+from pacekeeper_analysis.fabric.topology import WITHIN, Ints, Topology
+
+from .wiring import Wiring
+
+Pair = tuple[str, str]
+"""The worker that sends, and the one that receives."""
+Name = tuple[str, str]
+"""Namespace and name of a job."""
+HORIZON_SECONDS = 600.0
+"""What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
+FINEST = 16
+"""The heaviest flow counts for so many of the lightest; between them, powers of two."""
+
+
+@dataclass(frozen=True)
+class JobTraffic:
+    """What planning knows of a job."""
+
+    name: Name
+    members: tuple[tuple[str, str], ...]  # worker and node, in the order of seats
+    ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
+    sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured; (): alike
+    forward: bool = True  # its rings send from each seat to the next one, as NCCL's do; gloo's to the one before
+    ranks: int = 1
+    waiting: float = 0.0  # share of its steps that its ranks wait in
+    round_seconds: float = 0.0  # what a new round costs it; 0: it does not train yet, or begins a round anyway
+
+    @property
+    def round_cost(self) -> float:
+        """Seconds of its ranks."""
+        return self.ranks * self.round_seconds
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What shall be. Loads are in units of the lightest flow."""
+
+    ways: Mapping[Name, Mapping[Pair, int]]
+    flows: int  # between leaves
+    level: int  # load of the fullest link
+    bound: int  # below which no plan comes
+    moved: int  # flows that had a way which is alive, and get another
+    lost: tuple[Pair, ...]  # flows for which no way is alive
+    up: Ints  # loads, (leaves, ways)
+    down: Ints
+    gain_seconds: float = 0.0  # that moving others' flows wins, in seconds of ranks; 0: none are moved
+
+
+def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
+    """None: there is no fabric to plan on."""
+    if wiring.topology is None:
+        return None
+    table = _table(wiring, jobs)
+    kept = _assigned(wiring.topology, table, frozenset())
+    chosen, gain = kept, 0.0
+    if kept.level > kept.bound:
+        for movable in _movable(jobs):
+            found = _assigned(wiring.topology, table, movable)
+            won = _won(wiring.topology, table, kept, found)
+            if won > gain and len(found.lost) <= len(kept.lost):
+                chosen, gain = found, won
+    return _told(wiring.topology, table, chosen, gain)
+
+
+def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
+    """Which of the jobs may be moved, by their places: those whose rounds cost least, ever more of them."""
+    cheapest = sorted(range(len(jobs)), key=lambda place: jobs[place].round_cost)
+    count = 1
+    while cheapest:
+        yield frozenset(cheapest[:count])
+        if count >= len(cheapest):
+            return
+        count *= 2
+
+
+def edges(members: Sequence[str], *, forward: bool) -> list[Pair]:
+    """Who sends to whom in a ring through these seats."""
+    ring = patterns.ring(range(len(members)), backwards=not forward)
+    return [(members[edge.source], members[edge.destination]) for edge in ring]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """All jobs' flows between leaves, as columns."""
+
+    jobs: Sequence[JobTraffic]
+    pairs: Sequence[Pair]
+    job: Ints  # its place in `jobs`
+    sender: Ints  # node, numbered
+    receiver: Ints
+    flows: Flows
+    present: Ints
+
+
+def _table(wiring: Wiring, jobs: Sequence[JobTraffic]) -> _Table:
+    rows: list[tuple[int, Pair, str, str, int]] = []
+    weights = _weights(jobs)
+    for number, job in enumerate(jobs):
+        node = dict(job.members)
+        for pair in edges([worker for worker, _ in job.members], forward=job.forward):
+            source, destination = (wiring.leaf_of.get(node[worker]) for worker in pair)
+            if source is not None and destination is not None and source != destination:
+                rows.append((number, pair, node[pair[0]], node[pair[1]], weights[number][pair]))
+    nodes = {name: number for number, name in enumerate(wiring.leaf_of)}
+    sender, receiver = ([nodes[row[place]] for row in rows] for place in (2, 3))
+    leaves = np.array([wiring.leaf_of[name] for name in nodes], dtype=np.int64)
+    flows = Flows(leaves[_ints(sender)], leaves[_ints(receiver)], _ints([row[4] for row in rows]))
+    present = _ints([jobs[number].ways.get(pair, WITHIN) for number, pair, *_ in rows])
+    job = _ints([row[0] for row in rows])
+    return _Table(jobs, [row[1] for row in rows], job, _ints(sender), _ints(receiver), flows, present)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _weights(jobs: Sequence[JobTraffic]) -> list[dict[Pair, int]]:
+    """Of each job's edges. What was measured is counted in parts of the heaviest; of whom nothing was, all are alike,
+    and as heavy as the middle of those that were."""
+    rings = [edges([worker for worker, _ in job.members], forward=job.forward) for job in jobs]
+    sent = [{pair: job.sent.get(pair, 0.0) for pair in ring} for job, ring in zip(jobs, rings, strict=True)]
+    known = sorted(bytes_ for of in sent for bytes_ in of.values() if bytes_ > 0)
+    if not known:
+        return [dict.fromkeys(ring, 1) for ring in rings]
+    middle = known[len(known) // 2]
+
+    def weight(bytes_: float) -> int:
+        return 1 << max(0, round(math.log2(FINEST * (bytes_ or middle) / known[-1])))
+
+    weights = [{pair: weight(bytes_) for pair, bytes_ in of.items()} for of in sent]
+    lightest = min(number for of in weights for number in of.values())
+    return [{pair: number // lightest for pair, number in of.items()} for of in weights]
+
+
+def _assigned(topology: Topology, table: _Table, movable: frozenset[int]) -> Assignment:
+    """`movable`: the jobs whose flows may leave a way that is alive."""
+    held = ~np.isin(table.job, list(movable))
+    if topology.planes == 1:
+        return assign(topology, table.flows, table.present.tolist(), held.tolist())
+    plane = _planes(topology, table, held)
+    return planes.assign_planes(topology, table.flows, plane, table.present.tolist(), held.tolist())
+
+
+def _planes(topology: Topology, table: _Table, held: NDArray[np.bool_]) -> Ints:
+    """By which of its host's ports each flow goes: who is held stays, the others so that ports are used evenly."""
+    plane = np.where(held & (table.present != WITHIN), table.present // topology.spines, WITHIN)
+    new, flows = np.flatnonzero(plane == WITHIN), table.flows
+    plane[new] = planes.split(
+        table.sender[new], flows.source[new], table.receiver[new], flows.destination[new], flows.weight[new]
+    )
+    return plane
+
+
+def _won(topology: Topology, table: _Table, kept: Assignment, found: Assignment) -> float:
+    """Seconds of ranks that the jobs win by `found` beyond what its new rounds cost; 0 or less: leave them alone."""
+    before, after = (_pace(topology, table, one) for one in (kept, found))
+    won = sum(
+        HORIZON_SECONDS * job.ranks * job.waiting * (1.0 - before[number] / after[number])
+        for number, job in enumerate(table.jobs)
+        if after[number] > 0
+    )
+    moved = {int(table.job[flow]) for flow in found.moved}
+    return won - sum(table.jobs[number].round_cost for number in moved)
+
+
+def _pace(topology: Topology, table: _Table, found: Assignment) -> dict[int, float]:
+    """How fast each job's ring goes, by simulation: as its slowest flow."""
+    flows = table.flows
+    numbers, entity = np.unique(table.job, return_inverse=True)
+    rate = load.rates(
+        topology, flows.source, flows.destination, found.ways, flows.weight.astype(float), entity.ravel().tolist()
+    )
+    pace = dict.fromkeys(range(len(table.jobs)), 0.0)
+    for place, number in enumerate(numbers.tolist()):
+        pace[number] = float((rate / flows.weight)[entity == place].min())
+    return pace
+
+
+def _told(topology: Topology, table: _Table, found: Assignment, gain: float) -> Traffic:
+    ways: dict[Name, dict[Pair, int]] = {job.name: {} for job in table.jobs}
+    for job, pair, way in zip(table.job.tolist(), table.pairs, found.ways.tolist(), strict=True):
+        if way != WITHIN:
+            ways[table.jobs[job].name][pair] = way
+    flows = table.flows
+    up, down = load.loads(topology, flows.source, flows.destination, found.ways, flows.weight.astype(float))
+    return Traffic(
+        ways=ways,
+        flows=len(flows),
+        level=found.level,
+        bound=found.bound,
+        moved=len(found.moved),
+        lost=tuple(table.pairs[flow] for flow in found.lost),
+        up=up.astype(np.int64),
+        down=down.astype(np.int64),
+        gain_seconds=gain,
+    )

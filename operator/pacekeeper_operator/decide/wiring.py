@@ -1,0 +1,116 @@
+"""A Fabric as planning sees it: in which leaf each node is, what each link carries, and what does not fit. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pacekeeper_analysis.fabric import places
+from pacekeeper_analysis.fabric.order import Place
+from pacekeeper_analysis.fabric.topology import Ints, Topology
+
+from ..api import FabricSpec, LinkState
+from ..observation import NodeView
+from ..words import listed
+
+MOST_LINKS = 2**18
+"""Leaves × ways: of a larger fabric nothing is planned."""
+UNIT = 1e6
+"""Bits a second that capacities are counted in."""
+_SPINE = re.compile(r"s([1-9]\d{0,3})", re.ASCII)
+
+LinkRates = Mapping[tuple[str, str], float]
+"""Bits a second that links carry now, by leaf and spine; 0: it is down."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """`topology`: None where there is none to plan with, for want of leaves or because of too many."""
+
+    leaves: tuple[str, ...]  # a leaf's place here is its group in the topology
+    leaf_of: Mapping[str, int]  # node → group; without nodes that do not say
+    topology: Topology | None
+    strange: tuple[str, ...] = ()  # links that something was said of, and that there are not
+
+    @property
+    def dead(self) -> int:
+        """Links that carry nothing, one from each leaf to each spine and back."""
+        return 0 if self.topology is None else int((self.topology.up == 0).sum())
+
+
+def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates) -> Wiring:
+    """`told`: what is measured of links. Exceptions go before it; a link of which nobody says anything is as it is
+    built, and none carries more than that."""
+    where = _where(spec, nodes)
+    leaves = tuple(sorted({leaf for leaf in where.values() if leaf}))
+    group = {leaf: number for number, leaf in enumerate(leaves)}
+    leaf_of = {node: group[leaf] for node, leaf in where.items() if leaf}
+    ways = spec.planes * spec.spines
+    if not leaves or len(leaves) * ways > MOST_LINKS:
+        return Wiring(leaves, leaf_of, None)
+    full = _units(spec.uplink.capacity * spec.uplink.parallel)
+    links = np.full((len(leaves), ways), full, dtype=np.int64)
+    strange = _set(links, group, told) + _set(links, group, _excepted(spec))
+    links = np.minimum(links, full)
+    return Wiring(leaves, leaf_of, Topology(links, links, spec.planes), tuple(dict.fromkeys(strange)))
+
+
+def spine_of(way: int) -> str:
+    """Its name: spines are numbered through all planes, from s1 on."""
+    return f"s{way + 1}"
+
+
+def way_of(spine: str) -> int | None:
+    """The other way round; None: that is no spine's name."""
+    match = _SPINE.fullmatch(spine)
+    return None if match is None else int(match[1]) - 1
+
+
+def unknown_spines(spec: FabricSpec) -> tuple[str, ...]:
+    """That its hops name, and that it does not have."""
+    ways = spec.planes * spec.spines
+    ours = {spine_of(way) for way in range(ways)}
+    return tuple(sorted(set(spec.hops.values()) - ours))
+
+
+def _where(spec: FabricSpec, nodes: Iterable[NodeView]) -> dict[str, str]:
+    """Node → leaf; "": it does not say."""
+    levels = tuple(level.node_label for level in spec.levels)
+    labels = {node.name: node.labels for node in nodes}
+    if levels:
+        labels = {node: {name: of[name] for name in levels if name in of} for node, of in labels.items()}
+    return {node: _leaf(place) for node, place in places.places(labels, levels).items()}
+
+
+def _leaf(place: Place) -> str:
+    """By its labels, from the outermost level inward: racks of two rows may have one name."""
+    return "/".join(label for label in reversed(place) if label) if place and place[0] else ""
+
+
+def _excepted(spec: FabricSpec) -> LinkRates:
+    return {(one.leaf, one.spine): 0.0 if one.state is LinkState.DOWN else one.capacity for one in spec.exceptions}
+
+
+def _set(links: Ints, group: Mapping[str, int], rates: LinkRates) -> list[str]:
+    """The links that there are not."""
+    strange = []
+    for (leaf, spine), rate in rates.items():
+        way = way_of(spine)
+        if leaf in group and way is not None and way < links.shape[1]:
+            links[group[leaf], way] = _units(rate)
+        else:
+            strange.append(f"{leaf}–{spine}")
+    return strange
+
+
+def _units(rate: float) -> int:
+    """What is not quite down is not counted as dead."""
+    return max(1, round(rate / UNIT)) if rate > 0 else 0
+
+
+def describe(strange: tuple[str, ...]) -> str:
+    """For people."""
+    return f"there is no link {listed(strange)}"

@@ -1,0 +1,209 @@
+"""Joint planning of all jobs' flows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
+from pacekeeper_operator.decide.traffic import JobTraffic, Traffic, edges, plan
+from pacekeeper_operator.decide.wiring import Wiring, wire
+from pacekeeper_operator.observation import NodeView
+
+
+def fabric(leaves: str = "abc", *, spines: int = 2, dead: Sequence[tuple[str, str]] = (), **changes: Any) -> Wiring:
+    """Ten nodes a leaf: a0, a1, …"""
+    nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in leaves for n in range(10)]
+    exceptions = tuple(LinkException(*link) for link in dead) + changes.pop("exceptions", ())
+    return wire(FabricSpec(spines, levels=(LevelSpec("leaf"),), exceptions=exceptions, **changes), nodes, {})
+
+
+def job(name: str, *nodes: str, **changes: Any) -> JobTraffic:
+    return JobTraffic(("team", name), tuple((f"{name}-w{n}", node) for n, node in enumerate(nodes)), **changes)
+
+
+def planned(wiring: Wiring, *jobs: JobTraffic) -> Traffic:
+    found = plan(wiring, jobs)
+    assert found is not None
+    return found
+
+
+def following(jobs: Sequence[JobTraffic], found: Traffic, *, training: bool = True) -> list[JobTraffic]:
+    """The jobs once their plans name what was planned."""
+    seconds = 5.0 if training else 0.0
+    return [replace(one, ways=found.ways[one.name], round_seconds=seconds) for one in jobs]
+
+
+class TestEdges:
+    def test_gloo_sends_to_the_seat_before_nccl_to_the_next_one(self) -> None:
+        assert edges(["x", "y", "z"], forward=True) == [("x", "y"), ("y", "z"), ("z", "x")]
+        assert sorted(edges(["x", "y", "z"], forward=False)) == [("x", "z"), ("y", "x"), ("z", "y")]
+        assert sorted(edges(["x", "y"], forward=False)) == [("x", "y"), ("y", "x")], "of two, both"
+        assert edges(["x"], forward=True) == edges([], forward=True) == []
+
+
+class TestPlan:
+    def test_two_jobs_that_would_collide_are_kept_apart(self) -> None:
+        found = planned(fabric(), job("one", "a0", "b0"), job("two", "a1", "b1"))
+        assert (found.flows, found.level, found.bound, found.moved, found.lost) == (4, 1, 1, 0, ())
+        for end in (0, 1):
+            pairs = [(f"{name}-w{end}", f"{name}-w{1 - end}") for name in ("one", "two")]
+            assert {found.ways["team", pair[0][:3]][pair] for pair in pairs} == {0, 1}
+        assert found.up.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+    def test_what_stays_in_its_leaf_needs_no_way(self) -> None:
+        found = planned(fabric(), job("one", "a0", "a1", "b0"), job("two", "c0", "c1"))
+        assert found.ways["team", "two"] == {}
+        assert set(found.ways["team", "one"]) == {("one-w1", "one-w2"), ("one-w2", "one-w0")}
+
+    def test_neither_jobs_nor_a_fabric(self) -> None:
+        assert planned(fabric()).ways == {}
+        assert planned(fabric(), job("one")).flows == 0
+        assert plan(fabric(""), [job("one", "a0", "b0")]) is None
+
+    def test_one_spine_leaves_no_choice(self) -> None:
+        found = planned(fabric(spines=1), job("one", "a0", "b0"), job("two", "a1", "b1"))
+        assert (found.level, found.bound, set(found.ways["team", "one"].values())) == (2, 2, {0})
+
+    def test_a_worker_whose_leaf_is_not_known_has_no_planned_flows(self) -> None:
+        found = planned(fabric(), job("one", "a0", "nowhere", "b0"))
+        assert set(found.ways["team", "one"]) == {("one-w2", "one-w0")}
+
+    def test_what_is_planned_stays_when_it_is_looked_at_again(self) -> None:
+        jobs = [job(f"j{n}", f"a{n}", f"b{n}", f"c{n}") for n in range(6)]
+        first = planned(fabric(), *jobs)
+        again = planned(fabric(), *following(jobs, first))
+        assert (again.ways, again.moved) == (first.ways, 0)
+
+    def test_an_operator_that_dies_between_two_jobs_changes_nothing_about_the_end(self) -> None:
+        """Some plans were written, the others not: the next operator plans these around those."""
+        jobs = [job(f"j{n}", f"a{n}", f"b{n}", f"c{n}") for n in range(4)]
+        first = planned(fabric(), *jobs)
+        written = following(jobs[:2], first)
+        next_one = planned(fabric(), *written, *jobs[2:])
+        assert {name: next_one.ways[name] for name in (one.name for one in written)} == {
+            one.name: one.ways for one in written
+        }
+        assert (next_one.level, next_one.moved) == (first.level, 0)
+
+
+class TestRepair:
+    def test_a_dead_link_moves_what_was_on_it_and_nothing_else(self) -> None:
+        jobs = [job(f"j{n}", f"a{n}", f"b{n}") for n in range(2)]
+        wiring = fabric(spines=3)
+        first = planned(wiring, *jobs)
+        used = first.ways["team", "j0"]["j0-w0", "j0-w1"]
+        cut = fabric(spines=3, dead=[("a", f"s{used + 1}")])
+        mended = planned(cut, *following(jobs, first))
+        assert used not in mended.ways["team", "j0"].values()
+        assert (mended.level, mended.bound, mended.lost) == (1, 1, ())
+        assert mended.ways["team", "j1"] == first.ways["team", "j1"]
+        assert mended.moved == 0, "nobody had to go from a way that is alive"
+
+    def test_all_spines_dead(self) -> None:
+        dead = [(leaf, spine) for leaf in "abc" for spine in ("s1", "s2")]
+        found = planned(fabric(dead=dead), job("one", "a0", "b0"))
+        assert (found.ways["team", "one"], found.level) == ({}, 0)
+        assert sorted(found.lost) == [("one-w0", "one-w1"), ("one-w1", "one-w0")]
+
+    def test_a_leaf_that_is_cut_off_costs_only_its_own_flows(self) -> None:
+        dead = [("c", "s1"), ("c", "s2")]
+        found = planned(fabric(dead=dead), job("one", "a0", "b0", "c0"))
+        assert set(found.ways["team", "one"]) == {("one-w0", "one-w1")}
+        assert len(found.lost) == 2
+
+    def test_a_way_that_there_is_no_more_is_planned_anew(self) -> None:
+        found = planned(fabric(), job("one", "a0", "b0", ways={("one-w0", "one-w1"): 7, ("one-w1", "one-w0"): -3}))
+        assert set(found.ways["team", "one"].values()) <= {0, 1}
+
+
+class TestOthers:
+    """Two jobs that train share a spine, beside one that is empty."""
+
+    def jobs(self, **changes: Any) -> list[JobTraffic]:
+        values = {"round_seconds": 5.0, "waiting": 0.5, "ranks": 8} | changes
+        return [
+            job(
+                name,
+                f"a{n}",
+                f"b{n}",
+                ways={(f"{name}-w0", f"{name}-w1"): 0, (f"{name}-w1", f"{name}-w0"): 0},
+                **values,
+            )
+            for n, name in enumerate(("one", "two"))
+        ]
+
+    def test_who_waits_long_enough_for_its_ranks_is_moved(self) -> None:
+        found = planned(fabric(), *self.jobs())
+        assert (found.level, found.bound) == (1, 1)
+        assert found.moved == 2
+        assert found.gain_seconds == pytest.approx(2 * 600 * 8 * 0.5 * 0.5 - 8 * 5)
+
+    @pytest.mark.parametrize("changes", [{"waiting": 0.0}, {"round_seconds": 700.0}])
+    def test_where_the_round_costs_more_everybody_stays(self, changes: dict[str, float]) -> None:
+        found = planned(fabric(), *self.jobs(**changes))
+        assert (found.level, found.moved, found.gain_seconds) == (2, 0, 0.0)
+
+    def test_a_new_job_goes_around_those_that_train(self) -> None:
+        found = planned(fabric(), *self.jobs(waiting=0.0), job("new", "a5", "b5"))
+        assert set(found.ways["team", "new"].values()) == {1}
+        assert found.ways["team", "one"] == self.jobs()[0].ways
+
+    def test_a_large_job_is_not_disturbed_for_a_small_one(self) -> None:
+        one, two = self.jobs()
+        large = replace(one, ranks=1000, waiting=0.0, round_seconds=60.0)
+        found = planned(fabric(), large, replace(two, ranks=8))
+        assert (found.level, found.moved) == (1, 2)
+        assert found.ways["team", "one"] == one.ways, "the small one goes out of its way"
+        turned = planned(fabric(), two, replace(large, ranks=1, round_seconds=1.0))
+        assert turned.ways["team", "two"] == two.ways, "whichever comes first"
+
+
+class TestDemand:
+    def test_measured_flows_count_by_what_they_carry(self) -> None:
+        heavy = {("one-w0", "one-w1"): 16e6, ("one-w1", "one-w0"): 16e6}
+        light = [
+            job(name, f"a{n}", f"b{n}", sent={(f"{name}-w0", f"{name}-w1"): 1e6, (f"{name}-w1", f"{name}-w0"): 1e6})
+            for n, name in ((1, "two"), (2, "six"))
+        ]
+        found = planned(fabric(), job("one", "a0", "b0", sent=heavy), *light)
+        way = found.ways["team", "one"]["one-w0", "one-w1"]
+        assert found.ways["team", "two"]["two-w0", "two-w1"] == found.ways["team", "six"]["six-w0", "six-w1"] != way
+        assert found.level == 16
+
+    def test_who_was_not_measured_counts_as_the_middle(self) -> None:
+        sent = {("one-w0", "one-w1"): 4e6, ("one-w1", "one-w0"): 1e6}
+        found = planned(fabric(spines=1), job("one", "a0", "b0", sent=sent), job("two", "a1", "b1"))
+        assert found.up.tolist() == [[8], [5], [0]], "4 + 4 from a to b, 1 + 4 back"
+
+    def test_alike_is_one_whatever_was_measured(self) -> None:
+        sent = {("one-w0", "one-w1"): 3e6, ("one-w1", "one-w0"): 3e6}
+        assert planned(fabric(), job("one", "a0", "b0", sent=sent)).level == 1
+
+
+class TestPlanes:
+    def test_both_ports_of_a_host_carry_half(self) -> None:
+        jobs = [job(f"j{n}", "a0", "b0", "c0") for n in range(8)]
+        found = planned(fabric(planes=2, spines=4), *jobs)
+        by_plane = Counter(way // 4 for of in found.ways.values() for way in of.values())
+        assert (by_plane, found.level, found.bound) == ({0: 12, 1: 12}, 1, 1)
+        again = planned(fabric(planes=2, spines=4), *following(jobs, found))
+        assert (again.ways, again.moved) == (found.ways, 0)
+
+    def test_a_dead_plane_leaves_the_other_one(self) -> None:
+        dead = [(leaf, f"s{n}") for leaf in "abc" for n in (1, 2)]
+        found = planned(fabric(planes=2, spines=2, dead=dead), job("one", "a0", "b0", "c0"))
+        assert set(found.ways["team", "one"].values()) <= {2, 3}
+        assert (len(found.ways["team", "one"]), found.lost) == (3, ())
+
+
+def test_a_slow_link_carries_less() -> None:
+    slow = (LinkException("a", "s1", LinkState.SLOW, 100e9),)
+    jobs = [job(f"j{n}", f"a{n}", f"b{n}") for n in range(4)]
+    found = planned(fabric(exceptions=slow), *jobs)
+    assert found.up[0].tolist() == [1, 3]
+    assert (found.level, found.bound) == (4, 4), "as one flow on a quarter of a link; three there are as twelve"
