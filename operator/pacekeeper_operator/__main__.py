@@ -18,7 +18,7 @@ from pacekeeper_analysis.errors import InputError
 
 from . import cluster, process, server
 from .certificates import Certificates
-from .handlers import quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
+from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .runtime import Runtime
 from .services.operator import Operator

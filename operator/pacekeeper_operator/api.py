@@ -311,6 +311,7 @@ class FabricReason(StrEnum):
     # InForce
     OLDEST = "Oldest"
     ANOTHER_IS_OLDER = "AnotherIsOlder"
+    UNREADABLE = "Unreadable"
     # LeavesKnown
     LABELLED = "Labelled"
     NODES_UNLABELLED = "NodesUnlabelled"
@@ -319,6 +320,7 @@ class FabricReason(StrEnum):
     # LinksKnown
     FITS = "Fits"
     UNKNOWN_LINKS = "UnknownLinks"
+    UNKNOWN_SPINES = "UnknownSpines"
     QUERY_FAILED = "QueryFailed"
     # Planned
     AT_THE_BOUND = "AtTheBound"
@@ -326,6 +328,7 @@ class FabricReason(StrEnum):
     NO_FLOWS = "NoFlows"
     NO_WAY = "NoWay"
     NOT_PLANNED = "NotPlanned"
+    PATH_CONTROL_OFF = "PathControlOff"
 
 
 class QuarantineCondition(StrEnum):

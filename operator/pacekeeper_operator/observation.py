@@ -14,6 +14,7 @@ from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
 from .api import Cause, Job, Mode, Remedy, Verdict
+from .network import Network
 from .state import Draft, State, Worker
 
 HEARD_SECONDS = 5.0
@@ -179,6 +180,7 @@ class Surroundings:
     """The cluster around a job, as far as budgets need it."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    network: Network | None = None  # None: no Fabric controls paths
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first

@@ -8,8 +8,8 @@ the middle has changed some plans and others not: the next look ends the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,50 +18,12 @@ from pacekeeper_analysis.fabric import load, patterns, planes
 from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign
 from pacekeeper_analysis.fabric.topology import WITHIN, Ints, Topology
 
-from .wiring import Wiring
+from ..network import JobTraffic, JobName, Pair, Traffic, Wiring
 
-Pair = tuple[str, str]
-"""The worker that sends, and the one that receives."""
-Name = tuple[str, str]
-"""Namespace and name of a job."""
 HORIZON_SECONDS = 600.0
 """What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
 FINEST = 16
 """The heaviest flow counts for so many of the lightest; between them, powers of two."""
-
-
-@dataclass(frozen=True)
-class JobTraffic:
-    """What planning knows of a job."""
-
-    name: Name
-    members: tuple[tuple[str, str], ...]  # worker and node, in the order of seats
-    ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
-    sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured; (): alike
-    forward: bool = True  # its rings send from each seat to the next one, as NCCL's do; gloo's to the one before
-    ranks: int = 1
-    waiting: float = 0.0  # share of its steps that its ranks wait in
-    round_seconds: float = 0.0  # what a new round costs it; 0: it does not train yet, or begins a round anyway
-
-    @property
-    def round_cost(self) -> float:
-        """Seconds of its ranks."""
-        return self.ranks * self.round_seconds
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What shall be. Loads are in units of the lightest flow."""
-
-    ways: Mapping[Name, Mapping[Pair, int]]
-    flows: int  # between leaves
-    level: int  # load of the fullest link
-    bound: int  # below which no plan comes
-    moved: int  # flows that had a way which is alive, and get another
-    lost: tuple[Pair, ...]  # flows for which no way is alive
-    up: Ints  # loads, (leaves, ways)
-    down: Ints
-    gain_seconds: float = 0.0  # that moving others' flows wins, in seconds of ranks; 0: none are moved
 
 
 def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
@@ -91,10 +53,17 @@ def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
         count *= 2
 
 
-def edges(members: Sequence[str], *, forward: bool) -> list[Pair]:
-    """Who sends to whom in a ring through these seats."""
-    ring = patterns.ring(range(len(members)), backwards=not forward)
-    return [(members[edge.source], members[edge.destination]) for edge in ring]
+def edges(job: JobTraffic) -> list[Pair]:
+    """Who sends to whom in its rings: gloo's goes through all ranks, each sends to the one before; NCCL has one through
+    each place of the workers, in which each sends to the next one."""
+    if not job.by_nccl:
+        rings = [[rank for seat in job.seats for rank in seat.ranks]]
+    else:
+        each = min((len(seat.ranks) for seat in job.seats), default=0)
+        rings = [[seat.ranks[place] for seat in job.seats] for place in range(each)]
+    return [
+        (edge.source, edge.destination) for ring in rings for edge in patterns.ring(ring, backwards=not job.by_nccl)
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,20 +81,19 @@ class _Table:
 
 def _table(wiring: Wiring, jobs: Sequence[JobTraffic]) -> _Table:
     rows: list[tuple[int, Pair, str, str, int]] = []
-    weights = _weights(jobs)
-    for number, job in enumerate(jobs):
-        node = dict(job.members)
-        for pair in edges([worker for worker, _ in job.members], forward=job.forward):
-            source, destination = (wiring.leaf_of.get(node[worker]) for worker in pair)
+    for number, (job, weights) in enumerate(zip(jobs, _weights(jobs), strict=True)):
+        node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
+        for pair, weight in weights.items():
+            source, destination = (wiring.leaf_of.get(node[rank]) for rank in pair)
             if source is not None and destination is not None and source != destination:
-                rows.append((number, pair, node[pair[0]], node[pair[1]], weights[number][pair]))
+                rows.append((number, pair, node[pair[0]], node[pair[1]], weight))
     nodes = {name: number for number, name in enumerate(wiring.leaf_of)}
     sender, receiver = ([nodes[row[place]] for row in rows] for place in (2, 3))
     leaves = np.array([wiring.leaf_of[name] for name in nodes], dtype=np.int64)
     flows = Flows(leaves[_ints(sender)], leaves[_ints(receiver)], _ints([row[4] for row in rows]))
     present = _ints([jobs[number].ways.get(pair, WITHIN) for number, pair, *_ in rows])
-    job = _ints([row[0] for row in rows])
-    return _Table(jobs, [row[1] for row in rows], job, _ints(sender), _ints(receiver), flows, present)
+    of_job = _ints([row[0] for row in rows])
+    return _Table(jobs, [row[1] for row in rows], of_job, _ints(sender), _ints(receiver), flows, present)
 
 
 def _ints(values: Iterable[int]) -> Ints:
@@ -135,7 +103,7 @@ def _ints(values: Iterable[int]) -> Ints:
 def _weights(jobs: Sequence[JobTraffic]) -> list[dict[Pair, int]]:
     """Of each job's edges. What was measured is counted in parts of the heaviest; of whom nothing was, all are alike,
     and as heavy as the middle of those that were."""
-    rings = [edges([worker for worker, _ in job.members], forward=job.forward) for job in jobs]
+    rings = [edges(job) for job in jobs]
     sent = [{pair: job.sent.get(pair, 0.0) for pair in ring} for job, ring in zip(jobs, rings, strict=True)]
     known = sorted(bytes_ for of in sent for bytes_ in of.values() if bytes_ > 0)
     if not known:
@@ -195,7 +163,7 @@ def _pace(topology: Topology, table: _Table, found: Assignment) -> dict[int, flo
 
 
 def _told(topology: Topology, table: _Table, found: Assignment, gain: float) -> Traffic:
-    ways: dict[Name, dict[Pair, int]] = {job.name: {} for job in table.jobs}
+    ways: dict[JobName, dict[Pair, int]] = {job.name: {} for job in table.jobs}
     for job, pair, way in zip(table.job.tolist(), table.pairs, found.ways.tolist(), strict=True):
         if way != WITHIN:
             ways[table.jobs[job].name][pair] = way
@@ -207,7 +175,7 @@ def _told(topology: Topology, table: _Table, found: Assignment, gain: float) -> 
         level=found.level,
         bound=found.bound,
         moved=len(found.moved),
-        lost=tuple(table.pairs[flow] for flow in found.lost),
+        lost=tuple((table.jobs[int(table.job[flow])].name, table.pairs[flow]) for flow in found.lost),
         up=up.astype(np.int64),
         down=down.astype(np.int64),
         gain_seconds=gain,

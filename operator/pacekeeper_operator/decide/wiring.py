@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from pacekeeper_analysis.fabric.order import Place
 from pacekeeper_analysis.fabric.topology import Ints, Topology
 
 from ..api import FabricSpec, LinkState
+from ..network import Wiring
 from ..observation import NodeView
 from ..words import listed
 
@@ -24,21 +24,6 @@ _SPINE = re.compile(r"s([1-9]\d{0,3})", re.ASCII)
 
 LinkRates = Mapping[tuple[str, str], float]
 """Bits a second that links carry now, by leaf and spine; 0: it is down."""
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """`topology`: None where there is none to plan with, for want of leaves or because of too many."""
-
-    leaves: tuple[str, ...]  # a leaf's place here is its group in the topology
-    leaf_of: Mapping[str, int]  # node → group; without nodes that do not say
-    topology: Topology | None
-    strange: tuple[str, ...] = ()  # links that something was said of, and that there are not
-
-    @property
-    def dead(self) -> int:
-        """Links that carry nothing, one from each leaf to each spine and back."""
-        return 0 if self.topology is None else int((self.topology.up == 0).sum())
 
 
 def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates) -> Wiring:

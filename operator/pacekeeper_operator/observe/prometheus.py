@@ -34,9 +34,13 @@ from pacekeeper_analysis.diagnose.gpu_health import (
 
 from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
 from ..observation import NOT_ASKED, GpuValue, Metrics
+from ..words import shortened
 
 TIMEOUT_SECONDS = 3
 MAX_UUID = 96
+MAX_LINK_ROWS = 65536
+MAX_LEAF, MAX_SPINE, MAX_WORDS = 512, 5, 500
+"""Characters."""
 BY_JOB = "by (namespace, trainingjob)"
 WORKERS = '{pod=~".+-w[0-9]+-[0-9]+",rank=~"[0-9]{1,7}"}'
 """Nobody else's pod speaks for a job, and only of ranks."""
@@ -82,6 +86,15 @@ class Sample:
         )
 
 
+@dataclass(frozen=True)
+class LinkAnswer:
+    """Bits a second that links carry now, by leaf and spine: the least, where it is told twice. `trouble`: why this is
+    not all; "": it is."""
+
+    rates: Mapping[tuple[str, str], float]
+    trouble: str = ""
+
+
 Rows = Sequence[Mapping[str, Any]]
 """Of an answer's `result`: each the labels of a series and its value."""
 Ask = Callable[[str], Awaitable[Rows]]
@@ -118,6 +131,27 @@ class Prometheus:
         if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_SECONDS:
             self._signs, self._signs_at = await self._ask_for_signs(self._ask), now
         return replace(sample, gpu_signs=self._signs)
+
+    async def link_rates(self, query: str) -> LinkAnswer:
+        """What a Fabric's query says of its links. Never raises for Prometheus' sake."""
+        if self._ask is None:
+            return LinkAnswer({}, "no Prometheus is configured (prometheus.url in the chart's values)")
+        rates: dict[tuple[str, str], float] = {}
+
+        def take(row: Mapping[str, Any]) -> None:
+            series, value = _measured(row)
+            link = _short(series["leaf"], MAX_LEAF), _short(series["spine"], MAX_SPINE)
+            rates[link] = min(value, rates.get(link, math.inf))
+
+        try:
+            rows = await self._ask(query)
+            self._take(take, rows[:MAX_LINK_ROWS])
+        except (RequestException, PrometheusApiClientException, ValueError, KeyError, TypeError) as error:
+            return LinkAnswer({}, shortened(f"Prometheus at {self._url} does not answer: {error}", MAX_WORDS))
+        if len(rows) > MAX_LINK_ROWS:
+            return LinkAnswer(rates, f"only {MAX_LINK_ROWS} of {len(rows)} rows are read: ask for less")
+        told = len(rates) or not rows
+        return LinkAnswer(rates, "" if told else f"none of {len(rows)} rows has a leaf, a spine and a rate")
 
     async def _ask_for_signs(self, ask: Ask) -> tuple[GpuValue, ...]:
         """That they cannot be had, for whatever the exporters show, costs nothing else: what was known stays."""
@@ -244,6 +278,12 @@ def _measured(row: Mapping[str, Any]) -> tuple[Mapping[str, str], float]:
     if not 0 <= value < math.inf:
         raise ValueError(f"{value} can be no measurement")
     return series, value
+
+
+def _short(text: object, limit: int) -> str:
+    if not isinstance(text, str) or not 0 < len(text) <= limit:
+        raise ValueError("no name of a leaf or a spine")
+    return text
 
 
 def _job(series: Mapping[str, str]) -> tuple[str, str]:

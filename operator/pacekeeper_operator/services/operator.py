@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, Job, JobPhase
-from ..cluster import CONFIG_MAPS, NODES, PODS, Cluster
+from ..api import LABEL_JOB, Fabric, Job, JobPhase
+from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
+from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
 from ..observe.memory import Memory
@@ -56,8 +57,10 @@ class Operator:
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
+    fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
+    fabrics: Shelf[Fabric] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pods = Shelf(
@@ -67,12 +70,25 @@ class Operator:
             group=lambda key, pod: (key[0], pod.job),
             changed=lambda key, pod: self.memory.wake(key[0], pod.job),
         )
-        self.nodes = Shelf(NODES, view_node, changed=lambda _key, _node: self.memory.wake_all())
+        self.nodes = Shelf(
+            NODES, lambda body: view_node(body, self.levels), changed=lambda _key, _node: self.memory.wake_all()
+        )
+        self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""
         if not self.leads():
             raise kopf.TemporaryError("the Lease is not held: another operator may be acting", delay=1)
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """The one in force."""
+        return in_force(list(self.fabrics))
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Labels of nodes by which the Fabric says where they are, from the leaf outward."""
+        return tuple(level.node_label for level in self.fabric.spec.levels) if self.fabric else ()
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed once: before, nothing is known of any job."""
@@ -97,6 +113,7 @@ class Operator:
         """List what watches tell of, at once and then every minute: until cancelled."""
         while True:
             pause = RESYNC_SECONDS
+            await self._read_fabrics()  # first: they say which labels of nodes matter
             try:
                 await self.nodes.read(self.cluster, ())
                 await self.pods.read(self.cluster, self.settings.watch_namespaces)
@@ -104,6 +121,15 @@ class Operator:
                 log.warning("pods and nodes could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
             await self.runtime.sleep(pause)
+
+    async def _read_fabrics(self) -> None:
+        """Jobs train without them, too: on an installation, say, whose definitions are older than this operator."""
+        try:
+            await self.fabrics.read(self.cluster, ())
+        except NotFound:
+            return
+        except (kopf.TemporaryError, kopf.PermanentError) as error:
+            log.warning("Fabrics could not be listed, which is tried again: %s", error)
 
     async def watch_over(self) -> None:
         """Ask Prometheus while some job trains, look whether remedies are paused, look after incidents: until

@@ -133,7 +133,7 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
         memory,
         gather.of(operator.pods, job),
         memory.metrics,
-        gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now),
+        gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now, operator.levels),
         now,
     )
     observation = replace(observation, dice=operator.runtime.identifier())

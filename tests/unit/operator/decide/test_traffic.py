@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
-from pacekeeper_operator.decide.traffic import JobTraffic, Traffic, edges, plan
-from pacekeeper_operator.decide.wiring import Wiring, wire
+from pacekeeper_operator.decide.traffic import edges, plan
+from pacekeeper_operator.decide.wiring import wire
+from pacekeeper_operator.network import JobTraffic, Seat, Traffic, Wiring
 from pacekeeper_operator.observation import NodeView
 
 
@@ -23,7 +24,7 @@ def fabric(leaves: str = "abc", *, spines: int = 2, dead: Sequence[tuple[str, st
 
 
 def job(name: str, *nodes: str, **changes: Any) -> JobTraffic:
-    return JobTraffic(("team", name), tuple((f"{name}-w{n}", node) for n, node in enumerate(nodes)), **changes)
+    return JobTraffic(("team", name), tuple(Seat(node, (n,)) for n, node in enumerate(nodes)), **changes)
 
 
 def planned(wiring: Wiring, *jobs: JobTraffic) -> Traffic:
@@ -39,11 +40,18 @@ def following(jobs: Sequence[JobTraffic], found: Traffic, *, training: bool = Tr
 
 
 class TestEdges:
-    def test_gloo_sends_to_the_seat_before_nccl_to_the_next_one(self) -> None:
-        assert edges(["x", "y", "z"], forward=True) == [("x", "y"), ("y", "z"), ("z", "x")]
-        assert sorted(edges(["x", "y", "z"], forward=False)) == [("x", "z"), ("y", "x"), ("z", "y")]
-        assert sorted(edges(["x", "y"], forward=False)) == [("x", "y"), ("y", "x")], "of two, both"
-        assert edges(["x"], forward=True) == edges([], forward=True) == []
+    def test_gloo_sends_through_all_ranks_each_to_the_one_before(self) -> None:
+        two_each = (Seat("a0", (0, 1)), Seat("b0", (2, 3)))
+        assert sorted(edges(JobTraffic(("team", "x"), two_each))) == [(0, 3), (1, 0), (2, 1), (3, 2)]
+
+    def test_nccl_through_each_place_of_the_workers_to_the_next_one(self) -> None:
+        seats = (Seat("a0", (0, 1)), Seat("b0", (2, 3)), Seat("c0", (4, 5)))
+        found = edges(JobTraffic(("team", "x"), seats, by_nccl=True))
+        assert found == [(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)]
+
+    def test_of_two_both_ways_and_of_one_none(self) -> None:
+        assert sorted(edges(job("x", "a0", "b0"))) == [(0, 1), (1, 0)]
+        assert edges(job("x", "a0")) == edges(job("x")) == []
 
 
 class TestPlan:
@@ -51,14 +59,13 @@ class TestPlan:
         found = planned(fabric(), job("one", "a0", "b0"), job("two", "a1", "b1"))
         assert (found.flows, found.level, found.bound, found.moved, found.lost) == (4, 1, 1, 0, ())
         for end in (0, 1):
-            pairs = [(f"{name}-w{end}", f"{name}-w{1 - end}") for name in ("one", "two")]
-            assert {found.ways["team", pair[0][:3]][pair] for pair in pairs} == {0, 1}
+            assert {found.ways["team", name][end, 1 - end] for name in ("one", "two")} == {0, 1}
         assert found.up.tolist() == [[1, 1], [1, 1], [0, 0]]
 
     def test_what_stays_in_its_leaf_needs_no_way(self) -> None:
         found = planned(fabric(), job("one", "a0", "a1", "b0"), job("two", "c0", "c1"))
         assert found.ways["team", "two"] == {}
-        assert set(found.ways["team", "one"]) == {("one-w1", "one-w2"), ("one-w2", "one-w0")}
+        assert set(found.ways["team", "one"]) == {(2, 1), (0, 2)}
 
     def test_neither_jobs_nor_a_fabric(self) -> None:
         assert planned(fabric()).ways == {}
@@ -71,7 +78,7 @@ class TestPlan:
 
     def test_a_worker_whose_leaf_is_not_known_has_no_planned_flows(self) -> None:
         found = planned(fabric(), job("one", "a0", "nowhere", "b0"))
-        assert set(found.ways["team", "one"]) == {("one-w2", "one-w0")}
+        assert set(found.ways["team", "one"]) == {(0, 2)}
 
     def test_what_is_planned_stays_when_it_is_looked_at_again(self) -> None:
         jobs = [job(f"j{n}", f"a{n}", f"b{n}", f"c{n}") for n in range(6)]
@@ -96,7 +103,7 @@ class TestRepair:
         jobs = [job(f"j{n}", f"a{n}", f"b{n}") for n in range(2)]
         wiring = fabric(spines=3)
         first = planned(wiring, *jobs)
-        used = first.ways["team", "j0"]["j0-w0", "j0-w1"]
+        used = first.ways["team", "j0"][0, 1]
         cut = fabric(spines=3, dead=[("a", f"s{used + 1}")])
         mended = planned(cut, *following(jobs, first))
         assert used not in mended.ways["team", "j0"].values()
@@ -108,34 +115,32 @@ class TestRepair:
         dead = [(leaf, spine) for leaf in "abc" for spine in ("s1", "s2")]
         found = planned(fabric(dead=dead), job("one", "a0", "b0"))
         assert (found.ways["team", "one"], found.level) == ({}, 0)
-        assert sorted(found.lost) == [("one-w0", "one-w1"), ("one-w1", "one-w0")]
+        assert sorted(found.lost) == [(("team", "one"), (0, 1)), (("team", "one"), (1, 0))]
 
     def test_a_leaf_that_is_cut_off_costs_only_its_own_flows(self) -> None:
         dead = [("c", "s1"), ("c", "s2")]
         found = planned(fabric(dead=dead), job("one", "a0", "b0", "c0"))
-        assert set(found.ways["team", "one"]) == {("one-w0", "one-w1")}
+        assert set(found.ways["team", "one"]) == {(1, 0)}
         assert len(found.lost) == 2
 
     def test_a_way_that_there_is_no_more_is_planned_anew(self) -> None:
-        found = planned(fabric(), job("one", "a0", "b0", ways={("one-w0", "one-w1"): 7, ("one-w1", "one-w0"): -3}))
+        found = planned(fabric(), job("one", "a0", "b0", ways={(0, 1): 7, (1, 0): -3}))
         assert set(found.ways["team", "one"].values()) <= {0, 1}
 
 
 class TestOthers:
     """Two jobs that train share a spine, beside one that is empty."""
 
+    def training(
+        self, name: str, *nodes: str, ranks: int = 8, waiting: float = 0.5, seconds: float = 5.0
+    ) -> JobTraffic:
+        half = ranks // 2
+        seats = (Seat(nodes[0], tuple(range(half))), Seat(nodes[1], tuple(range(half, ranks))))
+        ways = {(half, half - 1): 0, (0, ranks - 1): 0}
+        return JobTraffic(("team", name), seats, ways, waiting=waiting, round_seconds=seconds)
+
     def jobs(self, **changes: Any) -> list[JobTraffic]:
-        values = {"round_seconds": 5.0, "waiting": 0.5, "ranks": 8} | changes
-        return [
-            job(
-                name,
-                f"a{n}",
-                f"b{n}",
-                ways={(f"{name}-w0", f"{name}-w1"): 0, (f"{name}-w1", f"{name}-w0"): 0},
-                **values,
-            )
-            for n, name in enumerate(("one", "two"))
-        ]
+        return [self.training("one", "a0", "b0", **changes), self.training("two", "a1", "b1", **changes)]
 
     def test_who_waits_long_enough_for_its_ranks_is_moved(self) -> None:
         found = planned(fabric(), *self.jobs())
@@ -143,7 +148,7 @@ class TestOthers:
         assert found.moved == 2
         assert found.gain_seconds == pytest.approx(2 * 600 * 8 * 0.5 * 0.5 - 8 * 5)
 
-    @pytest.mark.parametrize("changes", [{"waiting": 0.0}, {"round_seconds": 700.0}])
+    @pytest.mark.parametrize("changes", [{"waiting": 0.0}, {"seconds": 700.0}])
     def test_where_the_round_costs_more_everybody_stays(self, changes: dict[str, float]) -> None:
         found = planned(fabric(), *self.jobs(**changes))
         assert (found.level, found.moved, found.gain_seconds) == (2, 0, 0.0)
@@ -154,34 +159,30 @@ class TestOthers:
         assert found.ways["team", "one"] == self.jobs()[0].ways
 
     def test_a_large_job_is_not_disturbed_for_a_small_one(self) -> None:
-        one, two = self.jobs()
-        large = replace(one, ranks=1000, waiting=0.0, round_seconds=60.0)
-        found = planned(fabric(), large, replace(two, ranks=8))
-        assert (found.level, found.moved) == (1, 2)
-        assert found.ways["team", "one"] == one.ways, "the small one goes out of its way"
-        turned = planned(fabric(), two, replace(large, ranks=1, round_seconds=1.0))
-        assert turned.ways["team", "two"] == two.ways, "whichever comes first"
+        small = self.training("two", "a1", "b1")
+        large = self.training("one", "a0", "b0", ranks=1000, waiting=0.0, seconds=60.0)
+        for jobs in ((large, small), (small, large)):
+            found = planned(fabric(), *jobs)
+            assert (found.level, found.moved) == (1, 2)
+            assert found.ways["team", "one"] == large.ways, "the small one goes out of its way"
 
 
 class TestDemand:
     def test_measured_flows_count_by_what_they_carry(self) -> None:
-        heavy = {("one-w0", "one-w1"): 16e6, ("one-w1", "one-w0"): 16e6}
-        light = [
-            job(name, f"a{n}", f"b{n}", sent={(f"{name}-w0", f"{name}-w1"): 1e6, (f"{name}-w1", f"{name}-w0"): 1e6})
-            for n, name in ((1, "two"), (2, "six"))
-        ]
+        heavy = {(0, 1): 16e6, (1, 0): 16e6}
+        light = [job(name, f"a{n}", f"b{n}", sent={(0, 1): 1e6, (1, 0): 1e6}) for n, name in ((1, "two"), (2, "six"))]
         found = planned(fabric(), job("one", "a0", "b0", sent=heavy), *light)
-        way = found.ways["team", "one"]["one-w0", "one-w1"]
-        assert found.ways["team", "two"]["two-w0", "two-w1"] == found.ways["team", "six"]["six-w0", "six-w1"] != way
+        way = found.ways["team", "one"][0, 1]
+        assert found.ways["team", "two"][0, 1] == found.ways["team", "six"][0, 1] != way
         assert found.level == 16
 
     def test_who_was_not_measured_counts_as_the_middle(self) -> None:
-        sent = {("one-w0", "one-w1"): 4e6, ("one-w1", "one-w0"): 1e6}
+        sent = {(0, 1): 4e6, (1, 0): 1e6}
         found = planned(fabric(spines=1), job("one", "a0", "b0", sent=sent), job("two", "a1", "b1"))
         assert found.up.tolist() == [[8], [5], [0]], "4 + 4 from a to b, 1 + 4 back"
 
     def test_alike_is_one_whatever_was_measured(self) -> None:
-        sent = {("one-w0", "one-w1"): 3e6, ("one-w1", "one-w0"): 3e6}
+        sent = {(0, 1): 3e6, (1, 0): 3e6}
         assert planned(fabric(), job("one", "a0", "b0", sent=sent)).level == 1
 
 

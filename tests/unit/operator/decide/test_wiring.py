@@ -8,7 +8,8 @@ import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
 from pacekeeper_operator.decide import wiring
-from pacekeeper_operator.decide.wiring import MOST_LINKS, Wiring, spine_of, unknown_spines, way_of, wire
+from pacekeeper_operator.decide.wiring import MOST_LINKS, spine_of, unknown_spines, way_of, wire
+from pacekeeper_operator.network import Wiring
 from pacekeeper_operator.observation import NodeView
 
 

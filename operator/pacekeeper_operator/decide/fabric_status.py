@@ -1,0 +1,166 @@
+"""What the operator says of a Fabric. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..api import (
+    ConditionStatus,
+    Fabric,
+    FabricCondition,
+    FabricLink,
+    FabricReason,
+    FabricStatus,
+    LinkState,
+    PathControl,
+)
+from ..network import Traffic, Wiring
+from ..words import listed, shortened
+from .wiring import UNIT, describe, spine_of, unknown_spines
+
+MAX_LINKS = 256
+MAX_MESSAGE = 4000
+"""Characters of a condition's message."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of the Fabric in force."""
+
+    wiring: Wiring
+    traffic: Traffic | None  # None: there is nothing to plan on
+    unlabelled: tuple[str, ...] = ()  # nodes that have members of jobs, and do not say in which leaf they are
+    query_failed: str = ""  # why its query tells nothing; "": it does, or there is none
+
+
+def in_force(fabrics: Sequence[Fabric]) -> Fabric | None:
+    """The one that counts: the oldest of those that can be read."""
+    readable = [fabric for fabric in fabrics if not fabric.unreadable]
+    return min(readable, key=lambda fabric: (fabric.created_at, fabric.name), default=None)
+
+
+def report(fabric: Fabric, seen: Seen, now: float) -> FabricStatus:
+    """Of the one in force; transition times are kept where nothing has changed."""
+    wiring, traffic = seen.wiring, seen.traffic
+    controlled = fabric.spec.path_control.mode is not PathControl.OFF
+    found = [
+        _Found(FabricCondition.IN_FORCE, True, FabricReason.OLDEST),
+        _leaves(seen),
+        _links(fabric, seen),
+        _planned(traffic, controlled=controlled),
+    ]
+    return FabricStatus(
+        observed_generation=fabric.generation,
+        leaves=len(wiring.leaves),
+        flows=traffic.flows if traffic else 0,
+        max_load=traffic.level if traffic and controlled else None,
+        bound=traffic.bound if traffic else None,
+        dead=wiring.dead,
+        moved=traffic.moved if traffic and controlled else None,
+        links=tuple(_shown(fabric, wiring, traffic if controlled else None)),
+        conditions=_dated(fabric, found, now),
+    )
+
+
+def report_idle(fabric: Fabric, other: Fabric | None, now: float) -> FabricStatus:
+    """Of one that does not count."""
+    if fabric.unreadable:
+        found = _Found(FabricCondition.IN_FORCE, False, FabricReason.UNREADABLE, fabric.unreadable)
+    else:
+        words = f"Fabric {other.name} is older: delete one of them" if other else ""
+        found = _Found(FabricCondition.IN_FORCE, False, FabricReason.ANOTHER_IS_OLDER, words)
+    return FabricStatus(observed_generation=fabric.generation, conditions=_dated(fabric, [found], now))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A condition as it is now."""
+
+    type: FabricCondition
+    holds: bool | None  # None: not known
+    reason: FabricReason
+    message: str = ""
+
+
+def _leaves(seen: Seen) -> _Found:
+    wiring = seen.wiring
+    if not wiring.leaves:
+        words = "no node carries the labels by which spec.levels say where it is: ranks are ordered by other labels"
+        return _Found(FabricCondition.LEAVES_KNOWN, False, FabricReason.NO_LEAVES, words)
+    if wiring.topology is None:
+        words = f"{len(wiring.leaves)} leaves with so many spines are too many to plan: ranks are ordered, no more"
+        return _Found(FabricCondition.LEAVES_KNOWN, False, FabricReason.TOO_MANY_LEAVES, words)
+    if seen.unlabelled:
+        words = (
+            f"flows from and to nodes that do not say in which leaf they are go unplanned: {listed(seen.unlabelled)}"
+        )
+        return _Found(FabricCondition.LEAVES_KNOWN, False, FabricReason.NODES_UNLABELLED, words)
+    return _Found(FabricCondition.LEAVES_KNOWN, True, FabricReason.LABELLED)
+
+
+def _links(fabric: Fabric, seen: Seen) -> _Found:
+    if seen.query_failed:
+        return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.QUERY_FAILED, seen.query_failed)
+    if seen.wiring.strange:
+        words = describe(seen.wiring.strange)
+        return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_LINKS, words)
+    if spines := unknown_spines(fabric.spec):
+        words = f"spec.hops name spines that there are not: {listed(spines)}"
+        return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_SPINES, words)
+    return _Found(FabricCondition.LINKS_KNOWN, True, FabricReason.FITS)
+
+
+def _planned(traffic: Traffic | None, *, controlled: bool) -> _Found:
+    def found(holds: bool | None, reason: FabricReason, words: str = "") -> _Found:
+        return _Found(FabricCondition.PLANNED, holds, reason, words)
+
+    if traffic is None:
+        return found(False, FabricReason.NOT_PLANNED, "there are no leaves to plan flows between")
+    if not controlled:
+        words = "ranks are ordered by leaf; flows go where the network puts them (spec.pathControl.mode is Off)"
+        return found(None, FabricReason.PATH_CONTROL_OFF, words)
+    if traffic.lost:
+        pairs = [f"{'/'.join(job)} {source} → {destination}" for job, (source, destination) in traffic.lost]
+        return found(False, FabricReason.NO_WAY, f"no way is alive for {len(pairs)} flows: {listed(pairs)}")
+    if not traffic.flows:
+        return found(True, FabricReason.NO_FLOWS, "no job has flows between leaves")
+    if traffic.level > traffic.bound:
+        words = f"the fullest link carries {traffic.level}, and no plan is below {traffic.bound}"
+        return found(True, FabricReason.ABOVE_THE_BOUND, words)
+    return found(True, FabricReason.AT_THE_BOUND, f"the fullest link carries {traffic.level}: no plan is below that")
+
+
+def _shown(fabric: Fabric, wiring: Wiring, traffic: Traffic | None) -> Iterator[FabricLink]:
+    """All links, where they are few; else those that are dead, then those that are full."""
+    topology = wiring.topology
+    if topology is None:
+        return
+    full = round(fabric.spec.uplink.capacity * fabric.spec.uplink.parallel / UNIT)
+    states = {0: LinkState.DOWN, full: LinkState.UP}
+    links = [
+        FabricLink(
+            leaf,
+            spine_of(way),
+            int(traffic.up[group, way]) if traffic else 0,
+            int(traffic.down[group, way]) if traffic else 0,
+            states.get(int(topology.up[group, way]), LinkState.SLOW),
+        )
+        for group, leaf in enumerate(wiring.leaves)
+        for way in range(topology.ways)
+    ]
+    if len(links) > MAX_LINKS:
+        links.sort(key=lambda link: (link.state is not LinkState.DOWN, -max(link.up, link.down)))
+    yield from links[:MAX_LINKS]
+
+
+def _dated(fabric: Fabric, found: Sequence[_Found], now: float) -> tuple[ConditionStatus, ...]:
+    before = {condition.type: condition for condition in fabric.status.conditions}
+    conditions = []
+    for one in found:
+        status = "Unknown" if one.holds is None else "True" if one.holds else "False"
+        old = before.get(one.type)
+        since = old.last_transition_time if old is not None and old.status == status else now
+        words = shortened(one.message, MAX_MESSAGE)
+        conditions.append(ConditionStatus(one.type, status, one.reason, words, since, fabric.generation))
+    return tuple(conditions)

@@ -1,0 +1,83 @@
+"""The network between nodes and what all jobs send through it, as values: what planning reads, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pacekeeper_analysis.fabric.topology import Ints, Topology
+
+from .api import FabricSpec
+
+Pair = tuple[int, int]
+"""The rank that sends, and the one that receives."""
+JobName = tuple[str, str]
+"""Namespace and name of a job."""
+
+
+class Seat(NamedTuple):
+    node: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobTraffic:
+    """What planning knows of a job."""
+
+    name: JobName
+    seats: tuple[Seat, ...]
+    ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
+    sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured
+    by_nccl: bool = False  # rather than by gloo
+    waiting: float = 0.0  # share of its steps that its ranks wait in
+    round_seconds: float = 0.0  # what a new round costs it; 0: it does not train yet, or begins a round anyway
+
+    @property
+    def ranks(self) -> int:
+        return sum(len(seat.ranks) for seat in self.seats)
+
+    @property
+    def round_cost(self) -> float:
+        """Seconds of its ranks."""
+        return self.ranks * self.round_seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What shall be. Loads are in units of the lightest flow."""
+
+    ways: Mapping[JobName, Mapping[Pair, int]]
+    flows: int  # between leaves
+    level: int  # load of the fullest link
+    bound: int  # below which no plan comes
+    moved: int  # flows that had a way which is alive, and get another
+    lost: tuple[tuple[JobName, Pair], ...]  # flows for which no way is alive
+    up: Ints  # loads, (leaves, ways)
+    down: Ints
+    gain_seconds: float = 0.0  # that moving others' flows wins, in seconds of ranks; 0: none are moved
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """`topology`: None where there is none to plan with, for want of leaves or because of too many."""
+
+    leaves: tuple[str, ...]  # a leaf's place here is its group in the topology
+    leaf_of: Mapping[str, int]  # node → group; without nodes that do not say
+    topology: Topology | None
+    strange: tuple[str, ...] = ()  # links that something was said of, and that there are not
+
+    @property
+    def dead(self) -> int:
+        """Links that carry nothing, one from each leaf to each spine and back."""
+        return 0 if self.topology is None else int((self.topology.up == 0).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The Fabric in force, as the operator has looked at it last. Soft: made anew from what is written."""
+
+    spec: FabricSpec
+    wiring: Wiring
+    jobs: Mapping[JobName, JobTraffic]
+    traffic: Traffic | None  # None: there is nothing to plan on

@@ -1,0 +1,63 @@
+"""What all jobs send through the network: from their plans, and from what their workers have told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from pacekeeper_analysis.diagnose import links
+from pacekeeper_analysis.plan import Plan, Stop
+
+from ..api import TRAINER, Job, JobPhase
+from ..decide.paths import ways_of
+from ..manifests import GPU
+from ..network import JobName, JobTraffic, Pair, Seat
+from .memory import JobMemory, Memory
+
+GUESSED_ROUND_SECONDS = 5.0
+"""What a new round takes of a job of which none was measured."""
+
+
+def of_jobs(memory: Memory) -> dict[JobName, JobTraffic]:
+    """Of those that have members, by name."""
+    return {name: found for name, job in memory if (found := of_job(name, job)) is not None}
+
+
+def of_job(name: JobName, memory: JobMemory) -> JobTraffic | None:
+    """None: it sends nothing."""
+    job, draft = memory.job, memory.draft
+    if job is None or draft is None or not draft.plan.members or draft.plan.stop is not Stop.NO or draft.state.life.over:
+        return None
+    node = {worker.name: worker.node for worker in draft.state.placement.workers}
+    trains = memory.phase is JobPhase.RUNNING
+    return JobTraffic(
+        name,
+        tuple(Seat(node.get(member.worker, ""), member.ranks) for member in draft.plan.members),
+        ways=ways_of(draft.plan),
+        sent=_sent(memory, draft.plan, node),
+        by_nccl=uses_gpus(job),
+        # Coarsely: each change of it is a reason to plan anew.
+        waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
+        round_seconds=(draft.state.budget.restart_seconds or GUESSED_ROUND_SECONDS) if trains else 0.0,
+    )
+
+
+def uses_gpus(job: Job) -> bool:
+    """Whether its ranks have GPUs, and so talk by NCCL."""
+    try:
+        containers: list[Mapping[str, Any]] = job.spec.template["spec"]["containers"]
+        trainer = next(container for container in containers if container["name"] == TRAINER)
+        return str(trainer["resources"]["limits"][GPU]) != "0"
+    except (AttributeError, KeyError, StopIteration, TypeError):
+        return False
+
+
+def _sent(memory: JobMemory, plan: Plan, node: Mapping[str, str]) -> Mapping[Pair, float]:
+    """Bytes between nodes, while the job has answered a question for its links."""
+    evidence = [found for found in memory.evidence.values() if found.request == plan.evidence_request]
+    sent = Counter[Pair]()
+    for cell in links.join(evidence, node)[0] if any(found.links or found.flows for found in evidence) else ():
+        if not cell.same_node:
+            sent[cell.source, cell.destination] += cell.acked_bytes
+    return sent
