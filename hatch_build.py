@@ -16,7 +16,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("trainer/pacekeeper/native/nccl_profiler.c")
+FOLDER = Path("trainer/pacekeeper/native")
+PARTS = {
+    "nccl_profiler": "NCCL's transport will be unknown",
+    "paths": "traffic will take the paths that it takes by itself",
+}
+"""What is there without each of them."""
 OPTIONS = ("-std=c11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wl,-z,nodelete")
 """nodelete: NCCL unloads a plugin with its last communicator, while a proxy thread may still be inside of it."""
 
@@ -27,22 +32,27 @@ class NativeParts(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if not sys.platform.startswith("linux") or os.environ.get("PACEKEEPER_PURE", "0") not in ("", "0"):
             return
-        source = Path(self.root) / SOURCE
-        library = source.with_suffix(".so")
-        if self._compile(source, library) and version != "editable":
-            build_data["force_include"][str(library)] = str(SOURCE.relative_to("trainer").with_suffix(".so"))
+        for name, without in PARTS.items():
+            library = self._compile(FOLDER / f"{name}.c", without)
+            if library is None or version == "editable":
+                continue
+            build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("trainer"))
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"  # no part of it is for one Python only
 
-    def _compile(self, source: Path, library: Path) -> bool:
-        """False, with a warning, where that does not work: it is no reason for an installation to fail."""
+    def _compile(self, source: Path, without: str) -> Path | None:
+        """The library beside its source; None, with a warning, where that does not work: it is no reason for an
+        installation to fail. Paths are relative to the project's folder."""
+        library = source.with_suffix(".so")
         compiler = shlex.split(os.environ.get("CC", "cc"))
-        fresh = library.with_name(f".{os.getpid()}.so")  # running ranks may have mapped the one that is there
+        fresh = Path(self.root) / library.with_name(f".{os.getpid()}.so")
         try:
-            subprocess.run([*compiler, *OPTIONS, "-o", str(fresh), str(source)], check=True, timeout=60)
-            fresh.replace(library)
+            subprocess.run(
+                [*compiler, *OPTIONS, "-o", str(fresh), str(Path(self.root) / source)], check=True, timeout=60
+            )
+            fresh.replace(Path(self.root) / library)  # running ranks may have mapped the one that is there
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"{SOURCE} is left out, so that NCCL's transport will be unknown: {error}")
-            return False
-        return True
+            self.app.display_warning(f"{source} is left out, so that {without}: {error}")
+            return None
+        return library

@@ -10,13 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from .errors import InputError
 from .lengths import SequenceCost
+from .reading import Longest, Within, read
 
 SECRET_BYTES = 32
 """Of a membership's secret; in the plan they are hexadecimal digits."""
+MOST_PATHS = 1 << 16
+"""Of a job."""
+MOST_PATHS_OF_WORKER = 32
+"""That begin or end there: those of a ring on each of its GPUs, in both directions."""
+MOST_HOPS = 1 << 14
+"""Addresses of a fabric's spines: each has one towards each leaf."""
+LEAST_PORTS = 256
+"""Of a job: half of them to listen at, half to connect from."""
+
+_Rank = Annotated[int, Within(0, 2**31)]
+_Port = Annotated[int, Within(1024, 65535)]
+_Name = Annotated[str, Longest(253)]
+_Address = Annotated[str, Longest(45)]
 
 
 class SyncMode(StrEnum):
@@ -102,6 +116,68 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class PlannedPath:
+    """By which spine what one rank sends to another is to go."""
+
+    source: _Rank
+    destination: _Rank
+    spine: _Name
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One of the addresses from which a spine answers a packet that ends there."""
+
+    address: _Address
+    spine: _Name
+
+
+@dataclass(frozen=True)
+class Paths:
+    """How a job's traffic goes through the fabric, from the next round on, and what launchers need to bring it there:
+    which addresses are whose, and a range of ports that is the job's alone on its nodes."""
+
+    wanted: Annotated[tuple[PlannedPath, ...], Longest(MOST_PATHS)]
+    hops: Annotated[tuple[Hop, ...], Longest(MOST_HOPS)]
+    first_port: _Port = 20000
+    last_port: _Port = 29999
+
+    def __post_init__(self) -> None:
+        pairs = [(path.source, path.destination) for path in self.wanted]
+        if len(set(pairs)) < len(pairs):
+            raise InputError("plan.paths.wanted: a pair of ranks has two paths; give each direction one")
+        unknown = {path.spine for path in self.wanted} - {hop.spine for hop in self.hops}
+        if unknown:
+            raise InputError(f"plan.paths.hops: no address of {', '.join(sorted(unknown))}, which paths want")
+        _check_ports(self.first_port, self.last_port)
+
+
+@dataclass(frozen=True)
+class WorkerPath:
+    """A path that begins or ends at one worker; the other end is at its `peer`."""
+
+    source: _Rank
+    destination: _Rank
+    spine: _Name
+    hops: Annotated[tuple[_Address, ...], Longest(MOST_HOPS)]  # the spine's addresses
+    peer: _Name  # worker
+    address: _Address  # of the peer
+
+
+@dataclass(frozen=True)
+class WorkerPaths:
+    """One worker's part of the job's `Paths`. `spines`: of the fabric."""
+
+    wanted: Annotated[tuple[WorkerPath, ...], Longest(MOST_PATHS_OF_WORKER)]
+    spines: Annotated[int, Within(1, MOST_HOPS)]
+    first_port: _Port
+    last_port: _Port
+
+    def __post_init__(self) -> None:
+        _check_ports(self.first_port, self.last_port)
+
+
+@dataclass(frozen=True)
 class Member:
     """A worker that holds ranks."""
 
@@ -137,6 +213,7 @@ class Plan:
     evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)  # what it asks for
     probe: Probe | None = None  # of links, that is out
     profile: Profile | None = None  # that is out
+    paths: Paths | None = None  # through the fabric; None: the network chooses
     figures_band: float = 0.05  # a rank's figures are told at once when they leave what was told last by this part
     step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
@@ -158,6 +235,10 @@ class Plan:
                 f"sync_seconds={self.sync_seconds} above 0, garbage_every={self.garbage_every} 0 or a number of steps"
             )
         _check_terms(self.sequence_cost)
+        if self.paths is not None:
+            strangers = {rank for path in self.paths.wanted for rank in (path.source, path.destination)} - set(ranks)
+            if strangers:
+                raise InputError(f"plan.paths.wanted: no member has rank {min(strangers)} of {len(ranks)} ranks")
 
     @property
     def world_size(self) -> int:
@@ -204,6 +285,7 @@ class Plan:
             shares=self.shares if 0 in member.ranks else None,
             sequence_cost=self.sequence_cost if 0 in member.ranks else None,
             secret=self.secret,
+            paths=None if self.paths is None else _paths_of(self.paths, member, self.members),
             **common,
         )
 
@@ -225,6 +307,7 @@ class Plan:
                 "evidence_parts": _parts(data),
                 "probe": None if data.get("probe") is None else _probe(data["probe"]),
                 "profile": None if data.get("profile") is None else _profile(data["profile"]),
+                "paths": None if data.get("paths") is None else read(Paths, data["paths"], "paths"),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -257,6 +340,7 @@ class WorkerPlan:
     evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)
     probe: ProbeTask | None = None
     profile: Profile | None = None
+    paths: WorkerPaths | None = None
     figures_band: float = 0.05
     step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
@@ -285,6 +369,7 @@ class WorkerPlan:
                 "evidence_parts": _parts(data),
                 "probe": None if data.get("probe") is None else _probe_task(data["probe"]),
                 "profile": None if data.get("profile") is None else _profile(data["profile"]),
+                "paths": None if data.get("paths") is None else read(WorkerPaths, data["paths"], "paths"),
             }
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
@@ -308,6 +393,26 @@ def _task(probe: Probe, worker: str) -> ProbeTask | None:
         if source == worker:
             return ProbeTask(probe.name, targets)
     return None
+
+
+def _paths_of(paths: Paths, member: Member, members: Sequence[Member]) -> WorkerPaths:
+    """Those that leave or reach the worker, as many as it takes; what stays within it takes none."""
+    held = set(member.ranks)
+    own = []
+    for path in paths.wanted:
+        if (path.source in held) != (path.destination in held):
+            other = path.destination if path.source in held else path.source
+            peer = next(each for each in members if other in each.ranks)
+            hops = tuple(hop.address for hop in paths.hops if hop.spine == path.spine)
+            own.append(WorkerPath(path.source, path.destination, path.spine, hops, peer.worker, peer.address))
+    spines = len({hop.spine for hop in paths.hops})
+    return WorkerPaths(tuple(own[:MOST_PATHS_OF_WORKER]), max(spines, 1), paths.first_port, paths.last_port)
+
+
+def _check_ports(first: int, last: int) -> None:
+    """Raises InputError where a job has no room in them."""
+    if last - first < LEAST_PORTS:
+        raise InputError(f"plan.paths: ports {first} to {last} are too few; give {LEAST_PORTS} at least")
 
 
 def _parts(data: Mapping[str, Any]) -> tuple[EvidencePart, ...]:

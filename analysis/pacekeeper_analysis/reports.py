@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from .communicators import MOST_COMMUNICATORS, Communicator, check_room, parse_entered
 from .errors import InputError
 from .operations import MOST_CHARACTERS, decode
-from .plan import SyncMode
+from .plan import MOST_PATHS_OF_WORKER, SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
 from .records import Collective, Device, Phase
 
@@ -86,6 +86,29 @@ class GpuHealth:
     power: Annotated[float, Within(0, 1e6)] = 0.0  # W
 
 
+class PathFault(StrEnum):
+    """Why a rank's traffic does not take its planned path. It flows all the same: the network chooses."""
+
+    NONE = ""
+    NO_SHIM = "NoShim"  # the ranks run without it: a pure wheel, another libc or architecture
+    PORTS_TAKEN = "PortsTaken"  # none of the job's ports can be had
+    FILTERED = "Filtered"  # no switch says where packets end (ICMP)
+    NOT_FOUND = "NotFound"  # none of the ports that were tried leads by the wanted spine
+    BLACK_HOLE = "BlackHole"  # what goes by the wanted spine gets no further
+    TRANSLATED = "Translated"  # connections arrive, but none from the peer's address: it is rewritten on the way
+    NOT_TAKEN = "NotTaken"  # the connection came about from another port
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """What has become of a planned path in this round, as the sender's launcher sees it."""
+
+    source: Count  # rank
+    destination: Count  # rank
+    in_force: bool = False  # the connection is seen to be on it
+    fault: PathFault = PathFault.NONE
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """A worker's present state; the launcher writes it, the sidecar sends it with each poll of the plan."""
@@ -120,6 +143,7 @@ class Heartbeat:
     probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
     figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
     gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
+    paths: Annotated[tuple[PathReport, ...], Longest(MOST_PATHS_OF_WORKER)] = ()  # that begin here
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:

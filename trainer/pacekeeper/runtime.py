@@ -26,8 +26,8 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        folders = (self.faults, self.rings, self.communicators, self.snapshots, self.stacks, self.patterns)
-        for folder in (self.root, *folders):
+        folders = (self.faults, self.rings, self.communicators, self.paths, self.snapshots, self.stacks)
+        for folder in (self.root, *folders, self.patterns):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -82,6 +82,10 @@ class Runtime:
         return self.root / "communicators"
 
     @property
+    def paths(self) -> Path:
+        return self.root / "paths"
+
+    @property
     def snapshots(self) -> Path:
         return self.root / "snapshots"
 
@@ -103,6 +107,10 @@ class Runtime:
     def communicators_of(self, local_rank: int) -> Path:
         """Written by the rank: which ranks are in its groups."""
         return self.communicators / f"{local_rank}.json"
+
+    def paths_of(self, local_rank: int) -> Path:
+        """Written by the launcher for the shim in the rank: which ports lead by the planned paths."""
+        return self.paths / str(local_rank)
 
     def stack(self, local_rank: int) -> Path:
         return self.stacks / str(local_rank)

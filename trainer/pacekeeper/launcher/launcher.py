@@ -25,14 +25,17 @@ from . import processes
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
+from .meeting import Status
 from .nccl import has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
+from .paths import PathFinder
 from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
 from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
 from .settings import LauncherSettings
+from .shim import is_preloaded
 from .sockets import SocketFile
 from .warm import Warm
 from .wire import MeetingClient, MeetingHost
@@ -93,6 +96,7 @@ class Launcher:
         self._probe_host = ProbeHost()
         self._prober = Prober(runtime.probes)
         self._sockets = SocketFile(runtime.sockets)
+        self._paths = PathFinder(runtime, settings.address, is_preloaded(), has_gpus(), on_found=self._wake.set)
         self._inspector = Inspector(settings, self._ranks, self.notify)
         self._profiler = usable_plugin() if has_gpus() else None
         self._gpus = open_gpus()
@@ -122,6 +126,7 @@ class Launcher:
             loop.remove_reader(self._warm.connection)
             self._inspector.stop()
             self._prober.close()
+            self._paths.close()
             self._probe_host.close()
             self._ranks.close()
             self._sign.end()
@@ -162,11 +167,12 @@ class Launcher:
         last, ranks = self._heartbeat.last, states.values()
         beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
         ports = {"meeting_port": self._meeting_port, "probe_port": self._probe_listener.getsockname()[1]}
-        self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health), now)
+        self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health, paths=self._paths.reports()), now)
         self._sockets.look(self._ranks.pids_by_rank(), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
+            self._paths.look(now)
             self._inspector.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
@@ -239,7 +245,12 @@ class Launcher:
             if self._host is not None:
                 self._host.admit(plan.membership, plan.secret)
         self._client.attend(address, port, plan.membership, plan.secret)
-        self._client.say(report(self._state, plan, self._settings))
+        said = report(self._state, plan, self._settings)
+        if said.status is Status.READY:
+            # Whoever is still looking for its paths is not: their ports go with the word that it is.
+            found = self._paths.find(plan, self._state.round)
+            said = replace(said, notes=self._paths.notes) if found else replace(said, status=Status.ENDING)
+        self._client.say(said)
 
     async def _serve_meeting(self, store: str) -> None:
         if self._host is not None:
@@ -286,6 +297,7 @@ class Launcher:
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._profiler = plugin_after(self._profiler, self._ranks.exit_codes())
+        self._paths.put_in_force(command.plan, self._client.view.notes if self._client.view is not None else ())
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
         self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 
@@ -356,6 +368,7 @@ def rank_starts(
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
+                "PACEKEEPER_PATHS": str(runtime.paths_of(local_rank)),
                 **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
             },
             ring=str(runtime.ring(local_rank)),

@@ -1,0 +1,122 @@
+"""Which way packets take through the network, found without privileges: by packets that end on their way.
+
+A TCP handshake begins with a packet that may take so many hops only. The switch at which they are used up says so by
+ICMP, and the kernel keeps the switch's address for a socket that asks for errors (IP_RECVERR). Whatever else decides on
+the way, ports included, is as it would be for a connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_IP_RECVERR, _IPV6_RECVERR = 11, 25  # linux/in.h, linux/in6.h: Python names them from 3.14 on
+_ERROR = struct.Struct("=IBBBBII")  # sock_extended_err (linux/errqueue.h); behind it the sockaddr of who sent it
+_TIME_EXCEEDED = {(2, 11), (3, 3)}
+"""(origin, type) of an error: of ICMP, of ICMPv6."""
+_ANSWERED = {errno.ECONNREFUSED, 0}
+"""What a connection comes to whose packet has arrived."""
+
+
+class Probe(NamedTuple):
+    """One packet: from a port of ours to a peer's address and port, `hops` hops far."""
+
+    source_port: int
+    address: str
+    port: int
+    hops: int = 0
+
+
+@dataclass
+class Trace:
+    """What has come of probes. Whose are in neither: nobody answered in time."""
+
+    ends: dict[Probe, str] = field(default_factory=dict)  # the address of the switch, or of the peer, at which it ended
+    taken: set[Probe] = field(default_factory=set)  # those whose port cannot be had here
+
+
+def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.SOCK_STREAM) -> Trace:
+    """Sends them all, and blocks until all are answered or `seconds` are over.
+
+    `own`: the address that they come from. `kind`: SOCK_DGRAM for UDP. They must differ in more than their hops.
+    """
+    found = Trace()
+    poll = select.poll()
+    with contextlib.ExitStack() as opened:
+        waiting: dict[int, tuple[socket.socket, Probe]] = {}
+        for probe in probes:
+            try:
+                sent = opened.enter_context(_send(own, probe, kind))
+            except OSError:
+                found.taken.add(probe)
+                continue
+            waiting[sent.fileno()] = (sent, probe)
+            poll.register(sent, select.POLLOUT if kind == socket.SOCK_STREAM else 0)
+        deadline = time.monotonic() + seconds
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left * 1000):
+                poll.unregister(descriptor)
+                answered, probe = waiting.pop(descriptor)
+                address = _who_answered(answered, probe)
+                if address:
+                    found.ends[probe] = address
+    return found
+
+
+def _send(own: str, probe: Probe, kind: int) -> socket.socket:
+    """Raises OSError where the port is taken, or there is no way at all."""
+    v6 = ipaddress.ip_address(own).version == 6
+    sending = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind)
+    try:
+        sending.setblocking(False)
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kind == socket.SOCK_STREAM:
+            # Closed, it leaves nothing behind that would hold the port.
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        level = socket.IPPROTO_IPV6 if v6 else socket.IPPROTO_IP
+        sending.setsockopt(level, socket.IPV6_UNICAST_HOPS if v6 else socket.IP_TTL, probe.hops)
+        sending.setsockopt(level, _IPV6_RECVERR if v6 else _IP_RECVERR, 1)
+        sending.bind((own, probe.source_port))
+        with contextlib.suppress(BlockingIOError):
+            sending.connect((probe.address, probe.port))
+        if kind == socket.SOCK_DGRAM:
+            sending.send(b"")
+    except OSError:
+        sending.close()
+        raise
+    return sending
+
+
+def _who_answered(answered: socket.socket, probe: Probe) -> str:
+    """ "": somebody who does not say that the packet has come to an end at his place."""
+    try:
+        _, ancillary, _, _ = answered.recvmsg(512, 512, socket.MSG_ERRQUEUE)
+    except OSError:
+        error = answered.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return probe.address if error in _ANSWERED else ""
+    for level, kind, content in ancillary:
+        if (level, kind) in {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}:
+            return _switch(content)
+    return ""
+
+
+def _switch(content: bytes) -> str:
+    """From an error of the queue, the address of the switch at which the packet's hops were used up; "": another."""
+    if len(content) < _ERROR.size + 2:
+        return ""
+    _, origin, kind, *_ = _ERROR.unpack_from(content)
+    (family,) = struct.unpack_from("=H", content, _ERROR.size)
+    # Of sockaddr_in, sockaddr_in6: family, port, (flow,) address.
+    start, length = _ERROR.size + (4 if family == socket.AF_INET else 8), 4 if family == socket.AF_INET else 16
+    address = content[start : start + length]
+    if (origin, kind) not in _TIME_EXCEEDED or len(address) < length:
+        return ""
+    return str(ipaddress.ip_address(address))
