@@ -732,7 +732,7 @@ class LinkException:
 @dataclass(frozen=True)
 class PathControlSpec:
     mode: PathControl = PathControl.OFF
-    ports: str = "20000-29999"
+    ports: tuple[int, int] = (20000, 29999)  # the first and the last
 
 
 @dataclass(frozen=True)
@@ -753,7 +753,7 @@ class FabricSpec:
         """Raises InputError that names the field."""
         if "spines" not in spec:
             raise InputError("spec.spines: is missing; give the number of spines of each plane")
-        return from_json(cls, spec, "spec", {"capacity": parse_rate, "hops": dict})
+        return from_json(cls, spec, "spec", {"capacity": parse_rate, "ports": parse_ports, "hops": dict})
 
 
 @dataclass(frozen=True)
@@ -825,6 +825,18 @@ def parse_rate(text: str) -> float:
     if match is None:
         raise InputError(f"{text!r} is no rate: write bits a second in M, G or T, like 400G")
     return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+
+
+_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """The first and the last of `20000-29999`. Raises InputError."""
+    match = _PORTS.fullmatch(text) if isinstance(text, str) else None
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1024 <= first < last <= 65535:
+        raise InputError(f"{text!r} must be two ports between 1024 and 65535, the lower one first, like 20000-29999")
+    return first, last
 
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")

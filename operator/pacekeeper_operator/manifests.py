@@ -160,6 +160,16 @@ def refused_template(job: Job) -> str:
         return f"spec.template: is not a pod template ({error!r}); compare it with `kubectl explain pod.spec`"
 
 
+def uses_gpus(job: Job) -> bool:
+    """Whether its ranks have GPUs, and so talk by NCCL."""
+    try:
+        containers: list[Mapping[str, Any]] = job.spec.template["spec"]["containers"]
+        trainer = next(container for container in containers if container["name"] == TRAINER)
+        return str(trainer["resources"]["limits"][GPU]) != "0"
+    except (AttributeError, KeyError, StopIteration, TypeError):
+        return False
+
+
 def state_object(job: Job, content: Object, resource_version: str = "") -> Object:
     """The job's TrainingJobState. `resource_version`: of the one that it replaces, for compare-and-swap; "": there is
     none yet."""

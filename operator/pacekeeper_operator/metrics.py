@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from .api import FabricStatus
+
 INCIDENTS = Counter("pacekeeper_incidents", "Incidents opened.", ("cause", "class_", "mode"))
 REMEDIES = Counter("pacekeeper_remedies", "Remedies applied.", ("remedy",))
 OUTCOMES = Counter("pacekeeper_incident_outcomes", "Incidents that are over.", ("cause", "outcome"))
@@ -41,6 +43,15 @@ LINK_SIDES = Gauge(
     "Time for a byte that a rank sends (receives) over the usual, of the slowest sides at that time.",
     ("namespace", "trainingjob", "rank", "side"),
 )
+FABRIC_LINK_LOAD = Gauge(
+    "pacekeeper_fabric_link_load",
+    "Planned load of a link of the Fabric: flows, where all are alike. Up: from the leaf to the spine.",
+    ("fabric", "leaf", "spine", "direction"),
+)
+FABRIC_FLOWS = Gauge("pacekeeper_fabric_flows", "Flows between leaves, of all jobs.", ("fabric",))
+FABRIC_MAX_LOAD = Gauge("pacekeeper_fabric_max_load", "Planned load of the fullest link.", ("fabric",))
+FABRIC_BOUND = Gauge("pacekeeper_fabric_bound", "Load of the fullest link below which no plan comes.", ("fabric",))
+FABRIC_DEAD_LINKS = Gauge("pacekeeper_fabric_dead_links", "Links that carry nothing.", ("fabric",))
 _shown_jobs: set[tuple[str, str]] = set()
 _shown_sides: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
 """(rank, side) that are shown, by namespace and job."""
@@ -61,3 +72,23 @@ def show_links(namespace: str, job: str, hot: int | None, sides: Iterable[tuple[
     elif (namespace, job) in _shown_jobs:
         _shown_jobs.remove((namespace, job))
         HOT_LINKS.remove(namespace, job)
+
+
+def show_fabric(fabric: str, status: FabricStatus | None) -> None:
+    """What is said of it, or nothing any more: as many links as its status shows."""
+    for metric in (FABRIC_LINK_LOAD, FABRIC_FLOWS, FABRIC_MAX_LOAD, FABRIC_BOUND, FABRIC_DEAD_LINKS):
+        metric.clear()
+    if status is None:
+        return
+    for link in status.links:
+        FABRIC_LINK_LOAD.labels(fabric, link.leaf, link.spine, "up").set(link.up)
+        FABRIC_LINK_LOAD.labels(fabric, link.leaf, link.spine, "down").set(link.down)
+    figures = {
+        FABRIC_FLOWS: status.flows,
+        FABRIC_MAX_LOAD: status.max_load,
+        FABRIC_BOUND: status.bound,
+        FABRIC_DEAD_LINKS: status.dead,
+    }
+    for metric, value in figures.items():
+        if value is not None:
+            metric.labels(fabric).set(value)

@@ -10,6 +10,8 @@ from pacekeeper_analysis.fabric.topology import Ints, Topology
 
 from .api import FabricSpec
 
+Ports = tuple[int, int]
+"""The first and the last."""
 Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
 JobName = tuple[str, str]
@@ -30,6 +32,7 @@ class JobTraffic:
     ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
     sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured
     by_nccl: bool = False  # rather than by gloo
+    ports: Ports | None = None  # that its connections take; None: any
     waiting: float = 0.0  # share of its steps that its ranks wait in
     round_seconds: float = 0.0  # what a new round costs it; 0: it does not train yet, or begins a round anyway
 
@@ -75,9 +78,14 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The Fabric in force, as the operator has looked at it last. Soft: made anew from what is written."""
+    """The Fabric in force and all jobs' traffic, as the operator has looked at them last. Soft: made anew from what is
+    written."""
 
     spec: FabricSpec
     wiring: Wiring
     jobs: Mapping[JobName, JobTraffic]
     traffic: Traffic | None  # None: there is nothing to plan on
+
+
+NO_FABRIC = Network(FabricSpec(spines=1), Wiring((), {}, None), {}, None)
+"""Paths are nobody's business."""

@@ -180,7 +180,7 @@ class Surroundings:
     """The cluster around a job, as far as budgets need it."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
-    network: Network | None = None  # None: no Fabric controls paths
+    network: Network | None = None  # None: this operator has not looked at it yet
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first

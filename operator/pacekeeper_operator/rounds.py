@@ -24,6 +24,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             round=max([draft.state.placement.round_seen, *(beat.round for beat in heartbeats)]) + 1,
             members=members,
             shares=plan.shares if same else None,
+            paths=plan.paths if same else None,
             evidence_request="",
             figures_band=(observation.job.spec.detection.straggler_slowdown - 1) / 2,
             probe=None,

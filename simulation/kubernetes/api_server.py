@@ -25,6 +25,7 @@ from .quota import Quotas
 from .tokens import Tokens
 from .watch import Watch
 
+_IDENTITY = ("apiVersion", "kind", "metadata")
 MERGE, JSON, APPLY = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
 _SYSTEM = (
     "name",
@@ -282,7 +283,7 @@ class ApiServer:
         dry_run: bool = False,
     ) -> Object:
         if style == APPLY:
-            return self._apply(kind, place, patch, actor, force=force, dry_run=dry_run)
+            return self._apply(kind, place, patch, actor, subresource, force=force, dry_run=dry_run)
         old = self._objects[kind.plural].get(place)
         if old is None:
             raise not_found(kind, place[1])
@@ -464,16 +465,30 @@ class ApiServer:
         raise ApiError(404, "NotFound", "the server could not find the requested resource", {})
 
     def _apply(
-        self, kind: Kind, place: Key, configuration: Object, actor: Actor, *, force: bool, dry_run: bool
+        self,
+        kind: Kind,
+        place: Key,
+        configuration: Object,
+        actor: Actor,
+        subresource: str,
+        *,
+        force: bool,
+        dry_run: bool,
     ) -> Object:
         name = place[1]
         if not actor.manager:
             words = "Required value: is required for apply patch"
             raise invalid(PATCH_OPTIONS, "", [Cause("fieldManager", words, "FieldValueRequired")])
         old = self._objects[kind.plural].get(place)
-        by = apply.Manager(actor.manager, "Apply")
+        by = apply.Manager(actor.manager, "Apply", subresource)
+        if subresource:
+            configuration = {part: configuration[part] for part in _IDENTITY if part in configuration} | {
+                subresource: configuration.get(subresource, {})
+            }
         uid = configuration["metadata"].get("uid", "")
         version = configuration["metadata"].get("resourceVersion", "")
+        if old is None and subresource:
+            raise not_found(kind, name)
         if old is None:
             if uid:
                 why = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
@@ -490,7 +505,7 @@ class ApiServer:
         new, conflicts = apply.applied(old, configuration, by)
         if conflicts and not force:
             raise _owned_by_others(conflicts, kind)
-        new = admission.decoded(kind, self._reached(kind, old, new, ""), strict=False)
+        new = admission.decoded(kind, self._reached(kind, old, new, subresource), strict=False)
         new = _with_metadata(new, old)
         owners = apply.owners_after(old, new, configuration, by, self._time())
         if new == old and owners == old["metadata"].get("managedFields", []):
@@ -498,7 +513,7 @@ class ApiServer:
         if kind.generation and _wanted(kind, new) != _wanted(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         _let_own(new, owners)
-        return self._finish(kind, old, new, actor, "", "apply", dry_run=dry_run)
+        return self._finish(kind, old, new, actor, subresource, "apply", dry_run=dry_run)
 
     def _marked(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
         """As it is once it has been asked to go within so many seconds; itself where it is to go as soon already."""

@@ -60,9 +60,19 @@ class Kind:
         return f"{self.name}.{self.group}" if self.group else self.name
 
 
-def _custom(plural: str, name: str, *, namespaced: bool = True, status: bool = True) -> Kind:
+def _custom(
+    plural: str, name: str, *, namespaced: bool = True, status: bool = True, owners_of_fields: bool = False
+) -> Kind:
     return Kind(
-        plural, name, "pacekeeper.dev/v1alpha1", namespaced, status, generation=True, unconditional=False, custom=True
+        plural,
+        name,
+        "pacekeeper.dev/v1alpha1",
+        namespaced,
+        status,
+        generation=True,
+        unconditional=False,
+        custom=True,
+        owners_of_fields=owners_of_fields,
     )
 
 
@@ -83,6 +93,7 @@ KINDS: dict[str, Kind] = {
         _custom("trainingjobstates", "TrainingJobState", status=False),
         _custom("incidents", "Incident"),
         _custom("behaviourwindows", "BehaviourWindow", status=False),
+        _custom("fabrics", "Fabric", namespaced=False, owners_of_fields=True),
         _custom("nodequarantines", "NodeQuarantine", namespaced=False),
         _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )

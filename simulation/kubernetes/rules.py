@@ -14,6 +14,7 @@ Rule = Callable[[Any, Any], bool]
 
 _DURATION = re.compile(r"([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?")
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_LABEL = re.compile("([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _MEMBER = "nvidia__dot__com__slash__gpu"
 
 
@@ -39,6 +40,13 @@ def _bounded(least: str, most: str) -> str:
         "!(type(self) == string && self.matches('^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$') && self != '') "
         f"|| (duration(self) >= duration('{least}') && duration(self) <= duration('{most}'))"
     )
+
+
+def _are_ports(text: str) -> bool:
+    if re.fullmatch("[1-9][0-9]{3,4}-[1-9][0-9]{3,4}", text) is None:
+        return False
+    first, last = map(int, text.split("-"))
+    return 1024 <= first < last <= 65535
 
 
 def _was_suspended(old: Any) -> bool:
@@ -97,6 +105,21 @@ RULES: Mapping[str, Rule] = {
     _bounded("1m", "720h"): _within(60, 720 * 3600),
     _bounded("10s", "1h"): _within(10, 3600),
     _bounded("1m", "8760h"): _within(60, 8760 * 3600),
+    # Fabric
+    "!has(self.pathControl) || self.pathControl.mode != 'Probe' || has(self.hops) && size(self.hops) > 0": (
+        lambda spec, _: spec.get("pathControl", {}).get("mode") != "Probe" or bool(spec.get("hops"))
+    ),
+    "self.matches('^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$')": (
+        lambda name, _: _LABEL.fullmatch(name) is not None
+    ),
+    "self.matches('^[1-9][0-9]{0,5}([.][0-9]{1,3})?[MGT]$')": (
+        lambda rate, _: re.fullmatch(r"[1-9][0-9]{0,5}([.][0-9]{1,3})?[MGT]", rate) is not None
+    ),
+    "(self.state == 'Slow') == has(self.capacity)": lambda link, _: (link["state"] == "Slow") == ("capacity" in link),
+    "self.matches('^[1-9][0-9]{3,4}-[1-9][0-9]{3,4}$') && int(self.split('-')[0]) >= 1024 "
+    "&& int(self.split('-')[0]) < int(self.split('-')[1]) && int(self.split('-')[1]) <= 65535": (
+        lambda ports, _: _are_ports(ports)
+    ),
     # TrainingJob
     "self.metadata.name.size() <= 40 && self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')": (
         lambda job, _: len(job["metadata"]["name"]) <= 40 and _NAME.fullmatch(job["metadata"]["name"]) is not None

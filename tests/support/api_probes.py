@@ -27,6 +27,7 @@ _PLACES: Mapping[str, tuple[str, bool]] = {
     "trainingjobstates": (f"/apis/{GROUP}", True),
     "incidents": (f"/apis/{GROUP}", True),
     "nodequarantines": (f"/apis/{GROUP}", False),
+    "fabrics": (f"/apis/{GROUP}", False),
 }
 
 
@@ -118,11 +119,13 @@ class Api:
         path = self.path(plural, name, subresource)
         return Saw(*self.server.request("PATCH", path, {"fieldManager": manager}, body, style))
 
-    def apply(self, plural: str, name: str, body: Object, manager: str, *, force: bool = True) -> Saw:
+    def apply(
+        self, plural: str, name: str, body: Object, manager: str, subresource: str = "", *, force: bool = True
+    ) -> Saw:
         metadata = {"name": name, **body.get("metadata", {})}
         sent = {"apiVersion": _version(plural), "kind": _KINDS[plural], **body, "metadata": metadata}
         query = {"fieldManager": manager} | ({"force": "true"} if force else {})
-        return Saw(*self.server.request("PATCH", self.path(plural, name), query, sent, APPLY))
+        return Saw(*self.server.request("PATCH", self.path(plural, name, subresource), query, sent, APPLY))
 
     def delete(self, plural: str, name: str, namespace: str | None = None, **options: Any) -> Saw:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
@@ -190,6 +193,7 @@ _KINDS = {
     "trainingjobstates": "TrainingJobState",
     "incidents": "Incident",
     "nodequarantines": "NodeQuarantine",
+    "fabrics": "Fabric",
 }
 
 
@@ -960,6 +964,20 @@ def applying_to_a_certain_object(api: Api) -> Sequence[object]:
     )
 
 
+@probe("404 NotFound", "200", {"flows": 3, "bound": 2}, 4, {"flows": 5}, True)
+def applying_a_status(api: Api) -> Sequence[object]:
+    """Nothing else of the body counts, nor is anything made; fields that are named no longer go."""
+    nowhere = api.apply("fabrics", "probe-nowhere", {"status": {"flows": 3}}, "one", "status")
+    made = api.create("fabrics", {"metadata": {"name": "probe-fabric"}, "spec": {"spines": 4}})
+    body = {"metadata": {"uid": made.metadata["uid"]}, "spec": {"spines": 9}, "status": {"flows": 3, "bound": 2}}
+    first = api.apply("fabrics", "probe-fabric", body, "one", "status")
+    second = api.apply("fabrics", "probe-fabric", {"status": {"flows": 5}}, "one", "status")
+    again = api.apply("fabrics", "probe-fabric", {"status": {"flows": 5}}, "one", "status")
+    api.delete("fabrics", "probe-fabric")
+    status = second.body["status"]
+    return nowhere, first, first.body["status"], first.body["spec"]["spines"], status, again.version == second.version
+
+
 @probe(["probe Update"], ["one Apply"])
 def an_update_takes_what_it_changes(api: Api) -> Sequence[object]:
     api.apply("configmaps", "taken", {"data": {"a": "1", "b": "1"}}, "one")
@@ -1205,6 +1223,52 @@ def an_incident_is_written_once(api: Api) -> Sequence[object]:
         api.create("incidents", {**wrong, "spec": {**wrong["spec"], "class": "Bad"}}),
         api.patch("incidents", "once", {"metadata": {"annotations": {"a": "b"}}}),
     )
+
+
+@probe(
+    "422 Invalid spec.spines",
+    "422 Invalid spec.spines",
+    "422 Invalid spec.pathControl",
+    "422 Invalid spec.pathControl.ports",
+    "422 Invalid spec.pathControl.ports",
+    "422 Invalid spec.uplink.capacity",
+    "422 Invalid spec.levels[0].nodeLabel",
+    "422 Invalid spec.exceptions[0]",
+    "422 Invalid spec.exceptions[0]",
+    "422 Invalid spec.exceptions[1]",
+    "422 Invalid spec.linkQuery",
+    "201",
+)
+def rules_of_fabrics(api: Api) -> Sequence[object]:
+    def made(name: str = "probe-bad", **spec: Any) -> Saw:
+        return api.create("fabrics", {"metadata": {"name": name}, "spec": {"spines": 4, **spec}})
+
+    link = {"leaf": "l1", "spine": "s1"}
+    whole: dict[str, Any] = {
+        "levels": [{"nodeLabel": "fabric.topograph.run/tier-0"}],
+        "planes": 2,
+        "uplink": {"capacity": "1.6T", "parallel": 2},
+        "exceptions": [link, {"leaf": "l2", "spine": "s1", "state": "Slow", "capacity": "100G"}],
+        "hops": {"10.98.1.3": "s1"},
+        "linkQuery": "min by (leaf, spine) (link_bits)",
+        "pathControl": {"mode": "Probe", "ports": "20000-29999"},
+    }
+    seen = (
+        made(spines=0),
+        api.create("fabrics", {"metadata": {"name": "probe-bad"}, "spec": {}}),
+        made(pathControl={"mode": "Probe"}),
+        made(pathControl={"ports": "29999-20000"}),
+        made(pathControl={"ports": "20000-70000"}),
+        made(uplink={"capacity": "400"}),
+        made(levels=[{"nodeLabel": "no label"}]),
+        made(exceptions=[{**link, "state": "Slow"}]),
+        made(exceptions=[{**link, "capacity": "100G"}]),
+        made(exceptions=[link, link]),
+        made(linkQuery="  "),
+        made("probe-good", **whole),
+    )
+    api.delete("fabrics", "probe-good")
+    return seen
 
 
 @probe(

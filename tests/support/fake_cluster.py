@@ -90,9 +90,14 @@ class FakeCluster(Cluster):
         else:
             del self.objects[key]
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str) -> Object:
-        """Server-side apply of `spec.unschedulable`, the only field that the operator applies."""
+    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+        """Server-side apply of `spec.unschedulable`, or of a whole status: the operator applies nothing else."""
         before = await self.get(kind, body["metadata"]["name"])
+        if subresource:
+            if body["metadata"]["uid"] != before["metadata"]["uid"]:
+                raise Conflict("it is another one by now")
+            key = kind.plural, "", body["metadata"]["name"]
+            return self._store(key, {**before, subresource: copy.deepcopy(body[subresource])})
         others = [m for m in before["metadata"].get("managedFields", []) if m["manager"] != manager]
         wanted = body.get("spec")
         entry = {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}

@@ -120,10 +120,11 @@ class _Planner:
         self._source: list[int] = flows.source.tolist()
         self._destination: list[int] = flows.destination.tolist()
         self._weight: list[int] = flows.weight.tolist()
-        self._fixed = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
         self._alive_up: list[bool] = (topology.up > 0).ravel().tolist()
         self._alive_down: list[bool] = (topology.down > 0).ravel().tolist()
         self._before = living(topology, flows, present)
+        held = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
+        self._fixed = held & (self._before != WITHIN)
         self._way: list[int] = self._before.tolist()
         self._on_links: tuple[list[list[int]], list[list[int]]] | None = None
         self.bound = bound(topology, flows)

@@ -22,6 +22,7 @@ from . import (
     membership,
     news,
     node_lost,
+    paths,
     preflight,
     profile,
     round_failed,
@@ -85,6 +86,8 @@ STEPS: tuple[tuple[str, Step], ...] = (
     # Who holds the ranks, now that it is known who cannot; and what launchers may do by themselves until the next pass.
     ("membership", membership.step),
     ("restarts", membership.allow_restarts),
+    # By which ways they talk, once it is known who they are.
+    ("paths", paths.step),
     # Once more: a decision may have ended what it dealt with.
     ("verify again", verify.step),
     # Which pods there shall be: last, since all of the above gives workers up or seats them.

@@ -42,10 +42,10 @@ def _suspend(observation: Observation) -> Draft:
     if draft.plan.stop is Stop.NO:
         draft = draft.with_plan(stop=Stop.SUSPEND, evidence_request="").with_life(stopped_at=observation.now)
     if not draft.state.placement.workers and draft.plan.members:
-        draft = draft.with_plan(members=(), shares=None)
+        draft = draft.with_plan(members=(), shares=None, paths=None)
     gone = {view.name for view in observation.workers if view.pod is None}
     if draft.plan.members and all(member.worker in gone for member in draft.plan.members):
-        draft = draft.with_plan(members=(), shares=None)
+        draft = draft.with_plan(members=(), shares=None, paths=None)
     return draft
 
 
@@ -55,7 +55,7 @@ def _resume(observation: Observation) -> Draft:
     if observation.job.spec.suspend or draft.plan.stop is not Stop.SUSPEND or leaving:
         return draft
     return (
-        draft.with_plan(stop=Stop.NO, members=(), shares=None, sequence_cost=None)
+        draft.with_plan(stop=Stop.NO, members=(), shares=None, paths=None, sequence_cost=None)
         .with_life(start_time=observation.now, finished=())
         .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
         .with_incidents(settled=())

@@ -8,17 +8,18 @@ the middle has changed some plans and others not: the next look ends the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.fabric import assign as assigning
 from pacekeeper_analysis.fabric import load, patterns, planes
 from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign
 from pacekeeper_analysis.fabric.topology import WITHIN, Ints, Topology
 
-from ..network import JobTraffic, JobName, Pair, Traffic, Wiring
+from ..network import JobName, JobTraffic, Pair, Traffic, Wiring
 
 HORIZON_SECONDS = 600.0
 """What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
@@ -42,6 +43,15 @@ def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
     return _told(wiring.topology, table, chosen, gain)
 
 
+def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapping[Pair, int]:
+    """Ways of one job around those of the others, nobody of whom moves."""
+    if wiring.topology is None:
+        return {}
+    table = _table(wiring, [*others, own])
+    found = _assigned(wiring.topology, table, frozenset())
+    return _told(wiring.topology, table, found, 0.0).ways[own.name]
+
+
 def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
     """Which of the jobs may be moved, by their places: those whose rounds cost least, ever more of them."""
     cheapest = sorted(range(len(jobs)), key=lambda place: jobs[place].round_cost)
@@ -51,6 +61,15 @@ def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
         if count >= len(cheapest):
             return
         count *= 2
+
+
+def living(wiring: Wiring, job: JobTraffic) -> Mapping[Pair, int]:
+    """The ways that its plan names, as far as they are alive."""
+    if wiring.topology is None:
+        return {}
+    table = _table(wiring, [job])
+    ways = assigning.living(wiring.topology, table.flows, table.present.tolist())
+    return {pair: way for pair, way in zip(table.pairs, ways.tolist(), strict=True) if way != WITHIN}
 
 
 def edges(job: JobTraffic) -> list[Pair]:

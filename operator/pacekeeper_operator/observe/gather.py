@@ -11,6 +11,7 @@ from dataclasses import replace
 from ..api import LABEL_JOB, Cause, Class, Job, JobPhase
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
+from ..network import Network
 from ..observation import (
     FRESH_SECONDS,
     HEARD_SECONDS,
@@ -139,7 +140,13 @@ async def _unknown() -> None:
 
 
 def surroundings(
-    memory: Memory, job: Job, draft: Draft, nodes: Iterable[NodeView], now: float, levels: Sequence[str] = ()
+    memory: Memory,
+    job: Job,
+    draft: Draft,
+    nodes: Iterable[NodeView],
+    now: float,
+    levels: Sequence[str] = (),
+    network: Network | None = None,
 ) -> Surroundings:
     """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, nor waited
     for: that it has hung on a node is a reason to ask about the node, no more. That it is heard at all shows that the
@@ -169,6 +176,7 @@ def surroundings(
     return Surroundings(
         nodes={node.name: node for node in nodes},
         levels=tuple(levels),
+        network=network,
         suspects=frozenset(suspects),
         older_job_waits=older,
         hung_nodes=hung,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from pacekeeper_analysis.diagnose import links
 from pacekeeper_analysis.plan import Plan, Stop
 
-from ..api import TRAINER, Job, JobPhase
-from ..decide.paths import ways_of
-from ..manifests import GPU
+from ..api import JobPhase
+from ..decide.paths import ports_of, ways_of
+from ..manifests import uses_gpus
 from ..network import JobName, JobTraffic, Pair, Seat
 from .memory import JobMemory, Memory
 
@@ -27,7 +26,13 @@ def of_jobs(memory: Memory) -> dict[JobName, JobTraffic]:
 def of_job(name: JobName, memory: JobMemory) -> JobTraffic | None:
     """None: it sends nothing."""
     job, draft = memory.job, memory.draft
-    if job is None or draft is None or not draft.plan.members or draft.plan.stop is not Stop.NO or draft.state.life.over:
+    if (
+        job is None
+        or draft is None
+        or not draft.plan.members
+        or draft.plan.stop is not Stop.NO
+        or draft.state.life.over
+    ):
         return None
     node = {worker.name: worker.node for worker in draft.state.placement.workers}
     trains = memory.phase is JobPhase.RUNNING
@@ -37,20 +42,11 @@ def of_job(name: JobName, memory: JobMemory) -> JobTraffic | None:
         ways=ways_of(draft.plan),
         sent=_sent(memory, draft.plan, node),
         by_nccl=uses_gpus(job),
+        ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.
         waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
         round_seconds=(draft.state.budget.restart_seconds or GUESSED_ROUND_SECONDS) if trains else 0.0,
     )
-
-
-def uses_gpus(job: Job) -> bool:
-    """Whether its ranks have GPUs, and so talk by NCCL."""
-    try:
-        containers: list[Mapping[str, Any]] = job.spec.template["spec"]["containers"]
-        trainer = next(container for container in containers if container["name"] == TRAINER)
-        return str(trainer["resources"]["limits"][GPU]) != "0"
-    except (AttributeError, KeyError, StopIteration, TypeError):
-        return False
 
 
 def _sent(memory: JobMemory, plan: Plan, node: Mapping[str, str]) -> Mapping[Pair, float]:

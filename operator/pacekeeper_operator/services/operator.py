@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import kopf
 
@@ -14,7 +14,9 @@ from ..api import LABEL_JOB, Fabric, Job, JobPhase
 from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
+from ..network import Network
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
+from ..observe import traffic
 from ..observe.memory import Memory
 from ..observe.prometheus import Prometheus, Sample
 from ..observe.store import Shelf
@@ -57,6 +59,7 @@ class Operator:
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
+    network: Network | None = None  # as services.fabrics has looked at it last
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
@@ -89,6 +92,15 @@ class Operator:
     def levels(self) -> tuple[str, ...]:
         """Labels of nodes by which the Fabric says where they are, from the leaf outward."""
         return tuple(level.node_label for level in self.fabric.spec.levels) if self.fabric else ()
+
+    def hear_of_traffic(self, job: Job) -> None:
+        """Its plan has been written: those of others that are planned next go around it at once."""
+        name = job.namespace, job.name
+        found = traffic.of_job(name, self.memory.of(job))
+        if self.network is None or found == self.network.jobs.get(name):
+            return
+        others = {other: known for other, known in self.network.jobs.items() if other != name}
+        self.network = replace(self.network, jobs=others if found is None else {**others, name: found})
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed once: before, nothing is known of any job."""

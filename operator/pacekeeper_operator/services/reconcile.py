@@ -133,7 +133,7 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
         memory,
         gather.of(operator.pods, job),
         memory.metrics,
-        gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now, operator.levels),
+        gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now, operator.levels, operator.network),
         now,
     )
     observation = replace(observation, dice=operator.runtime.identifier())
@@ -162,6 +162,7 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
     except (Conflict, NotFound):  # somebody else has written, or deleted it
         memory.resource_version = ""  # to be read anew
         raise
+    operator.hear_of_traffic(desk.job)
     if before is not None and before.plan.sync_mode is not draft.plan.sync_mode:
         note = f"{before.plan.sync_mode} → {draft.plan.sync_mode}: {draft.state.adaptation.mode_reason}"
         await events.tell(operator, desk.job, "SyncModeChanged", note, "ChangeSyncMode")

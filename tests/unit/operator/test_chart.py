@@ -24,7 +24,7 @@ AGGREGATE = "rbac.authorization.k8s.io/aggregate-to-"
 SUBJECTS = [{"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}]
 SCENARIOS = sorted(CHART.glob("ci/*-values.yaml"))
 WATCHED = {
-    "": {"nodequarantines", "nodes", "namespaces", "customresourcedefinitions"},
+    "": {"nodequarantines", "fabrics", "nodes", "namespaces", "customresourcedefinitions"},
     "-jobs": {"trainingjobs", "trainingjobstates", "incidents", "pods", "networkpolicies"},
 }
 """By the role's name, behind the release's."""
@@ -65,7 +65,7 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
     assert {name: found["spec"] for name, found in rendered.items()} == {
         definition["metadata"]["name"]: definition["spec"] for definition in canonical
     }
-    assert len(canonical) == 6
+    assert len(canonical) == 7
     for found in rendered.values():
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
@@ -192,6 +192,9 @@ def test_rights_that_reach_far_are_few() -> None:
     assert "patch" not in jobs["", "pods", ""]
     assert jobs["", "configmaps", ""] == {"get", "delete"}
     assert "create" not in jobs["pacekeeper.dev", "trainingjobs", ""]
+    everywhere = rules(objects, "ClusterRole")
+    assert everywhere["pacekeeper.dev", "fabrics", ""] == READ, "what the network is, the platform team says"
+    assert everywhere["pacekeeper.dev", "fabrics/status", ""] == {"patch"}
 
 
 def test_rights_on_config_maps_end_with_the_migration() -> None:
@@ -277,7 +280,9 @@ def test_roles_that_reach_every_tenant() -> None:
     }
     for found in (view, edit):
         given = rules(rendered, "ClusterRole", found["metadata"]["name"])
-        assert not [resource for _, resource, _ in given if resource in ("nodequarantines", "nodes", "configmaps")]
+        assert not [
+            resource for _, resource, _ in given if resource in ("nodequarantines", "fabrics", "nodes", "configmaps")
+        ]
         written = {resource for (_, resource, _), verbs in given.items() if verbs - READ}
         assert written <= {"trainingjobs", "trainingjobs/scale", "incidents"}
         assert given["pacekeeper.dev", "incidents", ""] <= READ | {"delete"}
@@ -295,6 +300,7 @@ def test_the_platforms_role_approves_quarantines_and_pauses() -> None:
     rendered = helm_template()
     cluster = rules(rendered, "ClusterRole", f"{RELEASE}-platform")
     assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "nodequarantines", ""]
+    assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "fabrics", ""]
     assert cluster["", "nodes", ""] == READ, "nodes are touched through NodeQuarantines"
     own = rules(rendered, "Role", f"{RELEASE}-platform")
     assert {resource for _, resource, _ in own} == {"configmaps"}

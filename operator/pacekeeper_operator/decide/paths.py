@@ -1,0 +1,113 @@
+"""Which paths through the fabric stand in a job's plan: those that joint planning wants, where they can be followed.
+
+What stands there holds from the next round on. Whose ranks train keeps each way that is alive: a round only for another
+one is a remedy, with a price.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from pacekeeper_analysis.plan import LEAST_PORTS, MOST_PATHS, Hop, Paths, Plan, PlannedPath
+
+from ..api import FabricSpec, PathControl
+from ..manifests import uses_gpus
+from ..network import JobTraffic, Network, Pair, Ports, Seat
+from ..observation import Observation, Policy
+from ..state import Draft
+from . import traffic
+from .wiring import spine_of, way_of
+
+PORTS = 2 * LEAST_PORTS
+"""Of a job."""
+
+
+def step(observation: Observation, _policy: Policy) -> Draft:
+    """The plan with its paths: none where no Fabric controls them, or there are no members."""
+    network, draft = observation.surroundings.network, observation.draft
+    if network is None:
+        return draft  # this operator has not looked yet
+    wanted = _wanted(observation, network)
+    return draft if wanted == draft.plan.paths else draft.with_plan(paths=wanted)
+
+
+def ways_of(plan: Plan) -> Mapping[Pair, int]:
+    """That it names, by pairs of ranks."""
+    named = plan.paths.wanted if plan.paths is not None else ()
+    ways = ((path.source, path.destination, way_of(path.spine)) for path in named)
+    return {(source, destination): way for source, destination, way in ways if way is not None}
+
+
+def ports_of(plan: Plan) -> Ports | None:
+    return None if plan.paths is None else (plan.paths.first_port, plan.paths.last_port)
+
+
+def hops_of(spec: FabricSpec) -> tuple[Hop, ...]:
+    """Addresses that answer for spines that there are; what is no address answers for nobody."""
+    known = {spine_of(way) for way in range(spec.planes * spec.spines)}
+    hops = (Hop(address, spine) for address, spine in spec.hops.items() if spine in known and _is_address(address))
+    return tuple(sorted(hops, key=lambda hop: (hop.spine, hop.address)))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _wanted(observation: Observation, network: Network) -> Paths | None:
+    if network.spec.path_control.mode is not PathControl.PROBE or not observation.plan.members:
+        return None
+    own = _own(observation)
+    hops, ports = hops_of(network.spec), _ports(network, own)
+    answering = {hop.spine for hop in hops}
+    paths = [
+        PlannedPath(*pair, spine_of(way))
+        for pair, way in sorted(_ways(network, own, trains=observation.training_since is not None).items())
+        if spine_of(way) in answering
+    ]
+    return None if ports is None or not paths else Paths(tuple(paths[:MOST_PATHS]), hops, *ports)
+
+
+def _own(observation: Observation) -> JobTraffic:
+    job, node = observation.job, {view.name: view.node for view in observation.workers}
+    seats = tuple(Seat(node.get(member.worker, ""), member.ranks) for member in observation.plan.members)
+    plan = observation.plan
+    return JobTraffic((job.namespace, job.name), seats, ways_of(plan), by_nccl=uses_gpus(job), ports=ports_of(plan))
+
+
+def _ways(network: Network, own: JobTraffic, *, trains: bool) -> Mapping[Pair, int]:
+    looked_at = network.jobs.get(own.name)
+    if network.traffic is not None and looked_at is not None and looked_at.seats == own.seats:
+        wanted = network.traffic.ways[own.name]
+    else:  # its members have just changed
+        others = [job for name, job in network.jobs.items() if name != own.name]
+        wanted = traffic.place(network.wiring, others, own)
+    if not trains:
+        return wanted
+    living = traffic.living(network.wiring, own)
+    return {pair: living.get(pair, way) for pair, way in wanted.items()}
+
+
+def _ports(network: Network, own: JobTraffic) -> Ports | None:
+    """A range that no other job has on its nodes: its own as long as it is one, else the first; None: there is none."""
+    first, last = network.spec.path_control.ports
+    nodes = {seat.node for seat in own.seats}
+    taken = {
+        name: job.ports
+        for name, job in network.jobs.items()
+        if name != own.name and job.ports is not None and not nodes.isdisjoint(seat.node for seat in job.seats)
+    }
+    ranges = [(start, start + PORTS - 1) for start in range(first, last - PORTS + 2, PORTS)]
+    # Of two jobs that have taken the same at once, one gives way.
+    before = [ports for name, ports in taken.items() if name < own.name]
+    if own.ports in ranges and not any(_overlap(own.ports, other) for other in before):
+        return own.ports
+    return next((one for one in ranges if not any(_overlap(one, other) for other in taken.values())), None)
+
+
+def _overlap(one: Ports, other: Ports) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]

@@ -1,0 +1,136 @@
+"""The Fabric in force: what its links carry, what all jobs send through it, which ways that shall take, and its status.
+
+Level-triggered, and nothing is kept that is not written elsewhere: ways stand in the jobs' plans, which each job's own
+pass writes. A look that finds all as it was plans nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import kopf
+
+from .. import metrics
+from ..api import API_VERSION, FIELD_MANAGER_FABRIC, Fabric, FabricSpec, FabricStatus, PathControl
+from ..cluster import FABRICS, Conflict, NotFound
+from ..decide import fabric_status, traffic
+from ..decide.wiring import LinkRates, wire
+from ..network import NO_FABRIC, JobName, JobTraffic, Network, Traffic, Wiring
+from ..observation import NodeView
+from ..observe import traffic as sent
+from ..observe.prometheus import LinkAnswer
+from .operator import Operator
+
+LOOK_SECONDS = 2.0
+IDLE_SECONDS = 30.0
+"""Between two looks where there is no Fabric: its watch tells of one at once."""
+RETRY_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+
+async def watch_over(operator: Operator) -> None:
+    """Looks at Fabrics until it is cancelled: again and again while there is one, and when one changes."""
+    await operator.know()
+    keeper = Keeper(operator)
+    while True:
+        operator.fabrics_changed.clear()
+        delay = RETRY_SECONDS
+        try:
+            delay = await keeper.look()
+        except (kopf.TemporaryError, kopf.PermanentError) as error:
+            log.warning("Fabrics cannot be looked at, which is tried again: %s", error)
+        except Exception:
+            log.exception("Fabrics cannot be looked at, which is tried again")
+        with suppress(TimeoutError):
+            await operator.runtime.within(delay, operator.fabrics_changed.wait())
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a plan is made from: where it is as before, so is the plan."""
+
+    spec: FabricSpec
+    rates: LinkRates
+    nodes: tuple[NodeView, ...]
+    jobs: Mapping[JobName, JobTraffic]
+
+
+class Keeper:
+    """Looks at Fabrics. What it remembers saves work, no more."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self._levels = operator.levels
+        self._rates: LinkRates = {}  # as the query has told them last
+        self._planned: tuple[_Inputs, Wiring, Traffic | None] | None = None
+
+    async def look(self) -> float:
+        """Seconds until the next look is wanted, if nothing changes."""
+        operator = self._operator
+        fabric = operator.fabric
+        if self._levels != operator.levels:
+            await operator.nodes.read(operator.cluster, ())  # for the labels that did not matter before
+            self._levels = operator.levels
+        for other in operator.fabrics:
+            if other != fabric:
+                await self._tell(other, fabric_status.report_idle(other, fabric, operator.runtime.now()))
+        if fabric is None:
+            operator.network = NO_FABRIC
+            metrics.show_fabric("", None)
+            return IDLE_SECONDS
+        answer = await self._ask(fabric)
+        inputs = _Inputs(fabric.spec, self._rates, tuple(operator.nodes), sent.of_jobs(operator.memory))
+        wiring, planned = await self._plan(inputs)
+        operator.network = Network(fabric.spec, wiring, inputs.jobs, planned)
+        if fabric.spec.path_control.mode is PathControl.PROBE:
+            self._wake(inputs.jobs.values(), planned)
+        held = {seat.node for job in inputs.jobs.values() for seat in job.seats if seat.node}
+        unlabelled = tuple(sorted(held - set(wiring.leaf_of)))
+        seen = fabric_status.Seen(wiring, planned, unlabelled, answer.trouble)
+        status = fabric_status.report(fabric, seen, operator.runtime.now())
+        metrics.show_fabric(fabric.name, status)
+        await self._tell(fabric, status)
+        return LOOK_SECONDS
+
+    async def _ask(self, fabric: Fabric) -> LinkAnswer:
+        """While nobody answers, links are as they were when somebody did."""
+        if not fabric.spec.link_query:
+            self._rates = {}
+            return LinkAnswer({})
+        answer = await self._operator.prometheus.link_rates(fabric.spec.link_query)
+        if answer.rates or not answer.trouble:
+            self._rates = answer.rates
+        return answer
+
+    async def _plan(self, inputs: _Inputs) -> tuple[Wiring, Traffic | None]:
+        if self._planned is None or self._planned[0] != inputs:
+            wiring, planned = await self._operator.runtime.compute(lambda: _plan(inputs))
+            self._planned = inputs, wiring, planned
+        return self._planned[1:]
+
+    def _wake(self, jobs: Iterable[JobTraffic], planned: Traffic | None) -> None:
+        """The jobs whose plans name other ways so far."""
+        for job in jobs:
+            if planned is not None and planned.ways[job.name] != job.ways:
+                self._operator.memory.wake(*job.name)
+
+    async def _tell(self, fabric: Fabric, status: FabricStatus) -> None:
+        """By server-side apply, where it says something new; the UID keeps a Fabric's word from its successor."""
+        if status == fabric.status:
+            return
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": "Fabric",
+            "metadata": {"name": fabric.name, "uid": fabric.uid},
+            "status": status.to_json(),
+        }
+        with suppress(NotFound, Conflict):  # it has gone meanwhile
+            await self._operator.cluster.apply(FABRICS, body, manager=FIELD_MANAGER_FABRIC, subresource="status")
+
+
+def _plan(inputs: _Inputs) -> tuple[Wiring, Traffic | None]:
+    wiring = wire(inputs.spec, inputs.nodes, inputs.rates)
+    return wiring, traffic.plan(wiring, list(inputs.jobs.values()))
