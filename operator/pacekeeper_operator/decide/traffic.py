@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,20 +100,27 @@ class _Table:
 
 
 def _table(wiring: Wiring, jobs: Sequence[JobTraffic]) -> _Table:
-    rows: list[tuple[int, Pair, str, str, int]] = []
+    rows: list[_Row] = []
     for number, (job, weights) in enumerate(zip(jobs, _weights(jobs), strict=True)):
         node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
         for pair, weight in weights.items():
             source, destination = (wiring.leaf_of.get(node[rank]) for rank in pair)
             if source is not None and destination is not None and source != destination:
-                rows.append((number, pair, node[pair[0]], node[pair[1]], weight))
+                rows.append(_Row(number, pair, node[pair[0]], node[pair[1]], weight))
     nodes = {name: number for number, name in enumerate(wiring.leaf_of)}
-    sender, receiver = ([nodes[row[place]] for row in rows] for place in (2, 3))
-    leaves = np.array([wiring.leaf_of[name] for name in nodes], dtype=np.int64)
-    flows = Flows(leaves[_ints(sender)], leaves[_ints(receiver)], _ints([row[4] for row in rows]))
-    present = _ints([jobs[number].ways.get(pair, WITHIN) for number, pair, *_ in rows])
-    of_job = _ints([row[0] for row in rows])
-    return _Table(jobs, [row[1] for row in rows], of_job, _ints(sender), _ints(receiver), flows, present)
+    sender, receiver = _ints(nodes[row.sender] for row in rows), _ints(nodes[row.receiver] for row in rows)
+    leaves = _ints(wiring.leaf_of.values())
+    flows = Flows(leaves[sender], leaves[receiver], _ints(row.weight for row in rows))
+    present = _ints(jobs[row.job].ways.get(row.pair, WITHIN) for row in rows)
+    return _Table(jobs, [row.pair for row in rows], _ints(row.job for row in rows), sender, receiver, flows, present)
+
+
+class _Row(NamedTuple):
+    job: int
+    pair: Pair
+    sender: str
+    receiver: str
+    weight: int
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -19,7 +19,8 @@ def nodes(**leaf: str) -> list[NodeView]:
 
 
 def spec(**changes: Any) -> FabricSpec:
-    return FabricSpec(**({"spines": 3, "levels": (LevelSpec("leaf"),)} | changes))
+    values: dict[str, Any] = {"spines": 3, "levels": (LevelSpec("leaf"),)}
+    return FabricSpec(**(values | changes))
 
 
 def links(found: Wiring) -> list[list[int]]:

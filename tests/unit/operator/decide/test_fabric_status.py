@@ -1,0 +1,242 @@
+"""What is said of a Fabric."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_operator.api import (
+    ConditionStatus,
+    Fabric,
+    FabricCondition,
+    FabricLink,
+    FabricReason,
+    FabricSpec,
+    FabricStatus,
+    LevelSpec,
+    LinkException,
+    LinkState,
+    PathControl,
+    PathControlSpec,
+)
+from pacekeeper_operator.decide import traffic
+from pacekeeper_operator.decide.fabric_status import MAX_LINKS, Seen, in_force, report, report_idle
+from pacekeeper_operator.decide.wiring import wire
+from pacekeeper_operator.network import JobTraffic, Seat
+from pacekeeper_operator.observation import NodeView
+from tests.support.schema import faults, schema
+
+NOW = 1_000_000.0
+
+
+def fabric(mode: PathControl = PathControl.PROBE, **changes: Any) -> Fabric:
+    values: dict[str, Any] = {"spines": 2, "levels": (LevelSpec("leaf"),), "hops": {"10.0.0.1": "s1"}}
+    values |= changes
+    return Fabric("f", "uid", 7, NOW - 100, FabricSpec(path_control=PathControlSpec(mode), **values))
+
+
+def seen(of: Fabric, leaves: str = "ab", jobs: int = 1, **changes: Any) -> Seen:
+    nodes = [NodeView(f"{leaf}{n}", leaf, labels={"leaf": leaf}) for leaf in leaves for n in range(9)]
+    wiring = wire(of.spec, nodes, changes.pop("told", {}))
+    each = [JobTraffic(("team", f"j{n}"), (Seat(f"a{n}", (0,)), Seat(f"b{n}", (1,)))) for n in range(jobs)]
+    return Seen(wiring, traffic.plan(wiring, each), **changes)
+
+
+def condition(status: FabricStatus, name: FabricCondition) -> tuple[str, str, str]:
+    found = next(one for one in status.conditions if one.type == name)
+    return found.status, found.reason, found.message
+
+
+def test_a_fabric_whose_flows_have_all_their_ways() -> None:
+    status = report(fabric(), seen(fabric(), jobs=3), NOW)
+    assert (status.leaves, status.flows, status.max_load, status.bound, status.dead, status.moved) == (2, 6, 2, 2, 0, 0)
+    assert status.observed_generation == 7
+    assert condition(status, FabricCondition.IN_FORCE)[:2] == ("True", FabricReason.OLDEST)
+    assert condition(status, FabricCondition.LEAVES_KNOWN)[:2] == ("True", FabricReason.LABELLED)
+    assert condition(status, FabricCondition.LINKS_KNOWN)[:2] == ("True", FabricReason.FITS)
+    assert condition(status, FabricCondition.PLANNED)[:2] == ("True", FabricReason.AT_THE_BOUND)
+    loads = {(link.leaf, link.spine): (link.up, link.down) for link in status.links}
+    assert sorted(loads) == [("a", "s1"), ("a", "s2"), ("b", "s1"), ("b", "s2")]
+    assert sum(up for up, _ in loads.values()) == sum(down for _, down in loads.values()) == 6
+
+
+def test_it_fits_the_schema_and_is_read_as_it_was_written() -> None:
+    of = fabric(exceptions=(LinkException("a", "s1"), LinkException("b", "s2", LinkState.SLOW, 1e11)))
+    status = report(of, seen(of), NOW)
+    assert faults(status.to_json(), schema("fabrics")["status"]) == []
+    assert FabricStatus.parse(status.to_json()) == status
+    assert {(link.leaf, link.spine): link.state for link in status.links} == {
+        ("a", "s1"): LinkState.DOWN,
+        ("a", "s2"): LinkState.UP,
+        ("b", "s1"): LinkState.UP,
+        ("b", "s2"): LinkState.SLOW,
+    }
+    assert status.dead == 1
+
+
+def test_without_path_control_nobody_knows_the_loads() -> None:
+    of = fabric(PathControl.OFF)
+    status = report(of, seen(of), NOW)
+    assert (status.flows, status.max_load, status.bound, status.moved) == (2, None, 1, None)
+    assert condition(status, FabricCondition.PLANNED)[:2] == ("Unknown", FabricReason.PATH_CONTROL_OFF)
+    assert {(link.up, link.down) for link in status.links} == {(0, 0)}
+
+
+def test_no_jobs() -> None:
+    status = report(fabric(), seen(fabric(), jobs=0), NOW)
+    assert (status.flows, status.max_load, status.bound) == (0, 0, 0)
+    assert condition(status, FabricCondition.PLANNED)[:2] == ("True", FabricReason.NO_FLOWS)
+
+
+def test_all_spines_dead() -> None:
+    dead = {(leaf, spine): 0.0 for leaf in "ab" for spine in ("s1", "s2")}
+    status = report(fabric(), seen(fabric(), told=dead), NOW)
+    assert status.dead == 4
+    assert condition(status, FabricCondition.PLANNED) == (
+        "False",
+        FabricReason.NO_WAY,
+        "no way is alive for 2 flows: team/j0 1 → 0, team/j0 0 → 1",
+    )
+
+
+def test_a_plan_that_is_not_at_the_bound_says_so() -> None:
+    found = seen(fabric())
+    assert found.traffic is not None
+    above = replace(found, traffic=replace(found.traffic, level=3, bound=2))
+    assert condition(report(fabric(), above, NOW), FabricCondition.PLANNED) == (
+        "True",
+        FabricReason.ABOVE_THE_BOUND,
+        "the fullest link carries 3, and no plan is below 2",
+    )
+
+
+def test_labels_that_nobody_has() -> None:
+    status = report(fabric(), seen(fabric(), leaves=""), NOW)
+    assert (status.leaves, status.flows, status.bound, status.links) == (0, 0, None, ())
+    assert condition(status, FabricCondition.LEAVES_KNOWN)[:2] == ("False", FabricReason.NO_LEAVES)
+    assert condition(status, FabricCondition.PLANNED)[:2] == ("False", FabricReason.NOT_PLANNED)
+
+
+def test_a_fabric_that_is_too_large() -> None:
+    of = fabric(spines=1024)
+    nodes = [NodeView(f"n{n}", "u", labels={"leaf": f"l{n}"}) for n in range(300)]
+    status = report(of, Seen(wire(of.spec, nodes, {}), None), NOW)
+    assert condition(status, FabricCondition.LEAVES_KNOWN)[:2] == ("False", FabricReason.TOO_MANY_LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason", "words"),
+    [
+        ({"unlabelled": ("n1",)}, FabricCondition.LEAVES_KNOWN, FabricReason.NODES_UNLABELLED, "n1"),
+        ({"query_failed": "away"}, FabricCondition.LINKS_KNOWN, FabricReason.QUERY_FAILED, "away"),
+        ({"told": {("z", "s1"): 0.0}}, FabricCondition.LINKS_KNOWN, FabricReason.UNKNOWN_LINKS, "z–s1"),
+    ],
+)
+def test_what_does_not_fit(changes: Any, name: FabricCondition, reason: FabricReason, words: str) -> None:
+    status, why, message = condition(report(fabric(), seen(fabric(), **changes), NOW), name)
+    assert (status, why) == ("False", reason)
+    assert words in message
+
+
+def test_hops_to_nowhere() -> None:
+    of = fabric(hops={"10.0.0.1": "s9"})
+    assert condition(report(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)[:2] == (
+        "False",
+        FabricReason.UNKNOWN_SPINES,
+    )
+
+
+def test_of_many_links_the_dead_and_the_full_ones_are_shown() -> None:
+    of = fabric(spines=MAX_LINKS, exceptions=(LinkException("b", f"s{MAX_LINKS}"),))
+    status = report(of, seen(of, jobs=5), NOW)
+    assert len(status.links) == MAX_LINKS
+    assert (status.links[0].spine, status.links[0].state) == (f"s{MAX_LINKS}", LinkState.DOWN)
+    assert sum(link.up for link in status.links) == 10, "all that carry anything"
+
+
+def test_times_of_transition_stay_while_nothing_changes() -> None:
+    first = report(fabric(), seen(fabric()), NOW)
+    later = report(replace(fabric(), status=first), seen(fabric()), NOW + 60)
+    assert later == first
+    changed = report(replace(fabric(), status=first), seen(fabric(), query_failed="away"), NOW + 60)
+    since = {one.type: one.last_transition_time for one in changed.conditions}
+    assert (since[FabricCondition.LINKS_KNOWN], since[FabricCondition.PLANNED]) == (NOW + 60, NOW)
+
+
+class TestOfSeveral:
+    def test_the_oldest_counts_and_the_others_say_so(self) -> None:
+        old, young = fabric(), replace(fabric(), name="young", created_at=NOW)
+        assert in_force([young, old]) == old
+        assert in_force([]) is None
+        status = report_idle(young, old, NOW)
+        assert condition(status, FabricCondition.IN_FORCE) == (
+            "False",
+            FabricReason.ANOTHER_IS_OLDER,
+            "Fabric f is older: delete one of them",
+        )
+        assert (status.flows, status.links) == (None, ())
+
+    def test_of_two_of_an_age_the_first_by_name(self) -> None:
+        assert in_force([replace(fabric(), name="b"), replace(fabric(), name="a")]) == replace(fabric(), name="a")
+
+    def test_one_that_cannot_be_read_counts_for_nothing_and_says_why(self) -> None:
+        body = {"metadata": {"name": "g", "uid": "u"}, "spec": {"spines": "many"}}
+        broken = Fabric.parse(body)
+        assert in_force([broken]) is None
+        assert condition(report_idle(broken, None, NOW), FabricCondition.IN_FORCE) == (
+            "False",
+            FabricReason.UNREADABLE,
+            "spec.spines: 'many' must be of type int",
+        )
+
+
+class TestParse:
+    def test_with_its_defaults(self) -> None:
+        found = Fabric.parse({"metadata": {"name": "f", "uid": "u"}, "spec": {"spines": 4}})
+        assert (found.spec, found.unreadable) == (FabricSpec(spines=4), "")
+
+    def test_all_of_it(self) -> None:
+        spec = {
+            "spines": 4,
+            "planes": 2,
+            "levels": [{"nodeLabel": "leaf"}],
+            "uplink": {"capacity": "1.6T", "parallel": 2},
+            "exceptions": [
+                {"leaf": "l", "spine": "s1"},
+                {"leaf": "l", "spine": "s2", "state": "Slow", "capacity": "50M"},
+            ],
+            "linkQuery": "up",
+            "hops": {"10.0.0.1": "s1"},
+            "pathControl": {"mode": "Probe", "ports": "20000-20999"},
+        }
+        found = FabricSpec.parse(spec)
+        assert (found.uplink.capacity, found.uplink.parallel, found.link_query) == (1.6e12, 2, "up")
+        assert found.exceptions == (LinkException("l", "s1"), LinkException("l", "s2", LinkState.SLOW, 5e7))
+        assert found.path_control == PathControlSpec(PathControl.PROBE, (20000, 20999))
+
+    @pytest.mark.parametrize(
+        ("spec", "words"),
+        [
+            ({}, "spec.spines: is missing"),
+            ({"spines": 1, "uplink": {"capacity": "400"}}, "spec.uplink.capacity: '400' is no rate"),
+            ({"spines": 1, "uplink": {"capacity": 400}}, "spec.uplink.capacity: 400 is no rate"),
+            ({"spines": 1, "pathControl": {"ports": "9-10"}}, "spec.pathControl.ports: '9-10' must be two ports"),
+            ({"spines": 1, "pathControl": {"ports": "2000-1999"}}, "spec.pathControl.ports"),
+            ({"spines": 1, "pathControl": {"mode": "Magic"}}, "spec.pathControl.mode"),
+            ({"spines": 1, "exceptions": [{"leaf": "l"}]}, "spec.exceptions[0]: spine must be given"),
+        ],
+    )
+    def test_what_cannot_be_read_is_named(self, spec: dict[str, Any], words: str) -> None:
+        assert words in Fabric.parse({"metadata": {"name": "f", "uid": "u"}, "spec": spec}).unreadable
+
+    def test_a_status_that_cannot_be_read_is_written_anew(self) -> None:
+        body = {"metadata": {"name": "f", "uid": "u"}, "spec": {"spines": 4}, "status": {"flows": "many"}}
+        assert Fabric.parse(body).status == FabricStatus()
+
+
+def test_links_and_conditions_on_the_wire() -> None:
+    status = FabricStatus(links=(FabricLink("l", "s1", 1, 2),), conditions=(ConditionStatus("Planned", "True", "R"),))
+    assert status.to_json()["links"] == [{"leaf": "l", "spine": "s1", "up": 1, "down": 2, "state": "Up"}]
+    assert "flows" not in status.to_json(), "what is not known is given up"

@@ -1,0 +1,396 @@
+"""Fabrics as they are looked after: their status, the jobs that are woken, and what happens when parts fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
+from pacekeeper_analysis.reports import Evidence, LinkWindow
+from pacekeeper_operator import metrics
+from pacekeeper_operator.api import FabricReason, Job, JobPhase, JobSpec
+from pacekeeper_operator.cluster import FABRICS, Kind, Listing, NotFound, Object
+from pacekeeper_operator.network import NO_FABRIC, Seat
+from pacekeeper_operator.observation import Metrics
+from pacekeeper_operator.observe import traffic
+from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.observe.prometheus import LinkAnswer, Prometheus
+from pacekeeper_operator.services.fabrics import LOOK_SECONDS, Keeper, watch_over
+from pacekeeper_operator.services.operator import Operator
+from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Draft
+from tests.support.fake_cluster import FakeCluster
+from tests.support.virtual_time import Result, Timeline, VirtualRuntime
+from tests.support.worlds import job, training
+from tests.support.written import INSTALLATION
+
+SPEC: Object = {
+    "spines": 2,
+    "levels": [{"nodeLabel": "leaf"}],
+    "hops": {"10.0.0.1": "s1", "10.0.0.2": "s2"},
+    "pathControl": {"mode": "Probe"},
+}
+
+
+class Cluster(FakeCluster):
+    """Nodes node-0 … of leaves a, b, a, b, …; what is applied is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied = 0
+        self.without_fabrics = False
+        for n in range(5):
+            labels = {"leaf": "ab"[n % 2], "kubernetes.io/os": "linux"}
+            self._store(
+                ("nodes", "", f"node-{n}"), {"metadata": {"name": f"node-{n}", "uid": f"u{n}", "labels": labels}}
+            )
+
+    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
+        if kind == FABRICS and self.without_fabrics:
+            raise NotFound("the server could not find the requested resource")
+        return await super().listing(kind, namespace, **named)
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+        self.applied += 1
+        assert (kind, manager, subresource) == (FABRICS, "pacekeeper-fabric", "status")
+        return await super().apply(kind, body, manager=manager, subresource=subresource)
+
+    def fabric(self, name: str = "f", created: str = "2026-01-01T00:00:00Z", **spec: Any) -> Object:
+        body = {
+            "metadata": {"name": name, "uid": f"uid-{name}", "creationTimestamp": created, "generation": 3},
+            "spec": SPEC | spec,
+        }
+        return self._store(("fabrics", "", name), body)
+
+
+class Links(Prometheus):
+    """Tells what it is told to tell."""
+
+    def __init__(self) -> None:
+        super().__init__("", "", "")
+        self.answer = LinkAnswer({})
+
+    async def link_rates(self, query: str) -> LinkAnswer:
+        assert query == "link_bits"
+        return self.answer
+
+
+class Runtime(VirtualRuntime):
+    """Nobody waits for real threads in virtual time."""
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return work()
+
+
+class Place:
+    def __init__(self) -> None:
+        self.cluster, self.prometheus, self.timeline = Cluster(), Links(), Timeline()
+        self.runtime = Runtime(self.timeline)
+        self.memory = Memory(self.runtime.now())
+        settings = Settings(namespace="system")
+        self.operator = Operator(settings, self.cluster, self.memory, INSTALLATION, self.prometheus, self.runtime)
+        self.keeper = Keeper(self.operator)
+
+    async def listed(self) -> None:
+        """As the operator's own resync does it."""
+        task = self.runtime.start(self.operator.resync(), "resync")
+        await self.timeline.run(0.1)
+        task.cancel()
+
+    async def look(self) -> Mapping[str, Any]:
+        """The Fabric's status after a look, once watches have told it."""
+        await self.listed()
+        await self.keeper.look()
+        await self.listed()
+        return (await self.cluster.get(FABRICS, "f")).get("status", {})  # type: ignore[no-any-return]
+
+    def job(self, name: str = "j", draft: Draft | None = None, **changes: Any) -> JobMemory:
+        """One that trains on node-0 … node-3."""
+        world = training(4, 0)
+        memory = self.memory.of(replace(world.job, name=name, uid=f"uid-{name}"))
+        memory.draft, memory.phase = draft or world.draft, JobPhase.RUNNING
+        for field, value in changes.items():
+            setattr(memory, field, value)
+        return memory
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def reasons(status: Mapping[str, Any]) -> dict[str, str]:
+    return {condition["type"]: condition["reason"] for condition in status["conditions"]}
+
+
+class TestLooking:
+    async def test_the_status_says_what_is_planned_for_all_jobs(self, place: Place) -> None:
+        place.cluster.fabric()
+        place.job("j")
+        place.job("k")
+        status = await place.look()
+        figures = {name: status[name] for name in ("leaves", "flows", "maxLoad", "bound", "dead")}
+        assert figures == {"leaves": 2, "flows": 8, "maxLoad": 2, "bound": 2, "dead": 0}
+        assert reasons(status) == {
+            "InForce": "Oldest",
+            "LeavesKnown": "Labelled",
+            "LinksKnown": "Fits",
+            "Planned": "AtTheBound",
+        }
+        assert status["observedGeneration"] == 3
+        assert place.operator.network is not None
+        assert set(place.operator.network.jobs) == {("ns", "j"), ("ns", "k")}
+
+    async def test_what_is_as_it_was_is_not_written_again(self, place: Place) -> None:
+        place.cluster.fabric()
+        place.job()
+        await place.look()
+        await place.look()
+        await place.look()
+        assert place.cluster.applied == 1
+
+    async def test_jobs_whose_plans_name_other_ways_are_woken(self, place: Place) -> None:
+        place.cluster.fabric()
+        behind, done = place.job("j"), place.job("k")
+        await place.look()
+        assert behind.wake.is_set()
+        assert place.operator.network is not None
+        assert place.operator.network.traffic is not None
+        for memory, name in ((behind, "j"), (done, "k")):
+            ways = place.operator.network.traffic.ways["ns", name]
+            paths = Paths(
+                tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in ways.items()),
+                (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2")),
+            )
+            assert memory.draft is not None
+            memory.draft = memory.draft.with_plan(paths=paths)
+            memory.wake.clear()
+        await place.look()
+        assert not behind.wake.is_set()
+        assert not done.wake.is_set()
+
+    async def test_without_path_control_nobody_is(self, place: Place) -> None:
+        place.cluster.fabric(pathControl={"mode": "Off"})
+        memory = place.job()
+        await place.listed()
+        memory.wake.clear()
+        await place.look()
+        memory.wake.clear()
+        await place.keeper.look()
+        assert not memory.wake.is_set()
+
+    async def test_a_fabric_that_goes_leaves_paths_to_nobody(self, place: Place) -> None:
+        place.cluster.fabric()
+        await place.look()
+        place.cluster.objects.pop(("fabrics", "", "f"))
+        await place.listed()
+        await place.keeper.look()
+        assert place.operator.network is NO_FABRIC
+        assert place.operator.levels == ()
+
+    async def test_a_fabric_that_is_made_while_jobs_run_is_told_of_the_nodes_labels(self, place: Place) -> None:
+        """Labels that no Fabric names are not kept."""
+        await place.listed()
+        node = place.operator.nodes.get(("", "node-0"))
+        assert node is not None
+        assert node.labels == {}
+        body = place.cluster.fabric()
+        place.operator.fabrics.hear(body, deleted=False)
+        await place.keeper.look()
+        node = place.operator.nodes.get(("", "node-0"))
+        assert node is not None
+        assert node.labels == {"leaf": "a"}
+        assert (await place.cluster.get(FABRICS, "f"))["status"]["leaves"] == 2
+
+    async def test_only_the_oldest_counts(self, place: Place) -> None:
+        place.cluster.fabric()
+        place.cluster.fabric("second", "2026-02-01T00:00:00Z", spines=9)
+        await place.look()
+        second = await place.cluster.get(FABRICS, "second")
+        assert reasons(second["status"]) == {"InForce": "AnotherIsOlder"}
+        assert place.operator.network is not None
+        assert place.operator.network.spec.spines == 2
+
+    async def test_one_that_cannot_be_read_is_as_if_there_were_none(self, place: Place) -> None:
+        place.cluster.fabric(spines="many")
+        status = await place.look()
+        assert reasons(status) == {"InForce": "Unreadable"}
+        assert place.operator.network is NO_FABRIC
+
+    async def test_a_job_on_a_node_without_labels_is_named(self, place: Place) -> None:
+        place.cluster.fabric()
+        place.cluster.objects["nodes", "", "node-3"]["metadata"]["labels"] = {}
+        place.job()
+        status = await place.look()
+        assert reasons(status)["LeavesKnown"] == "NodesUnlabelled"
+        (known,) = [one for one in status["conditions"] if one["type"] == "LeavesKnown"]
+        assert "node-3" in known["message"]
+
+
+class TestLinks:
+    async def test_what_the_query_tells_counts(self, place: Place) -> None:
+        place.cluster.fabric(linkQuery="link_bits")
+        place.job()
+        place.prometheus.answer = LinkAnswer({("a", "s1"): 0.0})
+        status = await place.look()
+        assert (status["dead"], status["maxLoad"]) == (1, 2)
+
+    async def test_while_nobody_answers_links_are_as_they_were(self, place: Place) -> None:
+        place.cluster.fabric(linkQuery="link_bits")
+        place.prometheus.answer = LinkAnswer({("a", "s1"): 0.0})
+        await place.look()
+        place.prometheus.answer = LinkAnswer({}, "Prometheus does not answer")
+        status = await place.look()
+        assert (status["dead"], reasons(status)["LinksKnown"]) == (1, FabricReason.QUERY_FAILED)
+        place.prometheus.answer = LinkAnswer({})
+        assert (await place.look())["dead"] == 0
+
+    async def test_exceptions_go_before_it(self, place: Place) -> None:
+        place.cluster.fabric(linkQuery="link_bits", exceptions=[{"leaf": "b", "spine": "s2"}])
+        place.prometheus.answer = LinkAnswer({("b", "s2"): 4e11})
+        assert (await place.look())["dead"] == 1
+
+
+class TestLoop:
+    async def test_it_looks_again_and_again_and_at_once_when_a_fabric_changes(self, place: Place) -> None:
+        await place.listed()
+        task = place.runtime.start(watch_over(place.operator), "fabrics")
+        await place.timeline.run(1)
+        assert place.operator.network is NO_FABRIC
+        place.operator.fabrics.hear(place.cluster.fabric(), deleted=False)
+        await place.timeline.run(0.1)
+        assert (await place.cluster.get(FABRICS, "f"))["status"]["flows"] == 0
+        place.job()
+        await place.timeline.run(LOOK_SECONDS + 0.1)
+        assert (await place.cluster.get(FABRICS, "f"))["status"]["flows"] == 4
+        task.cancel()
+
+    async def test_what_fails_is_tried_again(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        await place.listed()
+        place.operator.fabrics.hear(place.cluster.fabric(), deleted=False)
+        troubles: list[Exception] = [kopf.TemporaryError("away"), RuntimeError("a bug")]
+        apply = place.cluster.apply
+
+        async def failing(*args: Any, **named: Any) -> Object:
+            if troubles:
+                raise troubles.pop(0)
+            return await apply(*args, **named)
+
+        monkeypatch.setattr(place.cluster, "apply", failing)
+        task = place.runtime.start(watch_over(place.operator), "fabrics")
+        await place.timeline.run(30)
+        assert not task.done()
+        assert (await place.cluster.get(FABRICS, "f"))["status"]["flows"] == 0
+        task.cancel()
+
+    async def test_one_that_has_gone_meanwhile_is_no_trouble(self, place: Place) -> None:
+        place.cluster.fabric()
+        await place.listed()
+        del place.cluster.objects["fabrics", "", "f"]
+        assert await place.keeper.look() == LOOK_SECONDS
+
+    async def test_an_installation_that_does_not_know_fabrics_goes_on(self, place: Place) -> None:
+        place.cluster.without_fabrics = True
+        await place.listed()
+        assert place.operator.nodes.listed.is_set()
+        assert place.operator.fabric is None
+
+    async def test_nor_does_one_that_may_not_list_them_hold_up_the_rest(self, place: Place) -> None:
+        place.cluster.failures["fabrics"] = [kopf.TemporaryError("denied")]
+        await place.listed()
+        assert place.operator.nodes.listed.is_set()
+
+
+class TestTraffic:
+    """What planning is told of a job."""
+
+    def test_seats_and_prices(self, place: Place) -> None:
+        found = traffic.of_job(("ns", "j"), place.job(metrics=Metrics(waiting=0.337)))
+        assert found is not None
+        assert found.seats == tuple(Seat(f"node-{n}", (n,)) for n in range(4))
+        assert (found.waiting, found.round_seconds, found.by_nccl, found.ports) == (0.3, 5.0, False, None)
+
+    def test_who_does_not_train_yet_pays_nothing_for_a_round(self, place: Place) -> None:
+        found = traffic.of_job(("ns", "j"), place.job(phase=JobPhase.STARTING, metrics=Metrics(waiting=0.5)))
+        assert found is not None
+        assert (found.waiting, found.round_seconds) == (0.0, 0.0)
+
+    def test_what_a_round_took_last_is_what_it_takes(self, place: Place) -> None:
+        draft = training(4, 0).draft.with_budget(restart_seconds=1.5)
+        found = traffic.of_job(("ns", "j"), place.job(draft=draft))
+        assert found is not None
+        assert found.round_seconds == 1.5
+
+    def test_who_has_no_members_or_ends_sends_nothing(self, place: Place) -> None:
+        draft = training(4, 0).draft
+        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_plan(members=()))) is None
+        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_plan(stop=Stop.SUSPEND))) is None
+        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_life(completed_at=1.0))) is None
+        assert traffic.of_job(("ns", "j"), JobMemory()) is None
+        assert traffic.of_jobs(Memory(0.0)) == {}
+
+    @pytest.mark.parametrize(("limit", "by_nccl"), [("8", True), (8, True), ("0", False), (None, False)])
+    def test_gpus_talk_by_nccl(self, limit: object, by_nccl: bool) -> None:
+        limits = {} if limit is None else {"nvidia.com/gpu": limit}
+        template = {"spec": {"containers": [{"name": "x"}, {"name": "trainer", "resources": {"limits": limits}}]}}
+        memory = Place().job()
+        memory.job = replace(job(), spec=JobSpec(template=template))
+        found = traffic.of_job(("ns", "j"), memory)
+        assert found is not None
+        assert found.by_nccl is by_nccl
+
+    @pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": {"containers": [{"name": "trainer"}]}}])
+    def test_a_template_that_says_nothing_of_them(self, template: Any) -> None:
+        memory = Place().job()
+        assert isinstance(memory.job, Job)
+        memory.job = replace(memory.job, spec=JobSpec(template=template))
+        found = traffic.of_job(("ns", "j"), memory)
+        assert found is not None
+        assert not found.by_nccl
+
+    def test_bytes_that_were_measured_between_nodes(self, place: Place) -> None:
+        draft = training(4, 0).draft
+        memory = place.job(draft=draft.with_plan(evidence_request="q"))
+
+        def end(worker: int, local: str, remote: str, acked: int) -> Evidence:
+            window = LinkWindow(local, remote, rank=worker, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)
+            return Evidence("q", f"j-w{worker}-0", 1, links=(window,))
+
+        memory.evidence = {"j-w0-0": end(0, "a:1", "b:2", 1000), "j-w1-0": end(1, "b:2", "a:1", 70)}
+        found = traffic.of_job(("ns", "j"), memory)
+        assert found is not None
+        assert found.sent == {(0, 1): 1000, (1, 0): 70}
+        memory.evidence = {name: replace(one, request="older") for name, one in memory.evidence.items()}
+        other = traffic.of_job(("ns", "j"), memory)
+        assert other is not None
+        assert other.sent == {}
+
+
+async def test_what_a_job_has_just_been_given_counts_for_the_next_one_at_once(place: Place) -> None:
+    place.cluster.fabric()
+    await place.look()
+    memory = place.job("j")
+    assert memory.job is not None
+    place.operator.hear_of_traffic(memory.job)
+    assert place.operator.network is not None
+    assert set(place.operator.network.jobs) == {("ns", "j")}
+    assert memory.draft is not None
+    memory.draft = memory.draft.with_plan(stop=Stop.FINISH)
+    place.operator.hear_of_traffic(memory.job)
+    assert place.operator.network.jobs == {}
+
+
+async def test_metrics_are_those_of_the_fabric_in_force(place: Place) -> None:
+    place.cluster.fabric()
+    place.job()
+    await place.look()
+    value = metrics.FABRIC_LINK_LOAD.labels("f", "a", "s1", "up")._value.get()
+    other = metrics.FABRIC_LINK_LOAD.labels("f", "a", "s2", "up")._value.get()
+    assert (value, other) == (1, 1)
+    assert metrics.FABRIC_FLOWS.labels("f")._value.get() == 4
+    metrics.show_fabric("", None)
+    assert not [sample for metric in metrics.FABRIC_LINK_LOAD.collect() for sample in metric.samples]
