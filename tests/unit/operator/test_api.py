@@ -144,6 +144,7 @@ JOB_STATUS = JobStatus(
     sync_mode=SyncMode.SYNC,
     restarts=1,
     bottleneck="rank 2",
+    leaf_crossings=api.LeafCrossings(now=4, best=2),
 )
 INCIDENT_STATUS = IncidentStatus(
     mode=Mode.ACT,
