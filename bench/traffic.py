@@ -1,4 +1,4 @@
-"""What planning the traffic of 10,240 GPUs wins over ECMP and over others' planning, and how near it is to what is best.
+"""What planning the traffic of 10,240 GPUs wins over ECMP and others' planning, and how near it is to what is best.
 
     make bench NAME=traffic                    # 5 seeds
     QUICK=1 make bench NAME=traffic            # one seed

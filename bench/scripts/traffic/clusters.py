@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pacekeeper_analysis.fabric.assign import Flows
 from pacekeeper_analysis.fabric.load import Floats
@@ -29,10 +28,10 @@ RACK, SEGMENT = 8, 32
 """Hosts under a leaf."""
 TRUNKS = 8
 STAGES, RING_WEIGHT = 8, 7
-"""Of the one large job: a dense model of 175 billion parameters, a layer over a host's GPUs, 8 stages, 160 replicas. In a
-step each GPU sends 10.9 GB of gradients (a ring, 2 bytes a parameter), and 1.6 GB on to the next stage and as much back:
+"""Of the one large job: a dense model of 175 billion parameters, layers over a host's GPUs, 8 stages, 160 replicas. In
+a step each GPU sends 10.9 GB of gradients (a ring, 2 bytes a parameter), and 1.6 GB on to the next stage, as much back:
 16 microbatches of 8,192 tokens × 12,288 × 2 bytes, an eighth for each GPU, at four visits to each stage."""
-EIGHT, HUNDRED = 8, 100
+HUNDRED = 100
 SIZES = (2, 32)
 """Hosts of one of a hundred jobs, log-uniform: about 85 % of the cluster is in use."""
 TURNOVERS = 5
@@ -171,29 +170,18 @@ def eight_jobs(draws: np.random.Generator) -> list[Job]:
 
 
 def hundred_jobs(draws: np.random.Generator) -> list[Job]:
-    """As a scheduler leaves them that packs: each into the fullest rack that holds it, else into the emptiest ones;
-    after a while of jobs that come and go there are gaps everywhere."""
-    free = np.ones((HOSTS // RACK, RACK), bool)
+    """As a scheduler leaves them that takes the first free hosts: jobs come and go, and later ones fill the gaps."""
+    free = np.ones(HOSTS, bool)
     running: list[list[int]] = []
     for turn in range(1 + TURNOVERS * HUNDRED):
         if turn:
-            free.flat[running.pop(int(draws.integers(len(running))))] = True
+            free[running.pop(int(draws.integers(len(running))))] = True
         while len(running) < HUNDRED and free.sum() >= SIZES[1]:
-            running.append(_packed(free, round(float(np.exp(draws.uniform(*np.log(SIZES)))))))
+            size = round(float(np.exp(draws.uniform(*np.log(SIZES)))))
+            hosts = np.flatnonzero(free)[:size]
+            free[hosts] = False
+            running.append(hosts.tolist())
     return [_job(hosts, draws) for hosts in running]
-
-
-def _packed(free: NDArray[np.bool_], size: int) -> list[int]:
-    """Takes so many hosts; free: (racks, hosts)."""
-    taken: list[int] = []
-    while len(taken) < size:
-        left, room = size - len(taken), free.sum(axis=1)
-        enough = room >= left
-        rack = int(np.where(enough, room, RACK + 1).argmin() if enough.any() else room.argmax())
-        hosts = np.flatnonzero(free[rack])[:left]
-        free[rack, hosts] = False
-        taken += (rack * RACK + hosts).tolist()
-    return taken
 
 
 def _job(hosts: Sequence[int], draws: np.random.Generator) -> Job:

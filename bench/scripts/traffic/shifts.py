@@ -1,9 +1,9 @@
 """CASSINI's time shifts (NSDI 2024): jobs that communicate by turns with computing are shifted against each other.
 
 On a circle of one common period each link is asked for so much in each slot; what is above its capacity is *excess*,
-and shifts are chosen for the least of it. CASSINI chooses them link by link and joins them over a graph of jobs and links,
-which must have no circle; ours to compare with moves one job after the other to its best shift, until none gains, and
-so copes with any graph. Ways stay those of ECMP.
+and shifts are chosen for the least of it. CASSINI chooses them link by link and joins them over a graph of jobs and
+links, which must have no circle; here one job after the other moves to its best shift, until none gains, which copes
+with any graph. Ways stay those of ECMP.
 """
 
 from __future__ import annotations

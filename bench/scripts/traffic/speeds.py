@@ -56,9 +56,7 @@ def by_turns(used: Usage, jobs: Sequence[Job], shifts: Ints) -> Floats:
     busy = busy_slots(jobs, shifts)
     speeds = np.array([_speeds(used, busy[:, slot]) for slot in range(SLOTS)]).T
     mean = np.where(busy, speeds, 0.0).sum(axis=1) / busy.sum(axis=1)
-    period, communicates = (
-        np.array(of, dtype=float) for of in ([job.period for job in jobs], [job.busy for job in jobs])
-    )
+    period, communicates = np.array([(job.period, job.busy) for job in jobs], dtype=float).T
     return period / (period - communicates + communicates / mean)
 
 

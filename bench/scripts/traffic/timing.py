@@ -1,4 +1,4 @@
-"""How long planning takes at 10,000 flows, and what a link that dies costs: time, and flows of others that are moved."""
+"""How long planning takes at 10,000 flows; what a link that dies costs: time, and flows of others that are moved."""
 
 from __future__ import annotations
 
