@@ -1,12 +1,9 @@
-"""What planning the traffic of 10,240 GPUs wins over ECMP and others' planning, and how near it is to what is best.
+"""What planning the traffic of a fabric wins over ECMP and others' planning, and how near it is to what is best.
 
     make bench NAME=traffic                    # 5 seeds
     QUICK=1 make bench NAME=traffic            # one seed
 
-Simulated at the level of flows, links shared fairly (`pacekeeper_analysis.fabric.load`): fabrics and jobs are those of
-`scripts/traffic/clusters.py`, planners those of `scripts/traffic/planners.py`. A speed is a part of what a job reaches
-where nobody holds it up: `slowest` and `mean` job where all communicate all the time, `by turns` the mean where they
-compute meanwhile, too. Planners take turns: each seed has all of them on the same jobs, draws and shifts.
+In a simulator at 10,240 GPUs: `scripts/traffic` has its fabrics, jobs, planners and goals.
 """
 
 from __future__ import annotations
@@ -15,178 +12,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
-import numpy as np
-
-from pacekeeper_analysis.fabric.assign import bound
-
-from .scripts.traffic.bounds import speed_bound
-from .scripts.traffic.clusters import (
-    HOSTS,
-    NICS,
-    Fabric,
-    Job,
-    Traffic,
-    damaged,
-    eight_jobs,
-    fabrics,
-    hundred_jobs,
-    one_large_job,
-    one_uplink_dead,
-    traffic_of,
-)
-from .scripts.traffic.planners import PLANNERS, Case, ours
-from .scripts.traffic.speeds import SLOTS, at_once, by_turns
-from .scripts.traffic.timing import Timing, timings
+from .scripts.traffic.simulator import simulated
 
 SEEDS = 5
-OF_BEST, OF_BEST_DEAD = 0.95, 0.99
-PLAN_SECONDS, REPAIR_SECONDS, REPAIR_MOVES = 0.2, 0.005, 8
-
-
-@dataclass(frozen=True)
-class Outcome:
-    load: float
-    slowest: float
-    mean: float
-    by_turns: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of one scenario and seed. `level`, `bound`: whole flows; `speed`: of the slowest job, at most."""
-
-    symmetric: bool
-    flows: int
-    level: int
-    bound: int
-    speed: float
-    outcomes: Mapping[str, Outcome]
 
 
 def main() -> int:
-    began, seeds = time.monotonic(), 1 if os.environ.get("QUICK") == "1" else SEEDS
-    results: dict[str, list[Result]] = {}
-    timed: list[Mapping[str, Timing]] = []
-    for seed in range(seeds):
-        for name, case in cases(seed):
-            results.setdefault(name, []).append(result(case, seed))
-            print(f"seed {seed}: {name}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        timed.append(timings(np.random.default_rng(seed)))
-    summary = {
-        "bench": "traffic",
-        "gpus": HOSTS * NICS,
-        "seeds": seeds,
-        "simulator": {name: _figures(of_seeds) for name, of_seeds in results.items()},
-        "timing": _times(timed),
-        "holds": _holds(results, timed),
-        "seconds": time.monotonic() - began,
-    }
-    _print_table(summary["simulator"])
-    print(json.dumps(summary))
-    return 0 if all(summary["holds"].values()) else 1
-
-
-def cases(seed: int) -> Iterator[tuple[str, Case]]:
-    for jobs_name, jobs in (
-        ("one large job", one_large_job()),
-        ("8 jobs", eight_jobs(np.random.default_rng(seed))),
-        ("100 jobs", hundred_jobs(np.random.default_rng(seed))),
-    ):
-        for name, fabric, traffic in _fabrics(jobs, seed):
-            happen = np.random.default_rng(seed).integers(SLOTS, size=len(jobs))
-            yield f"{jobs_name}, {name}", Case(fabric, jobs, traffic, speed_bound(fabric, traffic), happen)
-
-
-def _fabrics(jobs: Sequence[Job], seed: int) -> Iterator[tuple[str, Fabric, Traffic]]:
-    for name, fabric in fabrics().items():
-        traffic = traffic_of(fabric, jobs).in_parts(fabric.topology.planes)
-        if name == "trunks":
-            yield "one of 8 uplinks dead", one_uplink_dead(fabric, traffic), traffic
-        else:
-            yield name, fabric, traffic
-        if name == "1:1":
-            yield "damaged", damaged(fabric, np.random.default_rng(seed)), traffic
-
-
-def result(case: Case, seed: int) -> Result:
-    outcomes = {}
-    for name, planner in PLANNERS.items():
-        plan = planner(case, np.random.default_rng(seed))
-        used = plan.usage(case.fabric)
-        speeds = at_once(used, len(case.jobs))
-        turns = by_turns(used, case.jobs, case.happen if plan.shifts is None else plan.shifts)
-        outcomes[name] = Outcome(plan.load(case.fabric), float(speeds.min()), float(speeds.mean()), float(turns.mean()))
-    topology, flows = case.fabric.topology, case.traffic.flows
-    return Result(topology.symmetric, len(flows), ours(case).level, bound(topology, flows), case.speed, outcomes)
-
-
-def _figures(of_seeds: Sequence[Result]) -> dict[str, Any]:
-    """Medians."""
-
-    def outcome(name: str) -> dict[str, float]:
-        found = [result.outcomes[name] for result in of_seeds]
-        return {
-            field: round(median(getattr(one, field) for one in found), 4)
-            for field in ("load", "slowest", "mean", "by_turns")
-        }
-
-    return {
-        "flows": median(result.flows for result in of_seeds),
-        "level": median(result.level for result in of_seeds),
-        "bound": median(result.bound for result in of_seeds),
-        "best_speed": round(median(result.speed for result in of_seeds), 4),
-        "planners": {name: outcome(name) for name in PLANNERS},
-    }
-
-
-def _times(timed: Sequence[Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            "plan_seconds": median(of[name].plan for of in timed),
-            "repair_seconds": median(seconds for of in timed for seconds in of[name].repairs),
-            "repair_moves": max(moved for of in timed for moved in of[name].moved),
-        }
-        for name in timed[0]
-    }
-
-
-def _holds(results: Mapping[str, Sequence[Result]], timed: Sequence[Mapping[str, Timing]]) -> dict[str, bool]:
-    """All seeds count; of times the medians."""
-    every = [result for of_seeds in results.values() for result in of_seeds]
-    times = _times(timed).values()
-    return {
-        "optimal_where_symmetric": all(result.level == result.bound for result in every if result.symmetric),
-        "one_above_elsewhere": all(result.level <= result.bound + 1 for result in every),
-        "near_the_best_in_parts": all(_of_best(result) >= OF_BEST for result in every),
-        "dead_uplink": all(
-            _of_best(result) >= OF_BEST_DEAD
-            for name, of_seeds in results.items()
-            for result in of_seeds
-            if name.endswith("dead")
-        ),
-        "plan_seconds": max(of["plan_seconds"] for of in times) <= PLAN_SECONDS,
-        "repair_seconds": max(of["repair_seconds"] for of in times) <= REPAIR_SECONDS,
-        "repair_moves": max(of["repair_moves"] for of in times) <= REPAIR_MOVES,
-    }
-
-
-def _of_best(result: Result) -> float:
-    return result.outcomes["ours in parts"].slowest / result.speed
-
-
-def _print_table(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, of in figures.items():
-        print(f"{name}: {of['flows']} flows, level {of['level']}, bound {of['bound']}, best speed {of['best_speed']}")
-        for planner, outcome in of["planners"].items():
-            print(
-                f"  {planner:14} load {outcome['load']:6.2f}  slowest {outcome['slowest']:6.1%}  "
-                f"mean {outcome['mean']:6.1%}  by turns {outcome['by_turns']:6.1%}"
-            )
+    began = time.monotonic()
+    simulator, holds = simulated(1 if os.environ.get("QUICK") == "1" else SEEDS)
+    print(
+        json.dumps(
+            {"bench": "traffic", "simulator": simulator, "holds": holds, "seconds": round(time.monotonic() - began, 1)}
+        )
+    )
+    return 0 if all(holds.values()) else 1
 
 
 if __name__ == "__main__":

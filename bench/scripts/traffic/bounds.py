@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
 from pacekeeper_analysis.fabric.topology import Topology
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import Assignment, assign, bound
+from pacekeeper_analysis.fabric.assign import assign, bound
 from pacekeeper_analysis.fabric.planes import assign_planes, split
 from pacekeeper_analysis.fabric.topology import Ints
 
@@ -35,18 +35,13 @@ class Case:
 Planner = Callable[[Case, np.random.Generator], Plan]
 
 
-def ours(case: Case) -> Assignment:
+def _ours(case: Case, _: np.random.Generator) -> Plan:
     """Flows as they are."""
     return _assigned(case.fabric, case.traffic)
 
 
-def _ours(case: Case, _: np.random.Generator) -> Plan:
-    return Plan(case.traffic, ours(case).ways)
-
-
 def _ours_in_parts(case: Case, _: np.random.Generator) -> Plan:
-    traffic = case.traffic.in_parts(enough_parts(case))
-    return Plan(traffic, _assigned(case.fabric, traffic).ways)
+    return _assigned(case.fabric, case.traffic.in_parts(enough_parts(case)))
 
 
 def enough_parts(case: Case) -> int:
@@ -61,11 +56,11 @@ def enough_parts(case: Case) -> int:
     return max(speeds, key=lambda parts: speeds[parts])
 
 
-def _assigned(fabric: Fabric, traffic: Traffic) -> Assignment:
+def _assigned(fabric: Fabric, traffic: Traffic) -> Plan:
     if traffic.planes == 1:
-        return assign(fabric.topology, traffic.flows)
+        return Plan(traffic, assign(fabric.topology, traffic.flows).ways)
     plane = split(traffic.sender, traffic.source, traffic.receiver, traffic.destination, traffic.weight)
-    return assign_planes(fabric.topology, traffic.flows, plane)
+    return Plan(traffic, assign_planes(fabric.topology, traffic.flows, plane).ways)
 
 
 def _hashed(parts: int) -> Planner:

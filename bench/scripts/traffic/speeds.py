@@ -6,6 +6,7 @@ edge, and a job as its slowest ring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ class Plan:
             float((load[links > 0] / links[links > 0]).max())
             for load, links in zip(both, (topology.up, topology.down), strict=True)
         )
+
+    def level(self, fabric: Fabric) -> int:
+        """The same in weights of whole flows on a link of the best capacity, as `assign` counts."""
+        weight = self.traffic.unit * self.traffic.parts / fabric.topology.planes * fabric.port / fabric.topology.unit
+        return math.ceil(self.load(fabric) / weight - 1e-9)
 
     def usage(self, fabric: Fabric) -> Usage:
         """By job: what each takes of which link and port at full speed."""

@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
 from pacekeeper_analysis.fabric.assign import Flows, assign, bound
 from pacekeeper_analysis.fabric.topology import Topology, uniform
