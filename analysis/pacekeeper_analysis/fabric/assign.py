@@ -26,7 +26,7 @@ from .topology import WITHIN, Ints, Topology
 MOST_PAIRS = 64
 """Pairs of ways along which a chain is looked for."""
 MOST_LINKS = 2_000
-"""From which a chain over any ways goes on before the level rises."""
+"""Looked at for chains over any ways, before the level rises."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class _Planner:
         """All that have no way, the heaviest first: they find room hardest."""
         waiting = [flow for flow in self._wayless() if any(self._ways_of(flow))]
         for flow in sorted(waiting, key=lambda flow: -self._weight[flow]):
-            while not (self._put_where_most_room_is(flow) or self._put_by_a_chain(flow) or self._put_by_detours(flow)):
+            while not (self._put_where_most_room_is(flow) or self._put_by_a_chain(flow) or self._put_by_force(flow)):
                 self._sharpen_bound()
                 self._set_level(max(self._bound, self._level + 1))
 
@@ -336,59 +336,76 @@ class _Planner:
                 queue.append(end)
         return None
 
-    def _put_by_detours(self, new: int) -> bool:
-        """Where no two ways are enough: what has to move may take any way that has room at the group where there is too
-        much, and then there is too much at its other end. Breadth first over links."""
-        weight, ways, ends = self._weight[new], self._topology.ways, (self._source, self._destination)
-        rooms, on_links = (self._room_up, self._room_down), self._links()
-        came: dict[_Link, _Step] = {}
-        queue: deque[_Link] = deque()
-        for way, alive in enumerate(self._ways_of(new)):
-            both = [_Link(side, ends[side][new] * ways + way) for side in (0, 1)]
-            room = [rooms[link.side][link.number] for link in both]
-            for side in (0, 1):
-                if alive and room[side] < weight <= room[1 - side]:
-                    came[both[side]] = _Step(new, WITHIN, weight - room[side], None)
-                    queue.append(both[side])
-        for _ in range(MOST_LINKS):
-            if not queue:
-                return False
-            link = queue.popleft()
-            step = came[link]
-            side, (group, way) = link.side, divmod(link.number, ways)
-            for flow in on_links[side][link.number]:
-                its = self._weight[flow]
-                if its < step.over or self._fixed[flow]:
-                    continue
-                for to in range(ways):
-                    left = self._weight[step.flow] if to == step.way else 0
-                    if to == way or rooms[side][group * ways + to] + left < its:
-                        continue
-                    end = _Link(1 - side, ends[1 - side][flow] * ways + to)
-                    if end in came:
-                        continue
-                    room = rooms[end.side][end.number]
-                    came[end] = _Step(flow, way, its - room, link)
-                    if room < its:
-                        queue.append(end)
-                    elif self._fits(moves := list(_steps_back(came, end, ways))):
-                        for moved, its_way in moves:
-                            if self._way[moved] != WITHIN:
-                                self._take(moved)
-                            self._put(moved, its_way)
-                        return True
-                    else:
-                        del came[end]
+    def _put_by_force(self, flow: int) -> bool:
+        """Where no two ways are enough: on a way that is full, and what is too much at its two ends moves on."""
+        ways, links_left = self._topology.ways, iter(range(MOST_LINKS))
+        room = [min(one, other) for one, other in zip(*self._rooms(flow), strict=True)]
+        alive = [way for way, alive in enumerate(self._ways_of(flow)) if alive]
+        for way in sorted(alive, key=lambda way: -room[way]):
+            moves: list[tuple[int, int]] = []
+            self._put(flow, way)
+            ends = (self._source[flow], self._destination[flow])
+            if all(self._relieve(_Link(side, ends[side] * ways + way), links_left, moves) for side in (0, 1)):
+                return True
+            for moved, before in reversed(moves):
+                self._take(moved)
+                self._put(moved, before)
+            self._take(flow)
         return False
 
+    def _relieve(self, link: _Link, links_left: Iterator[int], moves: list[tuple[int, int]]) -> bool:
+        """Until it has not too much. moves: (flow, its way before) of all that had to move for it."""
+        rooms = (self._room_up, self._room_down)
+        while rooms[link.side][link.number] < 0:
+            chain = self._detours(link, links_left)
+            if chain is None:
+                return False
+            for flow, way in chain:
+                moves.append((flow, self._way[flow]))
+                self._take(flow)
+                self._put(flow, way)
+        return True
+
+    def _detours(self, first: _Link, links_left: Iterator[int]) -> list[tuple[int, int]] | None:
+        """(flow, its new way), for one flow to leave a link. Each takes any way that has room at the group of the link
+        that it leaves, and there may then be too much at its other end: breadth first over links."""
+        ways, ends = self._topology.ways, (self._source, self._destination)
+        rooms, on_links = (self._room_up, self._room_down), self._links()
+        came: dict[_Link, _Step | None] = {first: None}
+        queue = deque([first])
+        for _ in links_left:
+            if not queue:
+                return None
+            link = queue.popleft()
+            step, side, (group, way) = came[link], link.side, divmod(link.number, ways)
+            for flow in on_links[side][link.number]:
+                weight = self._weight[flow]
+                if self._fixed[flow] or (step is not None and weight < step.over):
+                    continue
+                for to in range(ways):
+                    left = self._weight[step.flow] if step is not None and to == step.way else 0
+                    end = _Link(1 - side, ends[1 - side][flow] * ways + to)
+                    if to == way or rooms[side][group * ways + to] + left < weight or end in came:
+                        continue
+                    room = rooms[end.side][end.number]
+                    came[end] = _Step(flow, way, weight - room, link)
+                    if room < weight:
+                        queue.append(end)
+                    elif self._fits(chain := list(_steps_back(came, end, ways))):
+                        return chain
+                    else:
+                        del came[end]
+        return None
+
     def _fits(self, moves: Sequence[tuple[int, int]]) -> bool:
-        """Whether there is room for all of them together: a chain may cross one group twice."""
+        """Whether there is room for all of them together: a chain may cross one group, or a flow, twice."""
+        if len({flow for flow, _ in moves}) < len(moves):
+            return False
         ways, change = self._topology.ways, Counter[_Link]()
         for flow, to in moves:
             for side, group in enumerate((self._source[flow], self._destination[flow])):
                 change[_Link(side, group * ways + to)] += self._weight[flow]
-                if self._way[flow] != WITHIN:
-                    change[_Link(side, group * ways + self._way[flow])] -= self._weight[flow]
+                change[_Link(side, group * ways + self._way[flow])] -= self._weight[flow]
         rooms = (self._room_up, self._room_down)
         return all(more <= max(0, rooms[link.side][link.number]) for link, more in change.items())
 
@@ -404,15 +421,15 @@ class _Step(NamedTuple):
     flow: int
     way: int
     over: int
-    before: _Link | None
+    before: _Link
 
 
-def _steps_back(came: Mapping[_Link, _Step], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
+def _steps_back(came: Mapping[_Link, _Step | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
     """(flow, its new way) of a chain, the last first."""
-    link: _Link | None = end
-    while link is not None:
-        yield came[link].flow, link.number % ways
-        link = came[link].before
+    link, step = end, came[end]
+    while step is not None:
+        yield step.flow, link.number % ways
+        link, step = step.before, came[step.before]
 
 
 class _Place(NamedTuple):
