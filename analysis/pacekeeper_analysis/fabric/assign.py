@@ -12,7 +12,7 @@ far it is from what no plan can beat.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +24,9 @@ from ..errors import InputError
 from .topology import WITHIN, Ints, Topology
 
 MOST_PAIRS = 64
-"""Pairs of ways along which a chain is looked for before the level rises."""
+"""Pairs of ways along which a chain is looked for."""
+MOST_LINKS = 2_000
+"""Looked at for chains over any ways, before the level rises."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +64,69 @@ def assign(
 ) -> Assignment:
     """`present`: each flow's way so far, WITHIN where it has none. `fixed`: those that may not be moved while their way
     is alive: they are another job's, to whom the new round would cost more than it brings."""
-    planner = _Planner(topology, flows, present, fixed)
-    planner.make_room()
+    best = _planned(_Planner(topology, flows, present, fixed), anew=True)
+    if not best.moved:
+        return best
+    stays = _planned(_Planner(topology, flows, present, fixed), anew=False)
+    return min(stays, best, key=lambda found: (found.level, len(found.moved)))
+
+
+def _planned(planner: _Planner, anew: bool) -> Assignment:
+    """`anew`: what is above the level that may be reached looks for another way; else nobody moves but to make room."""
+    if anew:
+        planner.make_room()
+    else:
+        planner.bear()
     planner.place()
     return planner.assignment()
 
 
 def bound(topology: Topology, flows: Flows) -> int:
-    """A level below which no plan comes: by each group's cut, by each pair of groups, and by the largest flow."""
+    """A level below which no plan comes: by cuts, and by what has to share a few ways."""
+    pairs = _pairs(topology, flows)
+    return max(_by_cuts(topology, flows, pairs), 0 if topology.symmetric else _by_narrow_pairs(topology, pairs))
+
+
+class _Pairs(NamedTuple):
+    """Of groups between which flows go that have a way; arrays, one entry a pair."""
+
+    source: Ints
+    destination: Ints
+    weight: Ints
+    ways: Ints  # (pairs, ways): what each carries at most
+
+
+def _pairs(topology: Topology, flows: Flows) -> _Pairs:
     crosses = flows.source != flows.destination
-    if not crosses.any():
-        return 0
-    source, destination, weight = flows.source[crosses], flows.destination[crosses], flows.weight[crosses]
-    level = int(weight.max())
-    for links, ends in ((topology.up, source), (topology.down, destination)):
-        level = max(level, _least_level(links, topology.unit, _sums(ends, weight, topology.groups)))
-    if topology.symmetric:
-        return level  # each pair has all ways
-    of_pairs = _sums(source * topology.groups + destination, weight, topology.groups**2)
-    one, other = np.divmod(np.flatnonzero(of_pairs), topology.groups)
-    ways = np.minimum(topology.up[one], topology.down[other])
-    return max(level, _least_level(ways, topology.unit, of_pairs[of_pairs > 0]))
+    place = flows.source[crosses] * topology.groups + flows.destination[crosses]
+    weight = _sums(place, flows.weight[crosses], topology.groups**2)
+    source, destination = np.divmod(np.flatnonzero(weight), topology.groups)
+    ways = np.minimum(topology.up[source], topology.down[destination])
+    alive = ways.any(axis=1)
+    return _Pairs(source[alive], destination[alive], weight[weight > 0][alive], ways[alive])
+
+
+def _by_cuts(topology: Topology, flows: Flows, pairs: _Pairs) -> int:
+    """By the largest flow, by all links of each group, and by those of each pair."""
+    best = np.zeros((topology.groups, topology.groups), dtype=np.int64)
+    best[pairs.source, pairs.destination] = pairs.ways.max(axis=1, initial=0)
+    of_flows = best[flows.source, flows.destination]
+    weight = flows.weight[of_flows > 0] * topology.unit
+    level = int((-(-weight // of_flows[of_flows > 0])).max(initial=0))
+    for links, ends in ((topology.up, pairs.source), (topology.down, pairs.destination)):
+        level = max(level, _least_level(links, topology.unit, _sums(ends, pairs.weight, topology.groups)))
+    return max(level, _least_level(pairs.ways, topology.unit, pairs.weight))
+
+
+def _by_narrow_pairs(topology: Topology, pairs: _Pairs) -> int:
+    """By those ways of a group that a pair has: what has no others shares them."""
+    level, alive = 0, pairs.ways > 0
+    for links, ends in ((topology.up, pairs.source), (topology.down, pairs.destination)):
+        for group in np.unique(ends).tolist():
+            its = ends == group
+            inside = alive[its].astype(np.int64) @ ~alive[its].T == 0
+            level = max(level, _least_level(links[group] * alive[its], topology.unit, pairs.weight[its] @ inside))
+    return level
 
 
 def living(topology: Topology, flows: Flows, present: Sequence[int] | None) -> Ints:
@@ -127,8 +171,9 @@ class _Planner:
         self._fixed = held & (self._before != WITHIN)
         self._way: list[int] = self._before.tolist()
         self._on_links: tuple[list[list[int]], list[list[int]]] | None = None
-        self.bound = bound(topology, flows)
-        self._set_level(self.bound)
+        self._pairs = _pairs(topology, flows)
+        self._bound, self._bound_is_final = _by_cuts(topology, flows, self._pairs), topology.symmetric
+        self._set_level(self._bound)
 
     def make_room(self) -> None:
         """Takes what is too much at the level that can be reached from its way."""
@@ -138,20 +183,28 @@ class _Planner:
                     if rooms[link] < 0 and not self._fixed[flow]:
                         self._take(flow)
 
+    def bear(self) -> None:
+        """The level at which nothing has to move."""
+        self._set_level(max(self._bound, self._largest_load(self._before)))
+
     def place(self) -> None:
         """All that have no way, the heaviest first: they find room hardest."""
         waiting = [flow for flow in self._wayless() if any(self._ways_of(flow))]
         for flow in sorted(waiting, key=lambda flow: -self._weight[flow]):
-            while not (self._put_where_most_room_is(flow) or self._put_by_a_chain(flow)):
-                self._set_level(self._level + 1)
+            while not (self._put_where_most_room_is(flow) or self._put_by_a_chain(flow) or self._put_by_force(flow)):
+                self._sharpen_bound()
+                self._set_level(max(self._bound, self._level + 1))
 
     def assignment(self) -> Assignment:
         ways = np.array(self._way, dtype=np.int64)
+        level = self._largest_load(ways)
+        if level > self._bound:
+            self._sharpen_bound()
         moved = (self._before != WITHIN) & (ways != WITHIN) & (ways != self._before)
         return Assignment(
             ways=ways,
-            level=self._largest_load(ways),
-            bound=self.bound,
+            level=level,
+            bound=self._bound,
             moved=tuple(np.flatnonzero(moved).tolist()),
             lost=tuple(self._wayless()),
         )
@@ -191,6 +244,12 @@ class _Planner:
         up, down = self._loads(np.array(self._way, dtype=np.int64))
         self._room_up: list[int] = (level * self._topology.up.ravel() // unit - up).tolist()
         self._room_down: list[int] = (level * self._topology.down.ravel() // unit - down).tolist()
+
+    def _sharpen_bound(self) -> None:
+        """To `bound`'s. It takes longer, and is seldom needed."""
+        if not self._bound_is_final:
+            self._bound = max(self._bound, _by_narrow_pairs(self._topology, self._pairs))
+            self._bound_is_final = True
 
     def _links(self) -> tuple[list[list[int]], list[list[int]]]:
         """The flows on each uplink, on each downlink. Only chains need them, and most flows no chain."""
@@ -277,6 +336,101 @@ class _Planner:
                     return list(_walked_back(came, end, a, b))
                 queue.append(end)
         return None
+
+    def _put_by_force(self, flow: int) -> bool:
+        """Where no two ways are enough: on a way that is full, and what is too much at its two ends moves on."""
+        ways, links_left = self._topology.ways, iter(range(MOST_LINKS))
+        room = [min(one, other) for one, other in zip(*self._rooms(flow), strict=True)]
+        alive = [way for way, alive in enumerate(self._ways_of(flow)) if alive]
+        for way in sorted(alive, key=lambda way: -room[way]):
+            moves: list[tuple[int, int]] = []
+            self._put(flow, way)
+            ends = (self._source[flow], self._destination[flow])
+            if all(self._relieve(_Link(side, ends[side] * ways + way), links_left, moves) for side in (0, 1)):
+                return True
+            for moved, before in reversed(moves):
+                self._take(moved)
+                self._put(moved, before)
+            self._take(flow)
+        return False
+
+    def _relieve(self, link: _Link, links_left: Iterator[int], moves: list[tuple[int, int]]) -> bool:
+        """Until it has not too much. moves: (flow, its way before) of all that had to move for it."""
+        rooms = (self._room_up, self._room_down)
+        while rooms[link.side][link.number] < 0:
+            chain = self._detours(link, links_left)
+            if chain is None:
+                return False
+            for flow, way in chain:
+                moves.append((flow, self._way[flow]))
+                self._take(flow)
+                self._put(flow, way)
+        return True
+
+    def _detours(self, first: _Link, links_left: Iterator[int]) -> list[tuple[int, int]] | None:
+        """(flow, its new way), for one flow to leave a link. Each takes any way that has room at the group of the link
+        that it leaves, and there may then be too much at its other end: breadth first over links."""
+        ways, ends = self._topology.ways, (self._source, self._destination)
+        rooms, on_links = (self._room_up, self._room_down), self._links()
+        came: dict[_Link, _Step | None] = {first: None}
+        queue = deque([first])
+        for _ in links_left:
+            if not queue:
+                return None
+            link = queue.popleft()
+            step, side, (group, way) = came[link], link.side, divmod(link.number, ways)
+            for flow in on_links[side][link.number]:
+                weight = self._weight[flow]
+                if self._fixed[flow] or (step is not None and weight < step.over):
+                    continue
+                for to in range(ways):
+                    left = self._weight[step.flow] if step is not None and to == step.way else 0
+                    end = _Link(1 - side, ends[1 - side][flow] * ways + to)
+                    if to == way or rooms[side][group * ways + to] + left < weight or end in came:
+                        continue
+                    room = rooms[end.side][end.number]
+                    came[end] = _Step(flow, way, weight - room, link)
+                    if room < weight:
+                        queue.append(end)
+                    elif self._fits(chain := list(_steps_back(came, end, ways))):
+                        return chain
+                    else:
+                        del came[end]
+        return None
+
+    def _fits(self, moves: Sequence[tuple[int, int]]) -> bool:
+        """Whether there is room for all of them together: a chain may cross one group, or a flow, twice."""
+        if len({flow for flow, _ in moves}) < len(moves):
+            return False
+        ways, change = self._topology.ways, Counter[_Link]()
+        for flow, to in moves:
+            for side, group in enumerate((self._source[flow], self._destination[flow])):
+                change[_Link(side, group * ways + to)] += self._weight[flow]
+                change[_Link(side, group * ways + self._way[flow])] -= self._weight[flow]
+        rooms = (self._room_up, self._room_down)
+        return all(more <= max(0, rooms[link.side][link.number]) for link, more in change.items())
+
+
+class _Link(NamedTuple):
+    side: int  # 0: uplinks
+    number: int
+
+
+class _Step(NamedTuple):
+    """`flow` has come from `way`, and there is `over` too much where it is now; `before`: why it had to move."""
+
+    flow: int
+    way: int
+    over: int
+    before: _Link
+
+
+def _steps_back(came: Mapping[_Link, _Step | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
+    """(flow, its new way) of a chain, the last first."""
+    link, step = end, came[end]
+    while step is not None:
+        yield step.flow, link.number % ways
+        link, step = step.before, came[step.before]
 
 
 class _Place(NamedTuple):

@@ -47,30 +47,55 @@ def rates(
     flows = len(source)
     share = np.ones(flows) if demand is None else np.asarray(demand, dtype=float)
     of = np.arange(flows) if entity is None else np.asarray(entity, dtype=np.int64)
-    capacity, flow, link = _incidence(topology, source, destination, ways, ports)
-    entities = int(of.max(initial=-1)) + 1
-    # By entity and link: how much of the link a rate of 1 takes.
-    pair, place = np.unique(of[flow] * len(capacity) + link, return_inverse=True)
-    usage = np.bincount(place, share[flow], len(pair))
-    user, used = pair // len(capacity), pair % len(capacity)
-    rate, left = np.full(entities, np.inf), capacity.astype(float)
-    growing = np.ones(len(pair), bool)
-    while growing.any():
-        load = np.bincount(used[growing], usage[growing], len(capacity))
-        crossed = load > 0
-        pace = np.full(len(capacity), np.inf)
-        pace[crossed] = np.maximum(left[crossed], 0.0) / load[crossed]
-        full = pace <= pace.min() * (1 + ALIKE)
-        ended = np.zeros(entities, bool)
-        ended[user[growing & full[used]]] = True
-        rate[ended] = pace.min()
-        ending = growing & ended[user]
-        left -= np.bincount(used[ending], usage[ending] * pace.min(), len(capacity))
-        growing &= ~ending
-    found = rate[of] * share
+    found = usage(topology, source, destination, ways, share, of, ports).rates()[of] * share
     nowhere = (np.asarray(ways) == WITHIN) & (source != destination)
     found[nowhere] = 0.0
     return found
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How much of which link each entity takes at a rate of 1; arrays of pairs (entity, link)."""
+
+    entity: Ints
+    link: Ints
+    part: Floats
+    capacity: Floats  # of each link
+    entities: int
+
+    def rates(self, active: NDArray[np.bool_] | None = None) -> Floats:
+        """Of each entity, while those are `active` (None: all); inf: nothing holds it up, or it is not active."""
+        growing = np.ones(len(self.entity), bool) if active is None else active[self.entity]
+        rate, left = np.full(self.entities, np.inf), self.capacity.copy()
+        while growing.any():
+            load = np.bincount(self.link[growing], self.part[growing], len(left))
+            crossed = load > 0
+            pace = np.full(len(left), np.inf)
+            pace[crossed] = np.maximum(left[crossed], 0.0) / load[crossed]
+            full = pace <= pace.min() * (1 + ALIKE)
+            ended = np.zeros(self.entities, bool)
+            ended[self.entity[growing & full[self.link]]] = True
+            rate[ended] = pace.min()
+            ending = growing & ended[self.entity]
+            left -= np.bincount(self.link[ending], self.part[ending] * pace.min(), len(left))
+            growing &= ~ending
+        return rate
+
+
+def usage(
+    topology: Topology,
+    source: Ints,
+    destination: Ints,
+    ways: Ints,
+    demand: Floats,
+    entity: Ints,
+    ports: Ports | None = None,
+) -> Usage:
+    """Arguments as those of `rates`."""
+    capacity, flow, link = _incidence(topology, source, destination, ways, ports)
+    pair, place = np.unique(entity[flow] * len(capacity) + link, return_inverse=True)
+    part = np.bincount(place, demand[flow], len(pair))
+    return Usage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
 
 
 def loads(topology: Topology, source: Ints, destination: Ints, ways: Ints, rate: Floats) -> tuple[Floats, Floats]:

@@ -1,13 +1,14 @@
-"""Who sends to whom in a collective, and how much of what it moves: as gloo and NCCL lay their rings and trees."""
+"""Who sends to whom, and how much of what is moved: as gloo and NCCL lay their rings and trees, and between stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """`part`: bytes sent along it for each byte that the collective is about."""
+    """`part`: bytes sent along it for each byte that the operation is about."""
 
     source: int
     destination: int
@@ -22,6 +23,11 @@ def ring(ranks: Sequence[int], *, backwards: bool = False) -> list[Edge]:
     part = 2 * (count - 1) / count
     order = list(ranks)[::-1] if backwards else list(ranks)
     return [Edge(one, other, part) for one, other in zip(order, order[1:] + order[:1], strict=True)]
+
+
+def pipeline(ranks: Sequence[int]) -> list[Edge]:
+    """Stages: activations go on from each to the next one, their gradients back."""
+    return [edge for one, other in pairwise(ranks) for edge in (Edge(one, other, 1.0), Edge(other, one, 1.0))]
 
 
 def double_binary_tree(ranks: Sequence[int]) -> list[Edge]:

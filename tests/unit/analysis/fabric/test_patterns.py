@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from pacekeeper_analysis.fabric.patterns import Edge, all_to_all, double_binary_tree, ring
+from pacekeeper_analysis.fabric.patterns import Edge, all_to_all, double_binary_tree, pipeline, ring
 
 
 def sent(edges: list[Edge]) -> dict[int, float]:
@@ -32,6 +32,11 @@ def test_both_trees_reach_everybody_and_load_nobody_twice(count: int) -> None:
         while any(edge.source in met and edge.destination not in met for edge in left):
             met |= {edge.destination for edge in left if edge.source in met}
         assert met == set(range(count))
+
+
+def test_stages_send_on_and_back() -> None:
+    assert set(pipeline([2, 5, 3])) == {Edge(2, 5, 1), Edge(5, 3, 1), Edge(5, 2, 1), Edge(3, 5, 1)}
+    assert pipeline([2]) == []
 
 
 def test_all_to_all() -> None:
