@@ -94,7 +94,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Beginnings.
     "hang-before-warm": _scenario(
         "a worker that hangs before it is warm keeps its job from beginning, beside a warm spare",
-        _at(12.9, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
+        _at(11.6, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
     ),
     "older-job-cannot-begin": _scenario(
         "an older job whose template is refused keeps a younger one waiting",

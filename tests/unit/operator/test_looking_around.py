@@ -207,13 +207,13 @@ class TestResync:
     async def test_lists_every_minute_and_sooner_where_that_failed(self, place: Place) -> None:
         task = place.runtime.start(place.operator.resync(), "resync")
         await place.timeline.run(1)
-        assert place.cluster.looks == ["all nodes", "all pods"]
+        assert place.cluster.looks == ["all fabrics", "all nodes", "all pods"]
         await place.operator.know()
         place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
         await place.timeline.run(60)
-        assert place.cluster.looks[2:] == ["all nodes"]
+        assert place.cluster.looks[3:] == ["all fabrics", "all nodes"]
         await place.timeline.run(3)
-        assert place.cluster.looks[3:] == ["all nodes", "all pods"]
+        assert place.cluster.looks[5:] == ["all fabrics", "all nodes", "all pods"]
         assert not task.done()
         task.cancel()
 
