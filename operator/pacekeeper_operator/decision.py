@@ -46,6 +46,11 @@ class Adapt:
 
 
 @dataclass(frozen=True)
+class PlanTraffic:
+    """The next round, by the same workers, over the ways that joint planning wants by now."""
+
+
+@dataclass(frozen=True)
 class QuarantineNode:
     """A suspicion against the node. `withheld` says why it is only written down; "": it is handed on."""
 
@@ -65,7 +70,7 @@ class FailJob:
     message: str
 
 
-Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | QuarantineNode | FailJob
+Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | PlanTraffic | QuarantineNode | FailJob
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,13 @@ class JobTraffic:
 
     name: JobName
     seats: tuple[Seat, ...]
+    membership: int = 0
     ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
     sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured
     by_nccl: bool = False  # rather than by gloo
     ports: Ports | None = None  # that its connections take; None: any
     waiting: float = 0.0  # share of its steps that its ranks wait in
-    round_seconds: float = 0.0  # what a new round costs it; 0: it does not train yet, or begins a round anyway
+    round_seconds: float = 0.0  # what a round for other ways costs it; 0: it does not train yet; inf: it is not due yet
 
     @property
     def ranks(self) -> int:
@@ -44,6 +45,15 @@ class JobTraffic:
     def round_cost(self) -> float:
         """Seconds of its ranks."""
         return self.ranks * self.round_seconds
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A job that should begin a round for other ways, which outweigh the rounds of all that change together."""
+
+    slowdown: float  # of its steps by the ways that are in force, over those by the ones that are planned
+    gain_seconds: float  # of all jobs, in seconds of ranks, over the horizon
+    cost_seconds: float  # of all rounds, likewise
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +68,7 @@ class Traffic:
     lost: tuple[tuple[JobName, Pair], ...]  # flows for which no way is alive
     up: Ints  # loads, (leaves, ways)
     down: Ints
-    gain_seconds: float = 0.0  # that moving others' flows wins, in seconds of ranks; 0: none are moved
+    due: Mapping[JobName, Replanned]  # of jobs that train; the others take their ways in their next round
 
 
 @dataclass(frozen=True, eq=False)

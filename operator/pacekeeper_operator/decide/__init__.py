@@ -25,6 +25,7 @@ from . import (
     paths,
     preflight,
     profile,
+    replan,
     round_failed,
     stages,
     stale,
@@ -51,6 +52,8 @@ CHECKS: tuple[Check, ...] = (
     hang.check,
     round_failed.check,
     gpu_warning.check,
+    # Exact, and so before another way to train.
+    replan.check,
     straggler.check,
     links.check,
     profile.check,

@@ -1,7 +1,7 @@
 """Which paths through the fabric stand in a job's plan: those that joint planning wants, where they can be followed.
 
-What stands there holds from the next round on. Whose ranks train keeps each way that is alive: a round only for another
-one is a remedy, with a price.
+They change with a membership: while ranks train, their connections stay where they are, and a round only for other ways
+is a remedy with a price (`replan`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     network, draft = observation.surroundings.network, observation.draft
     if network is None:
         return draft  # this operator has not looked yet
-    wanted = _wanted(observation, network)
+    controlled = network.spec.path_control.mode is PathControl.PROBE and bool(draft.plan.members)
+    if controlled and observation.training_since is not None:
+        return draft
+    wanted = _wanted(observation, network) if controlled else None
     return draft if wanted == draft.plan.paths else draft.with_plan(paths=wanted)
 
 
@@ -59,37 +62,36 @@ def _is_address(text: str) -> bool:
 
 
 def _wanted(observation: Observation, network: Network) -> Paths | None:
-    if network.spec.path_control.mode is not PathControl.PROBE or not observation.plan.members:
-        return None
     own = _own(observation)
     hops, ports = hops_of(network.spec), _ports(network, own)
     answering = {hop.spine for hop in hops}
     paths = [
         PlannedPath(*pair, spine_of(way))
-        for pair, way in sorted(_ways(network, own, trains=observation.training_since is not None).items())
+        for pair, way in sorted(_ways(network, own).items())
         if spine_of(way) in answering
     ]
     return None if ports is None or not paths else Paths(tuple(paths[:MOST_PATHS]), hops, *ports)
 
 
 def _own(observation: Observation) -> JobTraffic:
-    job, node = observation.job, {view.name: view.node for view in observation.workers}
-    seats = tuple(Seat(node.get(member.worker, ""), member.ranks) for member in observation.plan.members)
-    plan = observation.plan
-    return JobTraffic((job.namespace, job.name), seats, ways_of(plan), by_nccl=uses_gpus(job), ports=ports_of(plan))
+    job, plan = observation.job, observation.plan
+    node = {view.name: view.node for view in observation.workers}
+    return JobTraffic(
+        (job.namespace, job.name),
+        tuple(Seat(node.get(member.worker, ""), member.ranks) for member in plan.members),
+        plan.membership,
+        ways_of(plan),
+        by_nccl=uses_gpus(job),
+        ports=ports_of(plan),
+    )
 
 
-def _ways(network: Network, own: JobTraffic, *, trains: bool) -> Mapping[Pair, int]:
+def _ways(network: Network, own: JobTraffic) -> Mapping[Pair, int]:
     looked_at = network.jobs.get(own.name)
     if network.traffic is not None and looked_at is not None and looked_at.seats == own.seats:
-        wanted = network.traffic.ways[own.name]
-    else:  # its members have just changed
-        others = [job for name, job in network.jobs.items() if name != own.name]
-        wanted = traffic.place(network.wiring, others, own)
-    if not trains:
-        return wanted
-    living = traffic.living(network.wiring, own)
-    return {pair: living.get(pair, way) for pair, way in wanted.items()}
+        return network.traffic.ways[own.name]
+    # Its members have just changed.
+    return traffic.place(network.wiring, (job for name, job in network.jobs.items() if name != own.name), own)
 
 
 def _ports(network: Network, own: JobTraffic) -> Ports | None:

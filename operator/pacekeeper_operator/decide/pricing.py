@@ -49,6 +49,19 @@ def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
 
+def plan_traffic_option(observation: Observation, policy: Policy) -> Option:
+    """A round by the same workers, whose connections take the ways that are planned now. The job stays exact."""
+    return Option(Remedy.PLAN_TRAFFIC, observation.restart_cost(), 1.0, policy.refusal(Remedy.PLAN_TRAFFIC))
+
+
+def slowdown_of_traffic(waiting: float, before: float, after: float) -> float:
+    """Of a job's steps by the ways that are in force, over those by the ways that are planned: what its ranks wait
+    shrinks as their ring gets faster. `waiting`: that share of a step; `before`, `after`: the pace of the ring."""
+    if not after:
+        return 1.0
+    return 1.0 / (1.0 - min(waiting, 0.99) * (1.0 - before / after))
+
+
 def _spare_is_warm(observation: Observation) -> bool:
     return any(view.warm for view in observation.spares)
 

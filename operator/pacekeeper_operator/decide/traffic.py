@@ -8,6 +8,7 @@ the middle has changed some plans and others not: the next look ends the same.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.fabric import assign as assigning
 from pacekeeper_analysis.fabric import load, patterns, planes
-from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign
+from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign, living
 from pacekeeper_analysis.fabric.topology import WITHIN, Ints, Topology
 
-from ..network import JobName, JobTraffic, Pair, Traffic, Wiring
+from ..network import JobName, JobTraffic, Pair, Replanned, Traffic, Wiring
+from . import pricing
 
 HORIZON_SECONDS = 600.0
 """What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
@@ -32,45 +33,38 @@ def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
     """None: there is no fabric to plan on."""
     if wiring.topology is None:
         return None
-    table = _table(wiring, jobs)
-    kept = _assigned(wiring.topology, table, frozenset())
-    chosen, gain = kept, 0.0
-    if kept.level > kept.bound:
+    topology = wiring.topology
+    table = _table(wiring, topology, jobs)
+    before = _pace(topology, table, _in_force(topology, table))
+    chosen = _weighed(topology, table, before, _assigned(topology, table, frozenset()))
+    if chosen.assignment.level > chosen.assignment.bound:
         for movable in _movable(jobs):
-            found = _assigned(wiring.topology, table, movable)
-            won = _won(wiring.topology, table, kept, found)
-            if won > gain and len(found.lost) <= len(kept.lost):
-                chosen, gain = found, won
-    return _told(wiring.topology, table, chosen, gain)
+            found = _weighed(topology, table, before, _assigned(topology, table, movable))
+            fewer_lost = len(found.assignment.lost) <= len(chosen.assignment.lost)
+            if found.net_seconds > max(0.0, chosen.net_seconds) and fewer_lost:
+                chosen = found
+    return _told(topology, table, chosen.assignment, _due(table, before, chosen))
 
 
 def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapping[Pair, int]:
     """Ways of one job around those of the others, nobody of whom moves."""
     if wiring.topology is None:
         return {}
-    table = _table(wiring, [*others, own])
+    table = _table(wiring, wiring.topology, [*others, own])
     found = _assigned(wiring.topology, table, frozenset())
-    return _told(wiring.topology, table, found, 0.0).ways[own.name]
+    return _ways(table, found)[own.name]
 
 
 def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
     """Which of the jobs may be moved, by their places: those whose rounds cost least, ever more of them."""
-    cheapest = sorted(range(len(jobs)), key=lambda place: jobs[place].round_cost)
+    due = [place for place, job in enumerate(jobs) if math.isfinite(job.round_seconds)]
+    cheapest = sorted(due, key=lambda place: jobs[place].round_cost)
     count = 1
     while cheapest:
         yield frozenset(cheapest[:count])
         if count >= len(cheapest):
             return
         count *= 2
-
-
-def living(wiring: Wiring, job: JobTraffic) -> Mapping[Pair, int]:
-    """The ways that its plan names, as far as they are alive."""
-    if wiring.topology is None:
-        return {}
-    table = _table(wiring, [job])
-    ways = assigning.living(wiring.topology, table.flows, table.present.tolist())
-    return {pair: way for pair, way in zip(table.pairs, ways.tolist(), strict=True) if way != WITHIN}
 
 
 def edges(job: JobTraffic) -> list[Pair]:
@@ -96,10 +90,10 @@ class _Table:
     sender: Ints  # node, numbered
     receiver: Ints
     flows: Flows
-    present: Ints
+    living: Ints  # the ways that the plans name, as far as they are alive; WITHIN: none
 
 
-def _table(wiring: Wiring, jobs: Sequence[JobTraffic]) -> _Table:
+def _table(wiring: Wiring, topology: Topology, jobs: Sequence[JobTraffic]) -> _Table:
     rows: list[_Row] = []
     for number, (job, weights) in enumerate(zip(jobs, _weights(jobs), strict=True)):
         node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
@@ -111,8 +105,8 @@ def _table(wiring: Wiring, jobs: Sequence[JobTraffic]) -> _Table:
     sender, receiver = _ints(nodes[row.sender] for row in rows), _ints(nodes[row.receiver] for row in rows)
     leaves = _ints(wiring.leaf_of.values())
     flows = Flows(leaves[sender], leaves[receiver], _ints(row.weight for row in rows))
-    present = _ints(jobs[row.job].ways.get(row.pair, WITHIN) for row in rows)
-    return _Table(jobs, [row.pair for row in rows], _ints(row.job for row in rows), sender, receiver, flows, present)
+    ways = living(topology, flows, [jobs[row.job].ways.get(row.pair, WITHIN) for row in rows])
+    return _Table(jobs, [row.pair for row in rows], _ints(row.job for row in rows), sender, receiver, flows, ways)
 
 
 class _Row(NamedTuple):
@@ -149,14 +143,14 @@ def _assigned(topology: Topology, table: _Table, movable: frozenset[int]) -> Ass
     """`movable`: the jobs whose flows may leave a way that is alive."""
     held = ~np.isin(table.job, list(movable))
     if topology.planes == 1:
-        return assign(topology, table.flows, table.present.tolist(), held.tolist())
+        return assign(topology, table.flows, table.living.tolist(), held.tolist())
     plane = _planes(topology, table, held)
-    return planes.assign_planes(topology, table.flows, plane, table.present.tolist(), held.tolist())
+    return planes.assign_planes(topology, table.flows, plane, table.living.tolist(), held.tolist())
 
 
 def _planes(topology: Topology, table: _Table, held: NDArray[np.bool_]) -> Ints:
     """By which of its host's ports each flow goes: who is held stays, the others so that ports are used evenly."""
-    plane = np.where(held & (table.present != WITHIN), table.present // topology.spines, WITHIN)
+    plane = np.where(held & (table.living != WITHIN), table.living // topology.spines, WITHIN)
     new, flows = np.flatnonzero(plane == WITHIN), table.flows
     plane[new] = planes.split(
         table.sender[new], flows.source[new], table.receiver[new], flows.destination[new], flows.weight[new]
@@ -164,24 +158,63 @@ def _planes(topology: Topology, table: _Table, held: NDArray[np.bool_]) -> Ints:
     return plane
 
 
-def _won(topology: Topology, table: _Table, kept: Assignment, found: Assignment) -> float:
-    """Seconds of ranks that the jobs win by `found` beyond what its new rounds cost; 0 or less: leave them alone."""
-    before, after = (_pace(topology, table, one) for one in (kept, found))
-    won = sum(
+class _Weighed(NamedTuple):
+    """Seconds of ranks, over the horizon."""
+
+    assignment: Assignment
+    after: Mapping[int, float]  # the pace of each job's ring
+    gain_seconds: float
+    cost_seconds: float
+    changed: frozenset[int]  # jobs that train, and would begin a round
+
+    @property
+    def net_seconds(self) -> float:
+        return self.gain_seconds - self.cost_seconds
+
+
+def _weighed(topology: Topology, table: _Table, before: Mapping[int, float], found: Assignment) -> _Weighed:
+    after = _pace(topology, table, found.ways)
+    changed = {int(table.job[flow]) for flow in np.flatnonzero(found.ways != table.living)}
+    training = frozenset(number for number in changed if 0 < table.jobs[number].round_seconds < math.inf)
+    gain = sum(
         HORIZON_SECONDS * job.ranks * job.waiting * (1.0 - before[number] / after[number])
         for number, job in enumerate(table.jobs)
         if after[number] > 0
     )
-    moved = {int(table.job[flow]) for flow in found.moved}
-    return won - sum(table.jobs[number].round_cost for number in moved)
+    return _Weighed(found, after, gain, sum(table.jobs[number].round_cost for number in training), training)
 
 
-def _pace(topology: Topology, table: _Table, found: Assignment) -> dict[int, float]:
+def _due(table: _Table, before: Mapping[int, float], chosen: _Weighed) -> dict[JobName, Replanned]:
+    if chosen.net_seconds <= 0:
+        return {}
+    return {
+        table.jobs[number].name: Replanned(
+            pricing.slowdown_of_traffic(table.jobs[number].waiting, before[number], chosen.after[number]),
+            chosen.gain_seconds,
+            chosen.cost_seconds,
+        )
+        for number in sorted(chosen.changed)
+    }
+
+
+def _in_force(topology: Topology, table: _Table) -> Ints:
+    """Ways as they are: where none is planned that is alive, one of those that are, as a hash may have it."""
+    ways = table.living.copy()
+    for flow in np.flatnonzero(ways == WITHIN).tolist():
+        source, destination = int(table.flows.source[flow]), int(table.flows.destination[flow])
+        alive = np.flatnonzero((topology.up[source] > 0) & (topology.down[destination] > 0))
+        if len(alive):
+            seed = f"{table.jobs[int(table.job[flow])].name} {table.pairs[flow]}"
+            ways[flow] = alive[zlib.crc32(seed.encode()) % len(alive)]
+    return ways
+
+
+def _pace(topology: Topology, table: _Table, ways: Ints) -> dict[int, float]:
     """How fast each job's ring goes, by simulation: as its slowest flow."""
     flows = table.flows
     numbers, entity = np.unique(table.job, return_inverse=True)
     rate = load.rates(
-        topology, flows.source, flows.destination, found.ways, flows.weight.astype(float), entity.ravel().tolist()
+        topology, flows.source, flows.destination, ways, flows.weight.astype(float), entity.ravel().tolist()
     )
     pace = dict.fromkeys(range(len(table.jobs)), 0.0)
     for place, number in enumerate(numbers.tolist()):
@@ -189,15 +222,11 @@ def _pace(topology: Topology, table: _Table, found: Assignment) -> dict[int, flo
     return pace
 
 
-def _told(topology: Topology, table: _Table, found: Assignment, gain: float) -> Traffic:
-    ways: dict[JobName, dict[Pair, int]] = {job.name: {} for job in table.jobs}
-    for job, pair, way in zip(table.job.tolist(), table.pairs, found.ways.tolist(), strict=True):
-        if way != WITHIN:
-            ways[table.jobs[job].name][pair] = way
+def _told(topology: Topology, table: _Table, found: Assignment, due: Mapping[JobName, Replanned]) -> Traffic:
     flows = table.flows
     up, down = load.loads(topology, flows.source, flows.destination, found.ways, flows.weight.astype(float))
     return Traffic(
-        ways=ways,
+        ways=_ways(table, found),
         flows=len(flows),
         level=found.level,
         bound=found.bound,
@@ -205,5 +234,13 @@ def _told(topology: Topology, table: _Table, found: Assignment, gain: float) -> 
         lost=tuple((table.jobs[int(table.job[flow])].name, table.pairs[flow]) for flow in found.lost),
         up=up.astype(np.int64),
         down=down.astype(np.int64),
-        gain_seconds=gain,
+        due=due,
     )
+
+
+def _ways(table: _Table, found: Assignment) -> dict[JobName, dict[Pair, int]]:
+    ways: dict[JobName, dict[Pair, int]] = {job.name: {} for job in table.jobs}
+    for job, pair, way in zip(table.job.tolist(), table.pairs, found.ways.tolist(), strict=True):
+        if way != WITHIN:
+            ways[table.jobs[job].name][pair] = way
+    return ways

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
 from pacekeeper_analysis.diagnose import links
 from pacekeeper_analysis.plan import Plan, Stop
 
-from ..api import JobPhase
+from ..api import Cause, JobPhase
 from ..decide.paths import ports_of, ways_of
 from ..manifests import uses_gpus
 from ..network import JobName, JobTraffic, Pair, Seat
+from ..state import State
 from .memory import JobMemory, Memory
 
+HOLD_SECONDS, REMEMBERED_SECONDS = 30.0, 3600.0
 GUESSED_ROUND_SECONDS = 5.0
 """What a new round takes of a job of which none was measured."""
 
 
-def of_jobs(memory: Memory) -> dict[JobName, JobTraffic]:
+def of_jobs(memory: Memory, now: float) -> dict[JobName, JobTraffic]:
     """Of those that have members, by name."""
-    return {name: found for name, job in memory if (found := of_job(name, job)) is not None}
+    return {name: found for name, job in memory if (found := of_job(name, job, now)) is not None}
 
 
-def of_job(name: JobName, memory: JobMemory) -> JobTraffic | None:
+def of_job(name: JobName, memory: JobMemory, now: float) -> JobTraffic | None:
     """None: it sends nothing."""
     job, draft = memory.job, memory.draft
     if (
@@ -39,14 +42,25 @@ def of_job(name: JobName, memory: JobMemory) -> JobTraffic | None:
     return JobTraffic(
         name,
         tuple(Seat(node.get(member.worker, ""), member.ranks) for member in draft.plan.members),
+        membership=draft.plan.membership,
         ways=ways_of(draft.plan),
         sent=_sent(memory, draft.plan, node),
         by_nccl=uses_gpus(job),
         ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.
         waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
-        round_seconds=(draft.state.budget.restart_seconds or GUESSED_ROUND_SECONDS) if trains else 0.0,
+        round_seconds=_round_seconds(draft.state, now) if trains else 0.0,
     )
+
+
+def _round_seconds(state: State, now: float) -> float:
+    """Endless for a while after a round that slow communication has called for, twice as long after each further one:
+    what others say of their waits does not keep a job restarting."""
+    since = now - REMEMBERED_SECONDS
+    times = [past.at for past in state.incidents.past if past.cause is Cause.SLOW_COMMUNICATION and past.at > since]
+    if times and now - max(times) < HOLD_SECONDS * 2.0 ** (len(times) - 1):
+        return math.inf
+    return state.budget.restart_seconds or GUESSED_ROUND_SECONDS
 
 
 def _sent(memory: JobMemory, plan: Plan, node: Mapping[str, str]) -> Mapping[Pair, float]:

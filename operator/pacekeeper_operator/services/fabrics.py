@@ -82,7 +82,8 @@ class Keeper:
             metrics.show_fabric("", None)
             return IDLE_SECONDS
         answer = await self._ask(fabric)
-        inputs = _Inputs(fabric.spec, self._rates, tuple(operator.nodes), sent.of_jobs(operator.memory))
+        jobs = sent.of_jobs(operator.memory, operator.runtime.now())
+        inputs = _Inputs(fabric.spec, self._rates, tuple(operator.nodes), jobs)
         wiring, planned = await self._plan(inputs)
         operator.network = Network(fabric.spec, wiring, inputs.jobs, planned)
         if fabric.spec.path_control.mode is PathControl.PROBE:

@@ -96,11 +96,15 @@ class Operator:
     def hear_of_traffic(self, job: Job) -> None:
         """Its plan has been written: those of others that are planned next go around it at once."""
         name = job.namespace, job.name
-        found = traffic.of_job(name, self.memory.of(job))
+        found = traffic.of_job(name, self.memory.of(job), self.runtime.now())
         if self.network is None or found == self.network.jobs.get(name):
             return
-        others = {other: known for other, known in self.network.jobs.items() if other != name}
-        self.network = replace(self.network, jobs=others if found is None else {**others, name: found})
+        jobs = {other: known for other, known in self.network.jobs.items() if other != name}
+        planned = self.network.traffic
+        if planned is not None:  # what was due for it is done, or of another membership
+            planned = replace(planned, due={other: due for other, due in planned.due.items() if other != name})
+        jobs |= {} if found is None else {name: found}
+        self.network = replace(self.network, jobs=jobs, traffic=planned)
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed once: before, nothing is known of any job."""

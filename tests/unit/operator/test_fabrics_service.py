@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,20 +13,21 @@ import pytest
 from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import FabricReason, Job, JobPhase, JobSpec
+from pacekeeper_operator.api import Cause, FabricReason, Job, JobPhase, JobSpec
 from pacekeeper_operator.cluster import FABRICS, Kind, Listing, NotFound, Object
-from pacekeeper_operator.network import NO_FABRIC, Seat
+from pacekeeper_operator.network import NO_FABRIC, JobTraffic, Seat
 from pacekeeper_operator.observation import Metrics
 from pacekeeper_operator.observe import traffic
 from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import LinkAnswer, Prometheus
+from pacekeeper_operator.observe.traffic import HOLD_SECONDS, REMEMBERED_SECONDS
 from pacekeeper_operator.services.fabrics import LOOK_SECONDS, Keeper, watch_over
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.state import Draft, Past
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Result, Timeline, VirtualRuntime
-from tests.support.worlds import job, training
+from tests.support.worlds import NOW, job, training
 from tests.support.written import INSTALLATION
 
 SPEC: Object = {
@@ -305,33 +307,50 @@ class TestLoop:
         assert place.operator.nodes.listed.is_set()
 
 
+def of_job(memory: JobMemory, now: float = NOW) -> JobTraffic | None:
+    return traffic.of_job(("ns", "j"), memory, now)
+
+
 class TestTraffic:
     """What planning is told of a job."""
 
     def test_seats_and_prices(self, place: Place) -> None:
-        found = traffic.of_job(("ns", "j"), place.job(metrics=Metrics(waiting=0.337)))
+        found = of_job(place.job(metrics=Metrics(waiting=0.337)))
         assert found is not None
         assert found.seats == tuple(Seat(f"node-{n}", (n,)) for n in range(4))
         assert (found.waiting, found.round_seconds, found.by_nccl, found.ports) == (0.3, 5.0, False, None)
 
     def test_who_does_not_train_yet_pays_nothing_for_a_round(self, place: Place) -> None:
-        found = traffic.of_job(("ns", "j"), place.job(phase=JobPhase.STARTING, metrics=Metrics(waiting=0.5)))
+        found = of_job(place.job(phase=JobPhase.STARTING, metrics=Metrics(waiting=0.5)))
         assert found is not None
         assert (found.waiting, found.round_seconds) == (0.0, 0.0)
 
     def test_what_a_round_took_last_is_what_it_takes(self, place: Place) -> None:
         draft = training(4, 0).draft.with_budget(restart_seconds=1.5)
-        found = traffic.of_job(("ns", "j"), place.job(draft=draft))
+        found = of_job(place.job(draft=draft))
         assert found is not None
         assert found.round_seconds == 1.5
 
+    def test_who_was_replanned_lately_is_left_alone_for_longer_each_time(self, place: Place) -> None:
+        def replanned(*ages: float) -> float:
+            past = tuple(Past(Cause.SLOW_COMMUNICATION, NOW - age, 1.0) for age in ages)
+            found = of_job(place.job(draft=training(4, 0).draft.with_incidents(past=past)))
+            assert found is not None
+            return found.round_seconds
+
+        assert replanned(HOLD_SECONDS - 1) == math.inf
+        assert replanned(HOLD_SECONDS + 1) == 5.0
+        assert replanned(HOLD_SECONDS + 1, 2000) == math.inf
+        assert replanned(2 * HOLD_SECONDS + 1, 2000) == 5.0
+        assert replanned(HOLD_SECONDS + 1, REMEMBERED_SECONDS + 1) == 5.0
+
     def test_who_has_no_members_or_ends_sends_nothing(self, place: Place) -> None:
         draft = training(4, 0).draft
-        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_plan(members=()))) is None
-        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_plan(stop=Stop.SUSPEND))) is None
-        assert traffic.of_job(("ns", "j"), place.job(draft=draft.with_life(completed_at=1.0))) is None
-        assert traffic.of_job(("ns", "j"), JobMemory()) is None
-        assert traffic.of_jobs(Memory(0.0)) == {}
+        assert of_job(place.job(draft=draft.with_plan(members=()))) is None
+        assert of_job(place.job(draft=draft.with_plan(stop=Stop.SUSPEND))) is None
+        assert of_job(place.job(draft=draft.with_life(completed_at=1.0))) is None
+        assert of_job(JobMemory()) is None
+        assert traffic.of_jobs(Memory(0.0), NOW) == {}
 
     @pytest.mark.parametrize(("limit", "by_nccl"), [("8", True), (8, True), ("0", False), (None, False)])
     def test_gpus_talk_by_nccl(self, limit: object, by_nccl: bool) -> None:
@@ -339,7 +358,7 @@ class TestTraffic:
         template = {"spec": {"containers": [{"name": "x"}, {"name": "trainer", "resources": {"limits": limits}}]}}
         memory = Place().job()
         memory.job = replace(job(), spec=JobSpec(template=template))
-        found = traffic.of_job(("ns", "j"), memory)
+        found = of_job(memory)
         assert found is not None
         assert found.by_nccl is by_nccl
 
@@ -348,7 +367,7 @@ class TestTraffic:
         memory = Place().job()
         assert isinstance(memory.job, Job)
         memory.job = replace(memory.job, spec=JobSpec(template=template))
-        found = traffic.of_job(("ns", "j"), memory)
+        found = of_job(memory)
         assert found is not None
         assert not found.by_nccl
 
@@ -361,11 +380,11 @@ class TestTraffic:
             return Evidence("q", f"j-w{worker}-0", 1, links=(window,))
 
         memory.evidence = {"j-w0-0": end(0, "a:1", "b:2", 1000), "j-w1-0": end(1, "b:2", "a:1", 70)}
-        found = traffic.of_job(("ns", "j"), memory)
+        found = of_job(memory)
         assert found is not None
         assert found.sent == {(0, 1): 1000, (1, 0): 70}
         memory.evidence = {name: replace(one, request="older") for name, one in memory.evidence.items()}
-        other = traffic.of_job(("ns", "j"), memory)
+        other = of_job(memory)
         assert other is not None
         assert other.sent == {}
 

@@ -10,7 +10,7 @@ from typing import Any
 from ... import decision as decisions
 from ...decision import Action, Decision
 from ...observation import Observation
-from . import adapt, count_restart, fail_job, quarantine_node, replace_worker, restart_ranks
+from . import adapt, count_restart, fail_job, plan_traffic, quarantine_node, replace_worker, restart_ranks
 from .applied import Applied
 
 ACTS: Mapping[type[Any], Callable[[Any, Decision, Observation], Applied]] = {
@@ -18,6 +18,7 @@ ACTS: Mapping[type[Any], Callable[[Any, Decision, Observation], Applied]] = {
     decisions.RestartRanks: restart_ranks.apply,
     decisions.ReplaceWorker: replace_worker.apply,
     decisions.Adapt: adapt.apply,
+    decisions.PlanTraffic: plan_traffic.apply,
     decisions.QuarantineNode: quarantine_node.apply,
     decisions.FailJob: fail_job.apply,
 }

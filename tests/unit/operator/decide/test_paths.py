@@ -17,7 +17,7 @@ from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import NO_FABRIC, JobName, JobTraffic, Network, Pair, Seat
 from pacekeeper_operator.observation import NodeView, Observation
 from pacekeeper_operator.state import Draft
-from tests.support.worlds import change_worker, job, policy, training
+from tests.support.worlds import NOW, change_members, change_worker, job, policy, training
 
 HOPS = {"10.98.1.1": "s1", "10.98.1.2": "s2", "10.98.2.2": "s2"}
 
@@ -46,6 +46,11 @@ def under(found: Network | None, world: Observation | None = None) -> Observatio
     return replace(world, surroundings=replace(world.surroundings, network=found))
 
 
+def starting(found: Network | None, world: Observation | None = None) -> Observation:
+    """Before its first step."""
+    return change_members(under(found, world), first_step_at=0.0)
+
+
 def step(world: Observation) -> Draft:
     return paths.step(world, policy())
 
@@ -64,7 +69,7 @@ def with_ways(world: Observation, draft: Draft, changes: Mapping[Pair, str]) -> 
 
 class TestWanted:
     def test_each_flow_between_leaves_has_its_path_and_launchers_what_they_need_for_it(self) -> None:
-        found = step(under(network())).plan.paths
+        found = step(starting(network())).plan.paths
         assert found is not None
         assert {(one.source, one.destination) for one in found.wanted} == {(1, 0), (2, 1), (3, 2), (0, 3)}
         assert found.hops == (Hop("10.98.1.1", "s1"), Hop("10.98.1.2", "s2"), Hop("10.98.2.2", "s2"))
@@ -75,68 +80,80 @@ class TestWanted:
     def test_what_joint_planning_has_found_is_taken(self) -> None:
         seen = network(planned=True)
         assert seen.traffic is not None
-        assert ways(step(under(seen))) == seen.traffic.ways["ns", "j"]
+        assert ways(step(starting(seen))) == seen.traffic.ways["ns", "j"]
 
     def test_it_is_the_same_again(self) -> None:
-        world = under(network(planned=True))
+        world = starting(network(planned=True))
         written = world.with_draft(step(world))
         assert step(written) is written.draft
 
     @pytest.mark.parametrize("mode", [PathControl.OFF, PathControl.REROLL])
     def test_without_probes_there_are_none(self, mode: PathControl) -> None:
-        world = under(network())
+        world = starting(network())
         written = world.with_draft(step(world))
-        assert step(under(network(mode=mode), written)).plan.paths is None
-        assert step(under(NO_FABRIC, written)).plan.paths is None
+        assert step(starting(network(mode=mode), written)).plan.paths is None
+        assert step(starting(NO_FABRIC, written)).plan.paths is None
 
     def test_an_operator_that_has_not_looked_yet_takes_nothing_away(self) -> None:
-        world = under(network())
+        world = starting(network())
         written = world.with_draft(step(world))
-        assert step(under(None, written)) is written.draft
+        assert step(starting(None, written)) is written.draft
 
     def test_a_spine_that_answers_to_no_address_cannot_be_found(self) -> None:
-        world = under(network(hops={"10.98.1.1": "s1", "not an address": "s2", "10.98.1.9": "s9"}))
+        world = starting(network(hops={"10.98.1.1": "s1", "not an address": "s2", "10.98.1.9": "s9"}))
         found = step(world).plan.paths
         assert found is not None
         assert {one.spine for one in found.wanted} == {"s1"}
         assert found.hops == (Hop("10.98.1.1", "s1"),)
-        assert step(under(network(hops={"10.98.1.9": "s9"}))).plan.paths is None
+        assert step(starting(network(hops={"10.98.1.9": "s9"}))).plan.paths is None
         assert hops_of(spec(hops={"fe80::1": "s1"})) == (Hop("fe80::1", "s1"),)
 
     @pytest.mark.parametrize("leaves", ["aaaa", "", "a"])
     def test_nothing_crosses_or_nobody_knows(self, leaves: str) -> None:
-        assert step(under(network(leaves=leaves))).plan.paths is None
+        assert step(starting(network(leaves=leaves))).plan.paths is None
 
     def test_all_spines_dead(self) -> None:
         dead = tuple(LinkException(leaf, spine) for leaf in "ab" for spine in ("s1", "s2"))
-        assert step(under(network(exceptions=dead))).plan.paths is None
+        assert step(starting(network(exceptions=dead))).plan.paths is None
 
 
 class TestTraining:
-    def test_a_way_that_is_alive_stays_whatever_is_planned(self) -> None:
-        """Another one takes a new round, which is not for this step to begin."""
-        world = under(network(planned=True))
+    def test_nothing_changes_while_the_ranks_train(self) -> None:
+        """Other ways take a new round, which is not for this step to begin: `replan` weighs it."""
+        world = starting(network(planned=True))
         draft = step(world)
         other = {(1, 0): "s2" if ways(draft)[1, 0] == 0 else "s1"}
-        moved = with_ways(world, draft, other)
+        moved = change_members(with_ways(world, draft, other), first_step_at=NOW)
         assert step(moved) is moved.draft
+        cut = under(network(exceptions=(LinkException("b", "s1"),)), moved)
+        assert step(cut) is cut.draft
+        untouched = under(network())
+        assert step(untouched) is untouched.draft, "nor has a job paths at once where a Fabric is made"
 
     def test_before_the_first_step_what_is_planned_counts(self) -> None:
-        world = under(network(planned=True))
+        world = starting(network(planned=True))
         draft = step(world)
         other = {(1, 0): "s2" if ways(draft)[1, 0] == 0 else "s1"}
-        starting = change_worker(with_ways(world, draft, other), "j-w0-0", heartbeat={"first_step_at": 0.0})
-        assert ways(step(starting)) == ways(draft)
+        assert ways(step(with_ways(world, draft, other))) == ways(draft)
 
-    def test_a_dead_way_gets_another_for_the_next_round(self) -> None:
-        world = under(network())
+    def test_a_dead_way_gets_another_in_the_next_round(self) -> None:
+        world = starting(network())
         draft = step(world)
         way = ways(draft)[1, 0]
-        cut = under(network(exceptions=(LinkException("b", f"s{way + 1}"),)), world.with_draft(draft))
+        cut = starting(network(exceptions=(LinkException("b", f"s{way + 1}"),)), world.with_draft(draft))
         after = step(cut)
         assert ways(after)[1, 0] == 1 - way
         assert ways(after)[2, 1] == ways(draft)[2, 1]
-        assert after.plan.membership == draft.plan.membership, "no round for it"
+
+
+class TestChangedMembers:
+    def test_who_stays_keeps_the_way_that_it_has(self) -> None:
+        """Joint planning has not looked at this membership yet."""
+        world = starting(network())
+        draft = step(world)
+        other = {pair: "s2" if way == 0 else "s1" for pair, way in ways(draft).items()}
+        turned = with_ways(world, draft, other)
+        assert step(turned) is turned.draft
 
 
 class TestOthers:
@@ -145,46 +162,46 @@ class TestOthers:
 
     def test_a_new_job_goes_around_the_others(self) -> None:
         busy = self.other(ways={(1, 0): 0, (2, 1): 0, (3, 2): 0, (0, 3): 0})
-        assert set(ways(step(under(network(busy)))).values()) == {1}
+        assert set(ways(step(starting(network(busy)))).values()) == {1}
 
     def test_jobs_that_share_a_node_have_ports_of_their_own(self) -> None:
         first, second = (20000, 20000 + PORTS - 1), (20000 + PORTS, 20000 + 2 * PORTS - 1)
-        found = step(under(network(self.other(ports=first)))).plan.paths
+        found = step(starting(network(self.other(ports=first)))).plan.paths
         assert found is not None
         assert (found.first_port, found.last_port) == second
         apart = replace(self.other(ports=first), seats=(Seat("node-9", (0,)),))
-        elsewhere = step(under(network(apart))).plan.paths
+        elsewhere = step(starting(network(apart))).plan.paths
         assert elsewhere is not None
         assert elsewhere.first_port == 20000
 
     def test_of_two_that_have_taken_the_same_at_once_one_gives_way(self) -> None:
-        world = under(network())
+        world = starting(network())
         written = world.with_draft(step(world))
         ports = (20000, 20000 + PORTS - 1)
-        later = step(under(network(self.other(("ns", "z"), ports=ports)), written)).plan.paths
-        earlier = step(under(network(self.other(("ns", "a"), ports=ports)), written)).plan.paths
+        later = step(starting(network(self.other(("ns", "z"), ports=ports)), written)).plan.paths
+        earlier = step(starting(network(self.other(("ns", "a"), ports=ports)), written)).plan.paths
         assert later is not None
         assert earlier is not None
         assert (later.first_port, earlier.first_port) == (20000, 20000 + PORTS)
 
     def test_where_no_port_is_left_there_are_no_paths(self) -> None:
         busy = self.other(ports=(20000, 20000 + PORTS - 1))
-        assert step(under(network(busy, ports=(20000, 20000 + 2 * PORTS - 2)))).plan.paths is None
-        assert step(under(network(ports=(20000, 20000 + PORTS - 2)))).plan.paths is None
+        assert step(starting(network(busy, ports=(20000, 20000 + 2 * PORTS - 2)))).plan.paths is None
+        assert step(starting(network(ports=(20000, 20000 + PORTS - 2)))).plan.paths is None
 
 
 class TestMembers:
     """Whoever writes other members into a plan leaves no path of those before."""
 
     def test_a_spare_takes_over(self) -> None:
-        world = under(network(leaves="ababb"))
+        world = starting(network(leaves="ababb"))
         world = world.with_draft(step(world))
         thought = think(change_worker(world, "j-w3-0", gone=True), policy())
         assert [member.worker for member in thought.draft.plan.members][3] == "j-w4-0"
         assert set(ways(thought.draft)) == {(1, 0), (2, 1), (3, 2), (0, 3)}
 
     def test_a_job_that_shrinks(self) -> None:
-        world = under(network(), training(4, 0, job=job(4, 0, min_replicas=2)))
+        world = starting(network(), training(4, 0, job=job(4, 0, min_replicas=2)))
         world = world.with_draft(step(world))
         gone = change_worker(world, "j-w3-0", gone=True)
         waits = gone.with_draft(think(gone, policy()).draft)
@@ -195,7 +212,7 @@ class TestMembers:
         assert all(max(pair) < 3 for pair in ways(thought.draft))
 
     def test_a_job_that_is_suspended_and_goes_on(self) -> None:
-        world = under(network(), training(4, 1, job=job(4, 1, suspend=True)))
+        world = starting(network(), training(4, 1, job=job(4, 1, suspend=True)))
         world = world.with_draft(step(world))
         thought = think(world, policy())
         assert not thought.failures

@@ -137,7 +137,7 @@ class TestOthers:
         half = ranks // 2
         seats = (Seat(nodes[0], tuple(range(half))), Seat(nodes[1], tuple(range(half, ranks))))
         ways = {(half, half - 1): 0, (0, ranks - 1): 0}
-        return JobTraffic(("team", name), seats, ways, waiting=waiting, round_seconds=seconds)
+        return JobTraffic(("team", name), seats, 1, ways, waiting=waiting, round_seconds=seconds)
 
     def jobs(self, **changes: Any) -> list[JobTraffic]:
         return [self.training("one", "a0", "b0", **changes), self.training("two", "a1", "b1", **changes)]
@@ -146,12 +146,15 @@ class TestOthers:
         found = planned(fabric(), *self.jobs())
         assert (found.level, found.bound) == (1, 1)
         assert found.moved == 2
-        assert found.gain_seconds == pytest.approx(2 * 600 * 8 * 0.5 * 0.5 - 8 * 5)
+        (due,) = found.due.values()
+        assert due.gain_seconds == pytest.approx(2 * 600 * 8 * 0.5 * 0.5)
+        assert due.cost_seconds == 8 * 5
+        assert due.slowdown == pytest.approx(1 / 0.75), "of half a step that is waited half is left"
 
     @pytest.mark.parametrize("changes", [{"waiting": 0.0}, {"seconds": 700.0}])
     def test_where_the_round_costs_more_everybody_stays(self, changes: dict[str, float]) -> None:
         found = planned(fabric(), *self.jobs(**changes))
-        assert (found.level, found.moved, found.gain_seconds) == (2, 0, 0.0)
+        assert (found.level, found.moved, found.due) == (2, 0, {})
 
     def test_a_new_job_goes_around_those_that_train(self) -> None:
         found = planned(fabric(), *self.jobs(waiting=0.0), job("new", "a5", "b5"))

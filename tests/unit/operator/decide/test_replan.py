@@ -1,0 +1,195 @@
+"""Other ways for flows that collide: when a round is begun for them, and what is written of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Hop, Paths, PlannedPath
+from pacekeeper_operator.api import (
+    Cause,
+    Class,
+    FabricSpec,
+    JobStatus,
+    LevelSpec,
+    LinkException,
+    LinkState,
+    Mode,
+    Outcome,
+    PathControl,
+    PathControlSpec,
+    Remedy,
+)
+from pacekeeper_operator.decide import replan, traffic
+from pacekeeper_operator.decide.paths import ways_of
+from pacekeeper_operator.decide.pricing import plan_traffic_option, slowdown_of_traffic
+from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.decide.wiring import wire
+from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
+from pacekeeper_operator.observation import NodeView, Observation
+from tests.support.worlds import NOW, change_members, decisions, policy, training
+
+HOPS = {"10.0.0.1": "s1", "10.0.0.2": "s2"}
+COLLIDING: Mapping[Pair, int] = {(1, 0): 0, (0, 1): 0}
+
+
+def network(
+    *,
+    own: Mapping[Pair, int] = COLLIDING,
+    mode: PathControl = PathControl.PROBE,
+    waiting: float = 0.4,
+    membership: int = 1,
+    **changes: Any,
+) -> Network:
+    """The job of `training` on node-0 and node-1 beside another one that uses the first of two spines."""
+    spec = FabricSpec(2, levels=(LevelSpec("leaf"),), hops=HOPS, path_control=PathControlSpec(mode), **changes)
+    nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": "ab"[n % 2]}) for n in range(4)]
+    wiring = wire(spec, nodes, {})
+    mine = JobTraffic(("ns", "j"), (Seat("node-0", (0,)), Seat("node-1", (1,))), membership, own)
+    mine = replace(mine, waiting=waiting, round_seconds=5.0)
+    other = JobTraffic(
+        ("ns", "o"), (Seat("node-2", (0,)), Seat("node-3", (1,))), 1, COLLIDING, waiting=0.4, round_seconds=900.0
+    )
+    jobs = {job.name: job for job in (mine, other)}
+    return Network(spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))
+
+
+def world(seen: Network | None, own: Mapping[Pair, int] = COLLIDING) -> Observation:
+    found = training(2, 0)
+    paths = Paths(
+        tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in own.items()),
+        tuple(Hop(address, spine) for address, spine in HOPS.items()),
+        20000,
+        20511,
+    )
+    found = found.with_draft(found.draft.with_plan(paths=paths))
+    return replace(found, surroundings=replace(found.surroundings, network=seen))
+
+
+class TestDecided:
+    def test_a_round_by_the_same_workers_over_other_ways(self) -> None:
+        before = world(network())
+        thought = think(before, policy())
+        after = thought.draft.plan
+        assert not thought.failures
+        assert (after.membership, after.members) == (2, before.plan.members)
+        assert set(ways_of(after).values()) == {1}
+        assert after.paths is not None
+        assert before.plan.paths is not None
+        assert after.paths.first_port == before.plan.paths.first_port
+        assert not thought.draft.state.budget.restarts, "nothing was broken"
+
+    def test_what_is_written_of_it(self) -> None:
+        (incident,) = decisions(think(world(network()), policy()))
+        assert (incident.cause, incident.class_, incident.remedy, incident.live) == (
+            Cause.SLOW_COMMUNICATION,
+            Class.PERFORMANCE,
+            Remedy.PLAN_TRAFFIC,
+            False,
+        )
+        (price,) = incident.remedies
+        assert price.chosen
+        assert price.gain_seconds == pytest.approx(2 * 2 * 600 * 0.4 * 0.5 / 2), (
+            "of both jobs, for each rank of this one"
+        )
+        assert incident.slowdown_before == pytest.approx(1 / 0.8)
+        assert "wins all jobs 480 s" in incident.message
+
+    def test_it_is_over_with_the_first_step_by_the_new_ways(self) -> None:
+        before = world(network())
+        thought = think(before, policy())
+        later = replace(before.with_draft(thought.draft), now=NOW + 3)
+        waiting = think(later, policy())
+        assert not decisions(waiting)
+        done = change_members(later, membership=2, round=2, first_step_at=NOW + 2)
+        (incident,) = think(done, policy()).draft.state.incidents.current
+        assert incident.outcome is Outcome.RECOVERED
+        assert think(done, policy()).draft.state.budget.restart_seconds == pytest.approx(2.0)
+
+    def test_a_slow_link_is_gone_around(self) -> None:
+        slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 1e11) for leaf in "ab")
+        alone = network(exceptions=slow)
+        jobs = {("ns", "j"): alone.jobs["ns", "j"]}
+        seen = replace(alone, jobs=jobs, traffic=traffic.plan(alone.wiring, list(jobs.values())))
+        assert set(ways_of(think(world(seen), policy()).draft.plan).values()) == {1}
+
+    def test_a_dead_one_too(self) -> None:
+        """Its flows are on the other one by now, where the network has put them: nothing is to be won beside a job that
+        cannot go elsewhere either."""
+        dead = network(exceptions=(LinkException("a", "s1"), LinkException("b", "s1")))
+        assert dead.traffic is not None
+        assert set(dead.traffic.ways["ns", "j"].values()) == {1}
+        assert not decisions(think(world(dead), policy()))
+
+
+class TestLeftAlone:
+    @pytest.mark.parametrize(
+        "seen",
+        [
+            None,
+            network(mode=PathControl.OFF),
+            network(mode=PathControl.REROLL),
+            network(membership=7),
+            network(waiting=0.0, own={(1, 0): 1, (0, 1): 1}),
+            replace(network(), traffic=None),
+            replace(network(), jobs={}),
+        ],
+        ids=["not looked", "off", "reroll", "another membership", "apart already", "no plan", "not known"],
+    )
+    def test_where_nothing_is_due(self, seen: Network | None) -> None:
+        assert replan.check(world(seen), policy()) is None
+
+    def test_where_it_is_not_allowed(self) -> None:
+        others = frozenset(Remedy) - {Remedy.PLAN_TRAFFIC}
+        assert replan.check(world(network()), policy(allow=others)) is None
+
+    def test_before_the_round_has_shown_its_pace(self) -> None:
+        young = change_members(world(network()), steps_in_round=3)
+        assert replan.check(young, policy()) is None
+
+    def test_in_mode_recommend_it_is_said_once(self) -> None:
+        before = world(network())
+        first = think(before, policy(mode=Mode.RECOMMEND))
+        (incident,) = decisions(first)
+        assert (incident.remedy, incident.applied) == (Remedy.PLAN_TRAFFIC, None)
+        assert first.draft.plan.membership == 1
+        again = before.with_draft(first.draft)
+        for n in range(3):
+            thought = think(replace(again, now=NOW + 1 + n), policy(mode=Mode.RECOMMEND))
+            assert not decisions(thought)
+            again = again.with_draft(thought.draft)
+
+    def test_beside_an_incident_of_the_round_it_gets_a_name_of_its_own(self) -> None:
+        before = world(network())
+        (incident,) = decisions(think(before, policy()))
+        live = replace(incident, live=True, remedy=Remedy.LOCAL_SGD)
+        thought = think(before.with_draft(before.draft.with_incident(live)), policy())
+        assert thought.draft.plan.membership == 2
+        names = {one.name for one in thought.draft.state.incidents.current}
+        assert len(names) == 2
+
+
+class TestPrice:
+    def test_what_waits_for_the_ring_shrinks_with_it(self) -> None:
+        assert slowdown_of_traffic(0.5, 1.0, 2.0) == pytest.approx(1 / 0.75)
+        assert slowdown_of_traffic(0.0, 1.0, 2.0) == 1.0
+        assert slowdown_of_traffic(0.5, 1.0, 1.0) == 1.0
+        assert slowdown_of_traffic(0.5, 2.0, 1.0) < 1.0, "of a job that gives way"
+        assert slowdown_of_traffic(0.5, 1.0, 0.0) == 1.0, "it sends nothing between leaves"
+        assert slowdown_of_traffic(1.0, 0.0, 1.0) == pytest.approx(100.0), "bounded"
+
+    def test_it_is_exact_and_costs_a_round(self) -> None:
+        option = plan_traffic_option(world(network()), policy())
+        assert (option.exact, option.slowdown_after, option.refused) == (True, 1.0, "")
+        assert option.cost_seconds == world(network()).restart_cost()
+        assert "remediation.allow" in plan_traffic_option(world(network()), policy(allow=frozenset())).refused
+
+
+def test_the_phase_meanwhile_is_a_recovery() -> None:
+    before = world(network())
+    later = before.with_draft(think(before, policy()).draft)
+    assert str(report(later, policy(), JobStatus()).phase) == "Recovering"
