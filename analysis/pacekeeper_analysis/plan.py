@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import Annotated, Any, Self
 
 from .errors import InputError
@@ -131,6 +132,9 @@ class Hop:
     address: _Address
     spine: _Name
 
+    def __post_init__(self) -> None:
+        _check_address("plan.paths.hops", self.address)
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -162,6 +166,9 @@ class WorkerPath:
     hops: Annotated[tuple[_Address, ...], Longest(MOST_HOPS)]  # the spine's addresses
     peer: _Name  # worker
     address: _Address  # of the peer
+
+    def __post_init__(self) -> None:
+        _check_address("plan.paths.wanted", self.address)
 
 
 @dataclass(frozen=True)
@@ -407,6 +414,16 @@ def _paths_of(paths: Paths, member: Member, members: Sequence[Member]) -> Worker
             own.append(WorkerPath(path.source, path.destination, path.spine, hops, peer.worker, peer.address))
     spines = len({hop.spine for hop in paths.hops})
     return WorkerPaths(tuple(own[:MOST_PATHS_OF_WORKER]), max(spines, 1), paths.first_port, paths.last_port)
+
+
+def _check_address(field: str, address: str) -> None:
+    """Raises InputError where it is none, or not written as the kernel's answers are."""
+    try:
+        usual = str(ip_address(address))
+    except ValueError:
+        raise InputError(f"{field}: {address!r} is no address") from None
+    if usual != address:
+        raise InputError(f"{field}: {address!r}: give it as {usual}")
 
 
 def _check_ports(first: int, last: int) -> None:

@@ -39,6 +39,8 @@ BATCH = 8
 """Probes at once: switches answer some a second only."""
 PROBES_PER_SPINE = 4
 """Of a path: the chance that none of so many ports leads by the wanted one of S spines is (1 − 1/S)^4S, 2 % at most."""
+PROBES_BOTH_WAYS = 64
+"""At most, of a path whose way back is planned, too: a port fits both with a chance of 1/S² only."""
 PORTS = 2
 """So many are looked for: the second is for a first that has been taken meanwhile."""
 ANSWER_SECONDS = 0.2
@@ -113,13 +115,19 @@ def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list
     """What to try, as seen from the sender. `salt`: other ports for each; both directions of a pair try the same."""
     ports = range(paths.first_port + _half(paths), paths.last_port + 1)
     pair = sorted((path.source, path.destination))
-    count = min(PROBES_PER_SPINE * paths.spines, len(ports))
-    drawn = random.Random(f"{salt} {pair}").sample(ports, count)
+    count = PROBES_PER_SPINE * paths.spines
+    if _goes_both_ways(path, paths):
+        count = max(count, min(count * paths.spines, PROBES_BOTH_WAYS))
+    drawn = random.Random(f"{salt} {pair}").sample(ports, min(count, len(ports)))
     if initiates(own, path.address):
         there = listen_port(paths, path.destination)
         return [Probe(port, path.address, there) for port in drawn]
     here = listen_port(paths, path.source)
     return [Probe(here, path.address, port) for port in drawn]
+
+
+def _goes_both_ways(path: WorkerPath, paths: WorkerPaths) -> bool:
+    return any((other.destination, other.source) == (path.source, path.destination) for other in paths.wanted)
 
 
 def _half(paths: WorkerPaths) -> int:
@@ -137,9 +145,9 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
         return trace(own, probes, min(ANSWER_SECONDS, deadline - time.monotonic()), kind)
 
     probes = probes_of(path, plan, own, salt)
-    # Where the peer sends as much the other way, on the same connection, it takes all that fit to find one for both.
-    back = any((other.destination, other.source) == (path.source, path.destination) for other in plan.wanted)
-    fitting = find(probes, path.hops, partial(tracer, socket.SOCK_STREAM), len(probes) if back else PORTS)
+    # Of those that fit one way, few fit the way back on the same connection.
+    enough = len(probes) if _goes_both_ways(path, plan) else PORTS
+    fitting = find(probes, path.hops, partial(tracer, socket.SOCK_STREAM), enough)
     if isinstance(fitting, PathFault):
         return Found(path, fault=fitting)
     connects = initiates(own, path.address)
