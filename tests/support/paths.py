@@ -12,14 +12,20 @@ from pacekeeper.launcher.shim import SHIM
 
 SOURCE = SHIM.with_suffix(".c")
 OPTIONS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden")
-SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RENAMED = "-Ddlvsym=shims_dlvsym"
+"""The sanitizer calls dlvsym before it can bear what it has sanitized, so there the shim's own has another name."""
+SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", RENAMED)
 
 
 @dataclass(frozen=True)
 class Shim:
-    """`libraries`: to be preloaded, in this order."""
+    """`libraries`: to be preloaded, in this order; the shim is the last."""
 
     libraries: tuple[str, ...]
+
+    @property
+    def sanitized(self) -> bool:
+        return len(self.libraries) > 1
 
     def environment(self, entries: Path | None) -> dict[str, str]:
         """Of a process that has it. entries: its file; None: it is told of none."""
