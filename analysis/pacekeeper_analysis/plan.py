@@ -118,11 +118,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class PlannedPath:
-    """By which spine what one rank sends to another is to go."""
+    """By which spine what one rank sends to another is to go.
+
+    In a fabric that nobody knows, `spine` is "" and the pair's ports are drawn: another `draw`, other ports, and
+    perhaps another way.
+    """
 
     source: _Rank
     destination: _Rank
-    spine: _Name
+    spine: _Name = ""
+    draw: Annotated[int, Within(0, 2**31)] = 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class Paths:
         pairs = [(path.source, path.destination) for path in self.wanted]
         if len(set(pairs)) < len(pairs):
             raise InputError("plan.paths.wanted: a pair of ranks has two paths; give each direction one")
-        unknown = {path.spine for path in self.wanted} - {hop.spine for hop in self.hops}
+        unknown = {path.spine for path in self.wanted} - {hop.spine for hop in self.hops} - {""}
         if unknown:
             raise InputError(f"plan.paths.hops: no address of {', '.join(sorted(unknown))}, which paths want")
         _check_ports(self.first_port, self.last_port)
@@ -166,6 +171,7 @@ class WorkerPath:
     hops: Annotated[tuple[_Address, ...], Longest(MOST_HOPS)]  # the spine's addresses
     peer: _Name  # worker
     address: _Address  # of the peer
+    draw: Annotated[int, Within(0, 2**31)] = 0
 
     def __post_init__(self) -> None:
         _check_address("plan.paths.wanted", self.address)
@@ -411,7 +417,8 @@ def _paths_of(paths: Paths, member: Member, members: Sequence[Member]) -> Worker
             other = path.destination if path.source in held else path.source
             peer = next(each for each in members if other in each.ranks)
             hops = tuple(hop.address for hop in paths.hops if hop.spine == path.spine)
-            own.append(WorkerPath(path.source, path.destination, path.spine, hops, peer.worker, peer.address))
+            ends = path.source, path.destination
+            own.append(WorkerPath(*ends, path.spine, hops, peer.worker, peer.address, path.draw))
     spines = len({hop.spine for hop in paths.hops})
     return WorkerPaths(tuple(own[:MOST_PATHS_OF_WORKER]), max(spines, 1), paths.first_port, paths.last_port)
 

@@ -248,21 +248,20 @@ class TestRoce:
     def driver(self, shim: Shim, tmp_path: Path) -> Path:
         folder = Path(paths.__file__).parent
         common = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror"]
-        script = ["-Wl,--version-script=/dev/stdin"]
-        verbs = [*common, "-shared", "-fPIC", *script, "-o", tmp_path / "libverbs.so", folder / "verbs_double.c"]
+        script = ["-shared", "-fPIC", "-Wl,--version-script=/dev/stdin"]
+        verbs = [*common, *script, "-o", f"{tmp_path}/libverbs.so", f"{folder}/verbs_double.c"]
         subprocess.run(verbs, input="IBVERBS_1.1 { global: *; };", text=True, check=True, timeout=60)
         renamed = [paths.RENAMED, shim.libraries[-1], "-Wl,--allow-shlib-undefined"] if shim.sanitized else []
-        command = [*common, "-o", tmp_path / "driver", folder / "verbs_driver.c", *renamed, "-ldl"]
+        command = [*common, "-o", f"{tmp_path}/driver", f"{folder}/verbs_driver.c", *renamed, "-ldl"]
         subprocess.run(command, check=True, timeout=60)
         return tmp_path
 
     def labels(self, shim: Shim, driver: Path, content: str, *peers: str) -> list[str]:
         (driver / "0").write_text(content)
-        command = [driver / "driver", driver / "libverbs.so", *peers]
+        command = [str(driver / "driver"), str(driver / "libverbs.so"), *peers]
         environment = {**os.environ, **shim.environment(driver / "0")}
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.split()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.split()
 
     def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: Shim, driver: Path) -> None:
         content = "label 10.0.0.7 1234\nlabel fd00::7 99\n"

@@ -117,6 +117,13 @@ def test_a_worker_is_told_of_the_paths_that_begin_or_end_with_it() -> None:
     assert plan.part("j-w9-0").paths is None, "a spare has no traffic"
 
 
+def test_in_a_fabric_that_nobody_knows_paths_have_a_number_instead_of_a_spine() -> None:
+    plan = replace(PLAN, paths=Paths((PlannedPath(1, 2, draw=4),), ()))
+    told = plan.part("j-w4-0").paths
+    assert told is not None
+    assert told.wanted == (WorkerPath(1, 2, "", (), "j-w0-0", "10.0.0.1", 4),)
+
+
 def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
     count = MOST_PATHS_OF_WORKER + 1
     members = (Member("a", "10.0.0.1", (0,)), Member("b", "10.0.0.2", tuple(range(1, count + 1))))
@@ -132,7 +139,7 @@ def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
     [
         ({"wanted": [{"source": 0, "destination": 9, "spine": "s1"}]}, "no member has rank 9 of 4 ranks"),
         ({"wanted": [{"source": -1, "destination": 2, "spine": "s1"}]}, r"paths\.wanted\[0\]\.source"),
-        ({"wanted": [{"source": 0, "destination": 2}]}, r"paths\.wanted\[0\]: spine must be given"),
+        ({"wanted": [{"source": 0, "spine": "s1"}]}, r"paths\.wanted\[0\]: destination must be given"),
         ({"wanted": [{"source": 0, "destination": 2, "spine": "s9"}]}, "no address of s9"),
         ({"wanted": [{"source": 0, "destination": 2, "spine": "s1"}] * 2}, "two paths"),
         ({"hops": [{"address": "leaf", "spine": "s1"}]}, "'leaf' is no address"),

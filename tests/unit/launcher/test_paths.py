@@ -147,6 +147,46 @@ class TestPorts:
         assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, "salt")) == 500
 
 
+class TestSearch:
+    """A worker's whole search, in a network that is played."""
+
+    @pytest.fixture(autouse=True)
+    def network(self, monkeypatch: pytest.MonkeyPatch) -> Switches:
+        network = Switches()
+        monkeypatch.setattr(paths, "trace", lambda _own, probes, _seconds, _kind: network(probes))
+        return network
+
+    def test_only_the_sender_searches(self) -> None:
+        both = task(path(0, 1, LOW), path(1, 0, LOW))
+        assert [each.path.source for each in paths.search(both, (0,), HIGH, "salt", labels=False)] == [0]
+
+    def test_where_the_way_back_is_planned_too_more_is_tried_and_all_that_fit_are_told(self, network: Switches) -> None:
+        (one,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        tried = len(network.sent)
+        (both,) = paths.search(task(path(0, 1, LOW), path(1, 0, LOW)), (0,), HIGH, "salt", labels=False)
+        assert len(one.ports) == paths.PORTS
+        assert len(both.ports) > paths.PORTS
+        assert tried <= 4 * SPINES + 8 + 4
+        assert len(network.sent) - tried <= paths.PROBES_BOTH_WAYS + 8 + 4
+
+    def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
+        (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=True)
+        assert without.label == 0
+        assert (paths.ROCE_FIRST_SOURCE_PORT + found.label) % SPINES == 1
+
+    def test_in_an_unknown_fabric_ports_are_drawn_without_a_packet(self, network: Switches) -> None:
+        unknown = replace(path(0, 1, LOW), spine="", hops=(), draw=5)
+        drawn = [
+            paths.search(task(each), (0,), HIGH, salt, labels=True)[0].ports
+            for each, salt in ((unknown, "3 7"), (unknown, "3 8"), (replace(unknown, draw=6), "3 8"))
+        ]
+        assert drawn[0] == drawn[1], "the same in each round, so that a good one can be kept"
+        assert drawn[0] != drawn[2]
+        assert len(drawn[0]) == paths.PORTS
+        assert not network.sent
+
+
 class TestEntries:
     def test_the_side_that_connects_writes_where_from(self) -> None:
         found = [Found(path(0, 1, LOW), (20700, 20701, 20702))]

@@ -7,7 +7,8 @@ higher address. Where that is the receiver, the sender's launcher tells it by th
 
 Ports of a job's range: the lower half to listen at, by rank; the upper half to connect from. A rank's first listener
 gets the known port: that of its first gloo group, the one that all ranks share. Other groups are as they are without.
-What was found holds for a round: switches forget what they chose when they restart.
+What was found holds for a round: switches forget what they chose when they restart. Where the plan names no spine,
+since nobody knows the fabric, ports are drawn by the plan's number, and whoever planned it measures what they bring.
 
 docs/architecture.md, "Paths", has the whole way from the operator's plan to a rank's sockets.
 """
@@ -70,7 +71,8 @@ class Found:
 
 def find(probes: Sequence[Probe], wanted: Collection[str], tracer: Tracer, enough: int) -> list[Probe] | PathFault:
     """Those that go by a switch with one of the `wanted` addresses, `enough` of them, or why there are none."""
-    distances, fitting, passing = HOPS, list[Probe](), list[Probe]()
+    distances: tuple[int, ...] = HOPS
+    fitting, passing = list[Probe](), list[Probe]()
     heard = usable = False
     for start in range(0, len(probes), BATCH):
         batch = probes[start : start + BATCH]
@@ -144,13 +146,16 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
     def tracer(kind: int, probes: Sequence[Probe]) -> Trace:
         return trace(own, probes, min(ANSWER_SECONDS, deadline - time.monotonic()), kind)
 
+    connects = initiates(own, path.address)
+    if not path.spine:
+        drawn = probes_of(path, plan, own, f"draw {path.draw}")[:PORTS]
+        return Found(path, tuple(probe.source_port if connects else probe.port for probe in drawn))
     probes = probes_of(path, plan, own, salt)
     # Of those that fit one way, few fit the way back on the same connection.
     enough = len(probes) if _goes_both_ways(path, plan) else PORTS
     fitting = find(probes, path.hops, partial(tracer, socket.SOCK_STREAM), enough)
     if isinstance(fitting, PathFault):
         return Found(path, fault=fitting)
-    connects = initiates(own, path.address)
     found = Found(path, tuple(probe.source_port if connects else probe.port for probe in fitting))
     if labels:
         draws = random.Random(salt).sample(range(1, 0x4000), len(probes))
@@ -251,7 +256,8 @@ class PathFinder:
         self._search = None
         self._found = search.result()
         for each in self._found:
-            where = f"rank {each.path.source} to rank {each.path.destination} by {each.path.spine}"
+            way = each.path.spine or f"draw {each.path.draw}"
+            where = f"rank {each.path.source} to rank {each.path.destination} by {way}"
             if each.fault is PathFault.NONE:
                 log.info("path of %s: ports %s", where, list(each.ports[:PORTS]))
             else:
