@@ -295,15 +295,15 @@ class TestPreload:
         script.write_text(f"""
 import os, subprocess, sys
 from pathlib import Path
-from pacekeeper.launcher.shim import is_preloaded, preload
-print("start", is_preloaded(), flush=True)
+from pacekeeper.launcher.shim import preload, why_missing
+print("start", not why_missing(), flush=True)
 preload(shim=Path({shim.libraries[-1]!r}))
-print(is_preloaded(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
+print(not why_missing(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
 if os.fork() == 0:
-    print("fork", is_preloaded(), flush=True)
+    print("fork", not why_missing(), flush=True)
     os._exit(0)
 os.wait()
-subprocess.run([sys.executable, "-c", "from pacekeeper.launcher.shim import is_preloaded; print(is_preloaded())"])
+subprocess.run([sys.executable, "-c", "from pacekeeper.launcher.shim import why_missing; print(not why_missing())"])
 """)
         if shim.sanitized:
             pytest.skip("a sanitizer's own library would have to come first")

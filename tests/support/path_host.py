@@ -22,7 +22,7 @@ from pacekeeper_analysis.plan import WorkerPlan
 
 async def main(address: str, folder: Path) -> None:
     runtime, found = Runtime(folder).make(), asyncio.Event()
-    finder = PathFinder(runtime, address, usable=True, labels=True, on_found=found.set)
+    finder = PathFinder(runtime, address, no_shim="", labels=True, on_found=found.set)
     plan = WorkerPlan.from_json(await _read())
     if not finder.find(plan, seen=0):
         await found.wait()

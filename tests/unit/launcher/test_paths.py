@@ -308,7 +308,7 @@ class TestFinder:
 
     @pytest.fixture
     def finder(self, runtime: Runtime, ended: asyncio.Event) -> PathFinder:
-        return PathFinder(runtime, HIGH, usable=True, labels=False, on_found=ended.set)
+        return PathFinder(runtime, HIGH, no_shim="", labels=False, on_found=ended.set)
 
     async def found(self, finder: PathFinder, ended: asyncio.Event, plan: WorkerPlan, seen: int = 0) -> None:
         ended.clear()
@@ -372,7 +372,7 @@ class TestFinder:
     async def test_without_the_shim_nothing_is_tried_and_that_is_said(
         self, runtime: Runtime, switches: Switches
     ) -> None:
-        finder = PathFinder(runtime, HIGH, usable=False, labels=False, on_found=lambda: None)
+        finder = PathFinder(runtime, HIGH, no_shim="musl", labels=False, on_found=lambda: None)
         plan = self.PLAN.part("w1")
         assert finder.find(plan, 0)
         finder.put_in_force(plan, ())

@@ -220,9 +220,10 @@ def confirmed(each: Found, plan: WorkerPaths, own: str, seen: Collection[Connect
 class PathFinder:
     """A launcher's hand on its ranks' paths."""
 
-    def __init__(self, runtime: Runtime, own: str, usable: bool, labels: bool, on_found: Callable[[], None]) -> None:
-        """`usable`: ranks have the shim; `labels`: they may speak RoCE; `on_found`: called when a search has ended."""
-        self._runtime, self._own, self._usable, self._labels = runtime, own, usable, labels
+    def __init__(self, runtime: Runtime, own: str, no_shim: str, labels: bool, on_found: Callable[[], None]) -> None:
+        """`no_shim`: why the ranks have none, "" where they do; `labels`: they may speak RoCE; `on_found`: called when
+        a search has ended."""
+        self._runtime, self._own, self._no_shim, self._labels = runtime, own, no_shim, labels
         self._on_found = on_found
         self._sought: tuple[WorkerPaths | None, int, int] | None = None  # for which plan, membership and round
         self._search: asyncio.Task[tuple[Found, ...]] | None = None
@@ -242,7 +243,8 @@ class PathFinder:
         return self._search is None
 
     def _begin(self, paths: WorkerPaths, plan: WorkerPlan, salt: str) -> None:
-        if not self._usable:
+        if self._no_shim:
+            log.warning("planned paths are not taken; the network chooses: %s", self._no_shim)
             sent = (path for path in paths.wanted if path.source in plan.ranks)
             self._found = tuple(Found(path, fault=PathFault.NO_SHIM) for path in sent)
             return
@@ -272,7 +274,7 @@ class PathFinder:
         """For the round that begins. `notes`: of the other launchers."""
         for local, rank in enumerate(plan.ranks):
             file = self._runtime.paths_of(local)
-            if plan.paths is None or not self._usable:
+            if plan.paths is None or self._no_shim:
                 file.unlink(missing_ok=True)
             else:
                 lines = entries(rank, plan.paths, self._own, self._found, notes)
