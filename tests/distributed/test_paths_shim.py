@@ -4,8 +4,10 @@ changes. Each also with the address and undefined-behaviour sanitizers."""
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +35,11 @@ Run = Callable[..., str]
 @pytest.fixture(params=[False, True], ids=["plain", "sanitized"], scope="module")
 def shim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shim:
     return paths.build(tmp_path_factory.mktemp("shim"), sanitized=request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(paths.build(tmp_path_factory.mktemp("plain")).libraries[-1])
 
 
 @pytest.fixture
@@ -272,10 +279,13 @@ class TestRoce:
         assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
 
 
+SAY = "from pacekeeper.launcher.shim import why_missing; print(not why_missing())"
+"""Whether a process has the shim."""
+
+
 class TestPreload:
-    def test_this_machine_can_have_it(self, shim: Shim) -> None:
-        if not shim.sanitized:
-            assert why_unusable(Path(shim.libraries[0])) == ""
+    def test_this_machine_can_have_it(self, plain: Path) -> None:
+        assert why_unusable(plain) == ""
 
     def test_what_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
         """As a shim for another architecture, or another libc, is: the process would not start with some of them."""
@@ -290,27 +300,35 @@ class TestPreload:
         preload(environment, broken)
         assert environment == {"LD_PRELOAD": "theirs.so"}
 
-    def test_it_starts_the_process_again_once_and_leaves_nothing_to_children(self, shim: Shim, tmp_path: Path) -> None:
+    def test_it_starts_the_process_again_once_and_leaves_nothing_to_children(self, plain: Path, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(f"""
 import os, subprocess, sys
 from pathlib import Path
 from pacekeeper.launcher.shim import preload, why_missing
 print("start", not why_missing(), flush=True)
-preload(shim=Path({shim.libraries[-1]!r}))
+preload(shim=Path({str(plain)!r}))
 print(not why_missing(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
 if os.fork() == 0:
     print("fork", not why_missing(), flush=True)
     os._exit(0)
 os.wait()
-subprocess.run([sys.executable, "-c", "from pacekeeper.launcher.shim import why_missing; print(not why_missing())"])
+subprocess.run([sys.executable, "-c", {SAY!r}])
 """)
-        if shim.sanitized:
-            pytest.skip("a sanitizer's own library would have to come first")
-        done = subprocess.run([*python("")[:1], script, "a", "b"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, script, "a", "b"], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines() == [
             "start False", "start True", "True None ['a', 'b']", "fork True", "False",
         ], done.stderr  # fmt: skip
 
-    def test_the_source_is_where_the_build_looks_for_it(self) -> None:
-        assert SHIM.with_suffix(".c").exists()
+    def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
+        """As installed: the library lies beside its source."""
+        package = SHIM.parents[1]
+        installed = tmp_path / package.name
+        shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copy(plain, installed / SHIM.relative_to(package))
+        script = tmp_path / "script.py"
+        script.write_text(f"import subprocess, sys\n{SAY}\nsubprocess.run([sys.executable, '-c', {SAY!r}])\n")
+        command = [sys.executable, "-m", "pacekeeper.cli", "run", "--local", "1", str(script)]
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == ["True", "False"], done.stderr

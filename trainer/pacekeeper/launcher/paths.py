@@ -47,9 +47,10 @@ PORTS = 2
 ANSWER_SECONDS = 0.2
 SEARCH_SECONDS = 2.0
 """That all paths of a worker may take together: the round waits for them."""
-CONFIRM_PERIOD = 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two looks at the ranks' connections, for which a script may take its time."""
 CONFIRM_SECONDS = 10.0
-"""After a connection was seen that may be the one: by then it is clear whether it is."""
+"""After the first connection that is not as it was meant: by then the ranks have made all."""
 ROCE_PORT = 4791
 ROCE_FIRST_SOURCE_PORT = 0xC000
 """Of a queue pair with flow label 0 + what its packets' UDP source port is higher (rdma-core)."""
@@ -230,7 +231,8 @@ class PathFinder:
         self._found: tuple[Found, ...] = ()
         self._faults: dict[tuple[int, int], PathFault | None] = {}  # of the round in force, by ranks
         self._in_force: WorkerPaths | None = None
-        self._looked_at, self._seen_at = float("-inf"), float("inf")  # seconds, monotonic
+        self._look_at, self._pause = float("-inf"), FIRST_PAUSE  # seconds, monotonic
+        self._doubted: dict[tuple[int, int], float] = {}  # since when a connection is there that is not as it was meant
 
     def find(self, plan: WorkerPlan, seen: int) -> bool:
         """Whether all is found out for the round that follows round `seen`; begins with it where that is to be done."""
@@ -280,20 +282,22 @@ class PathFinder:
                 lines = entries(rank, plan.paths, self._own, self._found, notes)
                 write_text(file, "".join(f"{line}\n" for line in lines))
         self._faults = {(each.path.source, each.path.destination): each.fault or None for each in self._found}
-        self._in_force, self._seen_at = plan.paths, float("inf")
+        self._in_force, self._doubted = plan.paths, {}
+        self._look_at, self._pause = float("-inf"), FIRST_PAUSE
 
     def look(self, now: float) -> None:
         """At the ranks' connections, until each is known to be on its path or not. `now`: seconds, monotonic."""
         waiting = [each for each in self._found if self._faults.get(_ranks(each)) is None]
-        if self._in_force is None or not waiting or now - self._looked_at < CONFIRM_PERIOD:
+        if self._in_force is None or not waiting or now < self._look_at:
             return
-        self._looked_at = now
+        self._look_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         seen = connections()
         for each in waiting:
             fault = confirmed(each, self._in_force, self._own, seen)
-            if fault is not None:
-                self._seen_at = min(self._seen_at, now)
-            if fault is PathFault.NONE or (fault is not None and now - self._seen_at >= CONFIRM_SECONDS):
+            if fault is None:
+                continue
+            doubted = now - self._doubted.setdefault(_ranks(each), now)
+            if fault is PathFault.NONE or doubted >= CONFIRM_SECONDS:
                 self._faults[_ranks(each)] = fault
 
     def reports(self) -> tuple[PathReport, ...]:
