@@ -33,26 +33,22 @@ class NativeParts(BuildHookInterface[Any]):
         if not sys.platform.startswith("linux") or os.environ.get("PACEKEEPER_PURE", "0") not in ("", "0"):
             return
         for name, without in PARTS.items():
-            library = self._compile(FOLDER / f"{name}.c", without)
-            if library is None or version == "editable":
-                continue
-            build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("trainer"))
-            build_data["pure_python"] = False
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["tag"] = f"py3-none-{platform}"  # no part of it is for one Python only
+            source = Path(self.root) / FOLDER / f"{name}.c"
+            library = source.with_suffix(".so")
+            if self._compile(source, library, without) and version != "editable":
+                build_data["force_include"][str(library)] = str(FOLDER.relative_to("trainer") / library.name)
+                build_data["pure_python"] = False
+                platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+                build_data["tag"] = f"py3-none-{platform}"  # no part of it is for one Python only
 
-    def _compile(self, source: Path, without: str) -> Path | None:
-        """The library beside its source; None, with a warning, where that does not work: it is no reason for an
-        installation to fail. Paths are relative to the project's folder."""
-        library = source.with_suffix(".so")
+    def _compile(self, source: Path, library: Path, without: str) -> bool:
+        """False, with a warning, where that does not work: it is no reason for an installation to fail."""
         compiler = shlex.split(os.environ.get("CC", "cc"))
-        fresh = Path(self.root) / library.with_name(f".{os.getpid()}.so")
+        fresh = library.with_name(f".{os.getpid()}.so")  # running ranks may have mapped the one that is there
         try:
-            subprocess.run(
-                [*compiler, *OPTIONS, "-o", str(fresh), str(Path(self.root) / source)], check=True, timeout=60
-            )
-            fresh.replace(Path(self.root) / library)  # running ranks may have mapped the one that is there
+            subprocess.run([*compiler, *OPTIONS, "-o", str(fresh), str(source)], check=True, timeout=60)
+            fresh.replace(library)
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"{source} is left out, so that {without}: {error}")
-            return None
-        return library
+            self.app.display_warning(f"{source.name} is left out, so that {without}: {error}")
+            return False
+        return True

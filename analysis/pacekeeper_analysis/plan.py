@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import Annotated, Any, Self
 
 from .errors import InputError
@@ -117,11 +118,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class PlannedPath:
-    """By which spine what one rank sends to another is to go."""
+    """By which spine what one rank sends to another is to go.
+
+    In a fabric that nobody knows, `spine` is "" and the pair's ports are drawn: another `draw`, other ports, and
+    perhaps another way.
+    """
 
     source: _Rank
     destination: _Rank
-    spine: _Name
+    spine: _Name = ""
+    draw: Annotated[int, Within(0, 2**31)] = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class Hop:
 
     address: _Address
     spine: _Name
+
+    def __post_init__(self) -> None:
+        _check_address("plan.paths.hops", self.address)
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class Paths:
         pairs = [(path.source, path.destination) for path in self.wanted]
         if len(set(pairs)) < len(pairs):
             raise InputError("plan.paths.wanted: a pair of ranks has two paths; give each direction one")
-        unknown = {path.spine for path in self.wanted} - {hop.spine for hop in self.hops}
+        unknown = {path.spine for path in self.wanted} - {hop.spine for hop in self.hops} - {""}
         if unknown:
             raise InputError(f"plan.paths.hops: no address of {', '.join(sorted(unknown))}, which paths want")
         _check_ports(self.first_port, self.last_port)
@@ -162,6 +171,10 @@ class WorkerPath:
     hops: Annotated[tuple[_Address, ...], Longest(MOST_HOPS)]  # the spine's addresses
     peer: _Name  # worker
     address: _Address  # of the peer
+    draw: Annotated[int, Within(0, 2**31)] = 0
+
+    def __post_init__(self) -> None:
+        _check_address("plan.paths.wanted", self.address)
 
 
 @dataclass(frozen=True)
@@ -404,9 +417,20 @@ def _paths_of(paths: Paths, member: Member, members: Sequence[Member]) -> Worker
             other = path.destination if path.source in held else path.source
             peer = next(each for each in members if other in each.ranks)
             hops = tuple(hop.address for hop in paths.hops if hop.spine == path.spine)
-            own.append(WorkerPath(path.source, path.destination, path.spine, hops, peer.worker, peer.address))
+            ends = path.source, path.destination
+            own.append(WorkerPath(*ends, path.spine, hops, peer.worker, peer.address, path.draw))
     spines = len({hop.spine for hop in paths.hops})
     return WorkerPaths(tuple(own[:MOST_PATHS_OF_WORKER]), max(spines, 1), paths.first_port, paths.last_port)
+
+
+def _check_address(field: str, address: str) -> None:
+    """Raises InputError where it is none, or not written as the kernel's answers are."""
+    try:
+        usual = str(ip_address(address))
+    except ValueError:
+        raise InputError(f"{field}: {address!r} is no address") from None
+    if usual != address:
+        raise InputError(f"{field}: {address!r}: give it as {usual}")
 
 
 def _check_ports(first: int, last: int) -> None:

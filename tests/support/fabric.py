@@ -97,8 +97,8 @@ class LeafSpine:
             run("ip", "netns", "exec", switch, "sysctl", "-qw", f"{setting}={value}")
 
     def swallow(self, spine: int, leaf: int) -> None:
-        """What the spine has for this leaf is gone, and nobody is told."""
-        run("ip", "-n", self.spine(spine), "route", "replace", "blackhole", f"10.99.{leaf}.0/24")
+        """What the spine passes on to this leaf is lost, and nobody is told."""
+        run("ip", "netns", "exec", self.spine(spine), "nft", _LOSS.format(leaf=leaf))
 
     def filter_icmp(self) -> None:
         """No switch says where packets end."""
@@ -112,6 +112,10 @@ class LeafSpine:
 
 _SILENCE = (
     "add table ip t; add chain ip t o { type filter hook output priority 0; }; add rule ip t o ip protocol icmp drop"
+)
+_LOSS = (
+    "add table ip t; add chain ip t f {{ type filter hook forward priority 0; }}; "
+    'add rule ip t f oifname "down{leaf}" drop'
 )
 _TRANSLATION = (
     "add table ip t; add chain ip t p {{ type nat hook postrouting priority 100; }}; "

@@ -16,12 +16,15 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("analysis", "operator", "trainer", "crds", "charts")
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
 LIBRARY = "pacekeeper/native/nccl_profiler.so"
+LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so"}
 SAY = """
 import logging, pathlib
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 from pacekeeper.launcher.nccl import usable_plugin
+from pacekeeper.launcher.shim import SHIM, why_unusable
 from pacekeeper.observe.transport import open_transport
 print(usable_plugin(), open_transport(pathlib.Path("0.transport")))
+print("shim:", why_unusable(SHIM))
 """
 
 
@@ -69,34 +72,41 @@ def contents(wheel: Path) -> tuple[set[str], str]:
 def test_where_there_is_a_compiler_the_wheel_is_for_this_platform(sources: Path, tmp_path: Path) -> None:
     wheel, _ = build(sources, "wheel", tmp_path / "wheel")
     names, about = contents(wheel)
-    assert LIBRARY in names
+    assert names >= LIBRARIES
     assert "Tag: py3-none-linux_" in about
     assert "Root-Is-Purelib: false" in about
     assert "-py3-none-linux_" in wheel.name
-    assert f"{tmp_path / 'here' / LIBRARY} None" in say(wheel, tmp_path / "here")
+    told = say(wheel, tmp_path / "here")
+    assert f"{tmp_path / 'here' / LIBRARY} None" in told
+    assert "shim: \n" in told
 
 
 @pytest.mark.parametrize("environment", [{"PACEKEEPER_PURE": "1"}, {"CC": "no-such-compiler"}, {"CC": "false"}])
 def test_without_one_it_is_pure_and_the_transport_unknown(
     sources: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    (sources / "trainer" / LIBRARY).write_text("of an editable installation")
+    for library in LIBRARIES:
+        (sources / "trainer" / library).write_text("of an editable installation")
     wheel, said = build(sources, "wheel", tmp_path / "wheel", **environment)
     names, about = contents(wheel)
     assert "pacekeeper/launcher/nccl.py" in names
     assert not [name for name in names if name.endswith(".so")]
     assert "Tag: py3-none-any" in about
-    assert ("transport will be unknown" in said) == ("CC" in environment), "who asks for it is not warned"
+    for warning in ("transport will be unknown", "the paths that it takes by itself"):
+        assert (warning in said) == ("CC" in environment), "who asks for it is not warned"
     told = say(wheel, tmp_path / "here")
     assert "transport is unknown" in told
     assert "None None" in told
+    assert "shim: this installation has no shim" in told
 
 
 @pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
 def test_an_editable_installation_has_them_beside_their_source(sources: Path, tmp_path: Path, compiler: str) -> None:
-    (sources / "trainer" / LIBRARY).unlink(missing_ok=True)
+    for library in LIBRARIES:
+        (sources / "trainer" / library).unlink(missing_ok=True)
     build(sources, "wheel:editable", tmp_path / "wheel", CC=compiler)
-    assert (sources / "trainer" / LIBRARY).exists() == (compiler == "cc")
+    for library in LIBRARIES:
+        assert (sources / "trainer" / library).exists() == (compiler == "cc")
     assert not list((sources / "trainer" / LIBRARY).parent.glob(".*.so"))
 
 
@@ -105,5 +115,5 @@ def test_a_source_archive_has_what_builds_them_and_nothing_built(sources: Path, 
     archive, _ = build(sources, "sdist", tmp_path / "sdist")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"hatch_build.py", "trainer/pacekeeper/native/nccl_profiler.c"} <= names
+    assert {"hatch_build.py", *(f"trainer/{Path(library).with_suffix('.c')}" for library in LIBRARIES)} <= names
     assert not [name for name in names if name.endswith(".so")]

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from pacekeeper.launcher.shim import preload
 from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"pacekeeper: no command {name!r}\n{_usage()}", file=sys.stderr)
         return 2
+    if name == "run" and argv is None:
+        preload()  # starts this process again, before it has imported what takes long
     command: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     try:
         return command(rest)

@@ -8,7 +8,20 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan, Role, Stop, SyncMode, WorkerPlan, meeting_place
+from pacekeeper_analysis.plan import (
+    MOST_PATHS_OF_WORKER,
+    Hop,
+    Member,
+    Paths,
+    Plan,
+    PlannedPath,
+    Role,
+    Stop,
+    SyncMode,
+    WorkerPath,
+    WorkerPlan,
+    meeting_place,
+)
 
 PLAN = Plan(
     version=7,
@@ -21,6 +34,14 @@ PLAN = Plan(
     sequence_cost=(1e-3, 0.0, 2.5e-9),
     secret="5ec2e7",
     step_seconds=0.25,
+)
+
+
+PATHS = Paths(
+    wanted=(PlannedPath(1, 2, "s1"), PlannedPath(3, 0, "s2"), PlannedPath(0, 1, "s2")),
+    hops=(Hop("10.98.0.1", "s1"), Hop("10.98.0.3", "s2"), Hop("10.98.1.1", "s1"), Hop("10.98.0.5", "s3")),
+    first_port=21000,
+    last_port=21999,
 )
 
 
@@ -79,6 +100,69 @@ def test_a_membership_meets_where_its_first_member_says_and_in_secret_where_all_
     ports: list[int], place: tuple[int, str]
 ) -> None:
     assert meeting_place(ports, "0a") == place
+
+
+def test_a_worker_is_told_of_the_paths_that_begin_or_end_with_it() -> None:
+    plan = replace(PLAN, paths=PATHS)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for worker, peer, address in (("j-w0-0", "j-w4-0", "10.0.0.5"), ("j-w4-0", "j-w0-0", "10.0.0.1")):
+        told = plan.part(worker)
+        assert WorkerPlan.from_json(json.loads(json.dumps(told.to_json()))) == told
+        assert told.paths is not None
+        assert (told.paths.spines, told.paths.first_port, told.paths.last_port) == (3, 21000, 21999)
+        assert told.paths.wanted == (
+            WorkerPath(1, 2, "s1", ("10.98.0.1", "10.98.1.1"), peer, address),
+            WorkerPath(3, 0, "s2", ("10.98.0.3",), peer, address),
+        ), "what stays within a worker takes no path"
+    assert plan.part("j-w9-0").paths is None, "a spare has no traffic"
+
+
+def test_in_a_fabric_that_nobody_knows_paths_have_a_number_instead_of_a_spine() -> None:
+    plan = replace(PLAN, paths=Paths((PlannedPath(1, 2, draw=4),), ()))
+    told = plan.part("j-w4-0").paths
+    assert told is not None
+    assert told.wanted == (WorkerPath(1, 2, "", (), "j-w0-0", "10.0.0.1", 4),)
+
+
+def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
+    count = MOST_PATHS_OF_WORKER + 1
+    members = (Member("a", "10.0.0.1", (0,)), Member("b", "10.0.0.2", tuple(range(1, count + 1))))
+    wanted = tuple(PlannedPath(0, rank, "s1") for rank in range(1, count + 1))
+    told = Plan(members=members, paths=replace(PATHS, wanted=wanted)).part("b")
+    assert told.paths is not None
+    assert len(told.paths.wanted) == MOST_PATHS_OF_WORKER
+    assert WorkerPlan.from_json(told.to_json()) == told
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wanted": [{"source": 0, "destination": 9, "spine": "s1"}]}, "no member has rank 9 of 4 ranks"),
+        ({"wanted": [{"source": -1, "destination": 2, "spine": "s1"}]}, r"paths\.wanted\[0\]\.source"),
+        ({"wanted": [{"source": 0, "spine": "s1"}]}, r"paths\.wanted\[0\]: destination must be given"),
+        ({"wanted": [{"source": 0, "destination": 2, "spine": "s9"}]}, "no address of s9"),
+        ({"wanted": [{"source": 0, "destination": 2, "spine": "s1"}] * 2}, "two paths"),
+        ({"hops": [{"address": "leaf", "spine": "s1"}]}, "'leaf' is no address"),
+        ({"hops": [{"address": "fd00:0::1", "spine": "s1"}]}, "give it as fd00::1"),
+        ({"hops": {"10.98.0.1": "s1"}}, r"paths\.hops: must be a list"),
+        ({"first_port": 80}, r"paths\.first_port"),
+        ({"first_port": 21900}, "ports 21900 to 21999 are too few"),
+        ({"last_port": "21999"}, r"paths\.last_port"),
+    ],
+)
+def test_bad_paths_name_the_field(change: dict[str, object], words: str) -> None:
+    data = replace(PLAN, paths=PATHS).to_json()
+    with pytest.raises(InputError, match=words):
+        Plan.from_json({**data, "paths": {**data["paths"], **change}})
+
+
+def test_a_workers_plan_names_bad_paths_too() -> None:
+    data = replace(PLAN, paths=PATHS).part("j-w0-0").to_json()
+    bad = {**data["paths"]["wanted"][0], "address": "worker-4"}
+    with pytest.raises(InputError, match="'worker-4' is no address"):
+        WorkerPlan.from_json({**data, "paths": {**data["paths"], "wanted": [bad]}})
+    with pytest.raises(InputError, match=r"paths\.wanted: 33 items"):
+        WorkerPlan.from_json({**data, "paths": {**data["paths"], "wanted": [data["paths"]["wanted"][0]] * 33}})
 
 
 def test_unknown_fields_of_a_newer_version_are_left_out() -> None:

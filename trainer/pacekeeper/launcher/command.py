@@ -21,7 +21,6 @@ from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
 from .rounds import LEFT_EXIT_CODE
 from .settings import LauncherSettings
-from .shim import preload
 from .warm import Warm, preimport, start_warm
 
 AUTO = "Auto"
@@ -36,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not script.is_module and not os.path.isfile(script.name):
         raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
     if arguments.local is None:
-        preload()
         settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
     mode = None if arguments.sync_mode == AUTO else SyncMode(arguments.sync_mode)

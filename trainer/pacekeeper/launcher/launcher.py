@@ -35,7 +35,7 @@ from .rank import RankStart
 from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
 from .settings import LauncherSettings
-from .shim import is_preloaded
+from .shim import why_missing
 from .sockets import SocketFile
 from .warm import Warm
 from .wire import MeetingClient, MeetingHost
@@ -96,7 +96,7 @@ class Launcher:
         self._probe_host = ProbeHost()
         self._prober = Prober(runtime.probes)
         self._sockets = SocketFile(runtime.sockets)
-        self._paths = PathFinder(runtime, settings.address, is_preloaded(), has_gpus(), on_found=self._wake.set)
+        self._paths = PathFinder(runtime, settings.address, why_missing(), has_gpus(), on_found=self._wake.set)
         self._inspector = Inspector(settings, self._ranks, self.notify)
         self._profiler = usable_plugin() if has_gpus() else None
         self._gpus = open_gpus()

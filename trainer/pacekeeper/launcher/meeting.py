@@ -20,7 +20,7 @@ MOST_MISSING = 8
 """So many of the workers that have not come are named."""
 MOST_NOTES = 16
 """From one launcher, and to one: those of a ring on each of its GPUs, twice."""
-MOST_NOTED = 8
+MOST_NOTED = 16
 """Ports in a note."""
 
 

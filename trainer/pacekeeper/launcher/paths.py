@@ -7,7 +7,8 @@ higher address. Where that is the receiver, the sender's launcher tells it by th
 
 Ports of a job's range: the lower half to listen at, by rank; the upper half to connect from. A rank's first listener
 gets the known port: that of its first gloo group, the one that all ranks share. Other groups are as they are without.
-What was found holds for a round: switches forget what they chose when they restart.
+What was found holds for a round: switches forget what they chose when they restart. Where the plan names no spine,
+since nobody knows the fabric, ports are drawn by the plan's number, and whoever planned it measures what they bring.
 
 docs/architecture.md, "Paths", has the whole way from the operator's plan to a rank's sockets.
 """
@@ -39,14 +40,17 @@ BATCH = 8
 """Probes at once: switches answer some a second only."""
 PROBES_PER_SPINE = 4
 """Of a path: the chance that none of so many ports leads by the wanted one of S spines is (1 − 1/S)^4S, 2 % at most."""
+PROBES_BOTH_WAYS = 64
+"""At most, of a path whose way back is planned, too: a port fits both with a chance of 1/S² only."""
 PORTS = 2
 """So many are looked for: the second is for a first that has been taken meanwhile."""
 ANSWER_SECONDS = 0.2
 SEARCH_SECONDS = 2.0
 """That all paths of a worker may take together: the round waits for them."""
-CONFIRM_PERIOD = 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two looks at the ranks' connections, for which a script may take its time."""
 CONFIRM_SECONDS = 10.0
-"""After a connection was seen that may be the one: by then it is clear whether it is."""
+"""After the first connection that is not as it was meant: by then the ranks have made all."""
 ROCE_PORT = 4791
 ROCE_FIRST_SOURCE_PORT = 0xC000
 """Of a queue pair with flow label 0 + what its packets' UDP source port is higher (rdma-core)."""
@@ -68,7 +72,8 @@ class Found:
 
 def find(probes: Sequence[Probe], wanted: Collection[str], tracer: Tracer, enough: int) -> list[Probe] | PathFault:
     """Those that go by a switch with one of the `wanted` addresses, `enough` of them, or why there are none."""
-    distances, fitting, passing = HOPS, list[Probe](), list[Probe]()
+    distances: tuple[int, ...] = HOPS
+    fitting, passing = list[Probe](), list[Probe]()
     heard = usable = False
     for start in range(0, len(probes), BATCH):
         batch = probes[start : start + BATCH]
@@ -113,13 +118,19 @@ def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list
     """What to try, as seen from the sender. `salt`: other ports for each; both directions of a pair try the same."""
     ports = range(paths.first_port + _half(paths), paths.last_port + 1)
     pair = sorted((path.source, path.destination))
-    count = min(PROBES_PER_SPINE * paths.spines, len(ports))
-    drawn = random.Random(f"{salt} {pair}").sample(ports, count)
+    count = PROBES_PER_SPINE * paths.spines
+    if _goes_both_ways(path, paths):
+        count = max(count, min(count * paths.spines, PROBES_BOTH_WAYS))
+    drawn = random.Random(f"{salt} {pair}").sample(ports, min(count, len(ports)))
     if initiates(own, path.address):
         there = listen_port(paths, path.destination)
         return [Probe(port, path.address, there) for port in drawn]
     here = listen_port(paths, path.source)
     return [Probe(here, path.address, port) for port in drawn]
+
+
+def _goes_both_ways(path: WorkerPath, paths: WorkerPaths) -> bool:
+    return any((other.destination, other.source) == (path.source, path.destination) for other in paths.wanted)
 
 
 def _half(paths: WorkerPaths) -> int:
@@ -136,13 +147,16 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
     def tracer(kind: int, probes: Sequence[Probe]) -> Trace:
         return trace(own, probes, min(ANSWER_SECONDS, deadline - time.monotonic()), kind)
 
+    connects = initiates(own, path.address)
+    if not path.spine:
+        drawn = probes_of(path, plan, own, f"draw {path.draw}")[:PORTS]
+        return Found(path, tuple(probe.source_port if connects else probe.port for probe in drawn))
     probes = probes_of(path, plan, own, salt)
-    # Where the peer sends as much the other way, on the same connection, it takes all that fit to find one for both.
-    back = any((other.destination, other.source) == (path.source, path.destination) for other in plan.wanted)
-    fitting = find(probes, path.hops, partial(tracer, socket.SOCK_STREAM), len(probes) if back else PORTS)
+    # Of those that fit one way, few fit the way back on the same connection.
+    enough = len(probes) if _goes_both_ways(path, plan) else PORTS
+    fitting = find(probes, path.hops, partial(tracer, socket.SOCK_STREAM), enough)
     if isinstance(fitting, PathFault):
         return Found(path, fault=fitting)
-    connects = initiates(own, path.address)
     found = Found(path, tuple(probe.source_port if connects else probe.port for probe in fitting))
     if labels:
         draws = random.Random(salt).sample(range(1, 0x4000), len(probes))
@@ -207,16 +221,18 @@ def confirmed(each: Found, plan: WorkerPaths, own: str, seen: Collection[Connect
 class PathFinder:
     """A launcher's hand on its ranks' paths."""
 
-    def __init__(self, runtime: Runtime, own: str, usable: bool, labels: bool, on_found: Callable[[], None]) -> None:
-        """`usable`: ranks have the shim; `labels`: they may speak RoCE; `on_found`: called when a search has ended."""
-        self._runtime, self._own, self._usable, self._labels = runtime, own, usable, labels
+    def __init__(self, runtime: Runtime, own: str, no_shim: str, labels: bool, on_found: Callable[[], None]) -> None:
+        """`no_shim`: why the ranks have none, "" where they do; `labels`: they may speak RoCE; `on_found`: called when
+        a search has ended."""
+        self._runtime, self._own, self._no_shim, self._labels = runtime, own, no_shim, labels
         self._on_found = on_found
         self._sought: tuple[WorkerPaths | None, int, int] | None = None  # for which plan, membership and round
         self._search: asyncio.Task[tuple[Found, ...]] | None = None
         self._found: tuple[Found, ...] = ()
         self._faults: dict[tuple[int, int], PathFault | None] = {}  # of the round in force, by ranks
         self._in_force: WorkerPaths | None = None
-        self._looked_at, self._seen_at = float("-inf"), float("inf")  # seconds, monotonic
+        self._look_at, self._pause = float("-inf"), FIRST_PAUSE  # seconds, monotonic
+        self._doubted: dict[tuple[int, int], float] = {}  # since when a connection is there that is not as it was meant
 
     def find(self, plan: WorkerPlan, seen: int) -> bool:
         """Whether all is found out for the round that follows round `seen`; begins with it where that is to be done."""
@@ -229,7 +245,8 @@ class PathFinder:
         return self._search is None
 
     def _begin(self, paths: WorkerPaths, plan: WorkerPlan, salt: str) -> None:
-        if not self._usable:
+        if self._no_shim:
+            log.warning("planned paths are not taken; the network chooses: %s", self._no_shim)
             sent = (path for path in paths.wanted if path.source in plan.ranks)
             self._found = tuple(Found(path, fault=PathFault.NO_SHIM) for path in sent)
             return
@@ -243,7 +260,8 @@ class PathFinder:
         self._search = None
         self._found = search.result()
         for each in self._found:
-            where = f"rank {each.path.source} to rank {each.path.destination} by {each.path.spine}"
+            way = each.path.spine or f"draw {each.path.draw}"
+            where = f"rank {each.path.source} to rank {each.path.destination} by {way}"
             if each.fault is PathFault.NONE:
                 log.info("path of %s: ports %s", where, list(each.ports[:PORTS]))
             else:
@@ -258,26 +276,28 @@ class PathFinder:
         """For the round that begins. `notes`: of the other launchers."""
         for local, rank in enumerate(plan.ranks):
             file = self._runtime.paths_of(local)
-            if plan.paths is None or not self._usable:
+            if plan.paths is None or self._no_shim:
                 file.unlink(missing_ok=True)
             else:
                 lines = entries(rank, plan.paths, self._own, self._found, notes)
                 write_text(file, "".join(f"{line}\n" for line in lines))
         self._faults = {(each.path.source, each.path.destination): each.fault or None for each in self._found}
-        self._in_force, self._seen_at = plan.paths, float("inf")
+        self._in_force, self._doubted = plan.paths, {}
+        self._look_at, self._pause = float("-inf"), FIRST_PAUSE
 
     def look(self, now: float) -> None:
         """At the ranks' connections, until each is known to be on its path or not. `now`: seconds, monotonic."""
         waiting = [each for each in self._found if self._faults.get(_ranks(each)) is None]
-        if self._in_force is None or not waiting or now - self._looked_at < CONFIRM_PERIOD:
+        if self._in_force is None or not waiting or now < self._look_at:
             return
-        self._looked_at = now
+        self._look_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         seen = connections()
         for each in waiting:
             fault = confirmed(each, self._in_force, self._own, seen)
-            if fault is not None:
-                self._seen_at = min(self._seen_at, now)
-            if fault is PathFault.NONE or (fault is not None and now - self._seen_at >= CONFIRM_SECONDS):
+            if fault is None:
+                continue
+            doubted = now - self._doubted.setdefault(_ranks(each), now)
+            if fault is PathFault.NONE or doubted >= CONFIRM_SECONDS:
                 self._faults[_ranks(each)] = fault
 
     def reports(self) -> tuple[PathReport, ...]:

@@ -7,8 +7,8 @@ starts comes up without it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import logging
 import os
 import sys
 from collections.abc import MutableMapping
@@ -19,8 +19,6 @@ SHIM = Path(__file__).parent.parent / "native" / "paths.so"
 SYMBOL = "pacekeeper_paths"
 _BEFORE = "PACEKEEPER_PRELOAD_BEFORE"
 """LD_PRELOAD as it was."""
-
-log = logging.getLogger(__name__)
 
 
 def preload(environment: MutableMapping[str, str] = os.environ, shim: Path = SHIM) -> None:
@@ -34,23 +32,21 @@ def preload(environment: MutableMapping[str, str] = os.environ, shim: Path = SHI
         if before:
             environment["LD_PRELOAD"] = before
         return
-    why_not = why_unusable(shim)
-    if why_not:
-        log.info("traffic takes the paths that it takes by itself: %s", why_not)
+    if why_unusable(shim):
         return
     before = environment.get("LD_PRELOAD", "")
     preloaded = {_BEFORE: before, "LD_PRELOAD": " ".join(filter(None, (str(shim), before)))}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    try:
+    with contextlib.suppress(OSError):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **preloaded})
-    except OSError as error:
-        log.warning("traffic takes the paths that it takes by itself: cannot start again with the shim: %s", error)
 
 
-def is_preloaded() -> bool:
-    """Whether this process, and with it its forks, has the shim."""
-    return hasattr(ctypes.CDLL(None), SYMBOL)
+def why_missing() -> str:
+    """ "" where this process, and with it its forks, has the shim."""
+    if hasattr(ctypes.CDLL(None), SYMBOL):
+        return ""
+    return why_unusable(SHIM) or "this process was not started as `pacekeeper run`, or could not start again"
 
 
 def why_unusable(shim: Path) -> str:

@@ -139,14 +139,16 @@ static bool take_port(int fd, sa_family_t family, uint32_t port)
 }
 
 /* Whether a connection from this port to there can be had. A socket that is bound cannot be unbound again, so another
- * one tries, with packets that end at the first hop. */
+ * one tries, with packets that end at the first hop; closed, it leaves nothing behind even where they arrived. */
 static bool can_connect_from(uint32_t port, const struct sockaddr *to, socklen_t size)
 {
     bool v6 = to->sa_family == AF_INET6;
+    struct linger none = {.l_onoff = 1};
     int hops = 1, fd = socket(to->sa_family, SOCK_STREAM, 0);
     if (fd < 0)
         return false;
     bool can = fcntl(fd, F_SETFL, O_NONBLOCK) == 0 && take_port(fd, to->sa_family, port) &&
+               setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none) == 0 &&
                setsockopt(fd, v6 ? IPPROTO_IPV6 : IPPROTO_IP, v6 ? IPV6_UNICAST_HOPS : IP_TTL, &hops, sizeof hops) == 0 &&
                (call_next("connect", fd, to, size) == 0 || errno == EINPROGRESS);
     close(fd);

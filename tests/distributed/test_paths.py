@@ -1,0 +1,475 @@
+"""Paths on a real fabric: three leaves and three spines of the kernel's own routing, and sockets of processes without
+privileges. What proves a path is the bytes on the spines' links."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacekeeper.runtime import Runtime, write_plan
+from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath
+from pacekeeper_analysis.reports import Heartbeat, LauncherState, PathFault
+from tests.support import paths
+from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
+from tests.support.launchers import eventually
+from tests.support.paths import Shim, python
+
+NOBODY = 65534
+BULK = 1_000_000
+RANK = Path(paths.__file__).parent / "scripts" / "fabric_rank.py"
+
+TRACE = """
+import json, socket, sys
+from pacekeeper.launcher.hops import Probe, trace
+own, peer, port, hops, kind, *sources = sys.argv[1:]
+kind = socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM
+found = trace(own, [Probe(int(source), peer, int(port), int(hops)) for source in sources], 0.3, kind)
+print(json.dumps([{probe.source_port: end for probe, end in found.ends.items()}, [p.source_port for p in found.taken]]))
+"""
+SERVE = """
+import os, socket, sys
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind((sys.argv[1], 0))
+listener.listen(64)
+print(listener.getsockname()[1], flush=True)
+while True:
+    peer, (address, port) = listener.accept()
+    asked = peer.recv(16, socket.MSG_WAITALL)
+    count, answer = int.from_bytes(asked[:8], "big"), int.from_bytes(asked[8:], "big")
+    received = 0
+    while received < count:
+        received += len(peer.recv(1 << 16))
+    peer.sendall(bytes(answer + 1))
+    print(address, port, received, flush=True)
+    kept = peer
+"""
+"""Takes what a client sends, then sends one byte more back than it asked for first; keeps the connection open."""
+SEND = """
+import socket, sys
+address, port, count, answer = sys.argv[1], *map(int, sys.argv[2:5])
+client = socket.socket()
+if len(sys.argv) > 5:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    client.bind(("", int(sys.argv[5])))
+client.connect((address, port))
+client.sendall(count.to_bytes(8, "big") + answer.to_bytes(8, "big") + bytes(count))
+received = 0
+while received < answer + 1:
+    received += len(client.recv(1 << 16))
+print(client.getsockname()[1], flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def fabric() -> Iterator[LeafSpine]:
+    with leaf_spine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
+    folder = tmp_path_factory.mktemp("shim")
+    for part in (folder, folder.parent, folder.parent.parent):
+        part.chmod(0o755)
+    return paths.build(folder)
+
+
+def trace(
+    host: FabricHost, peer: str, hops: int, sources: range, kind: str = "tcp"
+) -> tuple[dict[int, str], list[int]]:
+    said = host.run(*python(TRACE), host.address, peer, "20001", str(hops), kind, *map(str, sources), user=NOBODY)
+    ends, taken = json.loads(said)
+    return {int(port): end for port, end in ends.items()}, taken
+
+
+class TestTrace:
+    """Without privileges."""
+
+    def test_packets_end_at_the_leaf_a_spine_the_far_leaf_and_the_peer(self, fabric: LeafSpine) -> None:
+        near, far, _ = fabric.hosts
+        sources = range(25000, 25024)
+        ends = [set(trace(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
+        assert ends[0] == {"10.99.0.1"}
+        assert ends[1] == {address for address in fabric.hops if address.startswith("10.98.0.")}
+        assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
+        assert ends[3] == {far.address}
+
+    def test_what_is_told_is_where_a_connections_bytes_go(self, fabric: LeafSpine) -> None:
+        """All 24 of them: spine s carries what the ports that lead there have sent."""
+        near, far, _ = fabric.hosts
+        server = far.start(*python(SERVE.replace(", 0))", ", 20001))")), far.address)
+        assert server.stdout is not None
+        server.stdout.readline()
+        ends, taken = trace(near, far.address, 2, range(25000, 25024))
+        assert (len(ends), taken) == (24, [])
+        before = fabric.sent(0)
+        expected = [0, 0, 0]
+        for number, (port, end) in enumerate(ends.items()):
+            expected[int(fabric.hops[end][1:])] += (number + 1) * 10_000
+            done = near.start(*python(SEND), far.address, "20001", str((number + 1) * 10_000), "0", str(port))
+            done.communicate("\n", timeout=20)
+            assert done.returncode == 0
+        server.kill()
+        server.communicate()
+        moved = [after - was for after, was in zip(fabric.sent(0), before, strict=True)]
+        assert moved == pytest.approx(expected, rel=0.1)
+
+    def test_datagrams_are_traced_too(self, fabric: LeafSpine) -> None:
+        near, far, _ = fabric.hosts
+        ends, _ = trace(near, far.address, 2, range(49200, 49212), "udp")
+        assert len(ends) == 12
+        assert len(set(ends.values())) == 3
+
+    def test_ports_that_somebody_listens_at_are_told(self, fabric: LeafSpine) -> None:
+        near, far, _ = fabric.hosts
+        server = near.start(*python(SERVE.replace(", 0))", ", 25001))")), near.address)
+        assert server.stdout is not None
+        server.stdout.readline()
+        ends, taken = trace(near, far.address, 2, range(25000, 25003))
+        server.kill()
+        server.communicate()
+        assert (set(ends), taken) == ({25000, 25002}, [25001])
+
+    def test_silence_takes_no_longer_than_it_may(self, fabric: LeafSpine) -> None:
+        near, far, _ = fabric.hosts
+        fabric.filter_icmp()
+        began = time.monotonic()
+        assert trace(near, far.address, 2, range(25000, 25012)) == ({}, [])
+        assert time.monotonic() - began < 2.0
+
+
+class Host:
+    """A launcher's part on one of the fabric's hosts."""
+
+    def __init__(self, at: FabricHost, folder: Path, plan: Plan, worker: str) -> None:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        self.at, self.folder, self.worker = at, folder, worker
+        self._process = at.start(sys.executable, "-m", "tests.support.path_host", at.address, str(folder), user=NOBODY)
+        self._say(plan.part(worker).to_json())
+
+    def notes(self) -> list[dict[str, Any]]:
+        return list(self._hear())
+
+    def take(self, notes: list[dict[str, Any]]) -> list[str]:
+        """What the shims of its ranks are told."""
+        self._say([note for note in notes if note["worker"] == self.worker])
+        return list(self._hear())
+
+    def look(self, now: float) -> list[tuple[bool, str]]:
+        """Of its paths: whether each is in force, and why not."""
+        self._say(now)
+        return [(report["in_force"], report["fault"]) for report in self._hear()]
+
+    def end(self) -> None:
+        self._process.communicate(timeout=20)
+
+    def _say(self, content: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(content) + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self._process.stderr.read() if self._process.stderr is not None else ""
+        return json.loads(line)
+
+
+def plan_of(fabric: LeafSpine, *wanted: PlannedPath, ranks: int = 2) -> Plan:
+    """Rank i is worker wi on host i. s9 is a spine that is not there."""
+    members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
+    hops = {**fabric.hops, "10.98.77.1": "s9"}
+    named = tuple(Hop(address, spine) for address, spine in hops.items())
+    return Plan(membership=1, members=members, paths=Paths(wanted, named, 20000, 20999))
+
+
+class Team:
+    """Workers whose ranks are to connect as gloo's do: the higher address to the lower one."""
+
+    def __init__(self, fabric: LeafSpine, shim: Shim, folder: Path, *wanted: PlannedPath, ranks: int = 2) -> None:
+        self.fabric, self.shim = fabric, shim
+        folder.chmod(0o777)
+        plan = plan_of(fabric, *wanted, ranks=ranks)
+        self.hosts = [
+            Host(host, folder / f"w{rank}", plan, f"w{rank}") for rank, host in enumerate(fabric.hosts[:ranks])
+        ]
+        notes = [note for host in self.hosts for note in host.notes()]
+        self.entries = [host.take(notes)[0].splitlines() for host in self.hosts]
+        self._running: list[subprocess.Popen[str]] = []
+
+    def transfer(self, connecting: int, listening: int, there: int, back: int) -> dict[tuple[int, int], int]:
+        """Ranks with the shim: one connects to the other, sends `there` bytes and gets `back` bytes. Answers bytes by
+        leaf and spine: what each leaf has sent up to each spine, as far as it is more than small change."""
+        before = [self.fabric.sent(leaf) for leaf in range(self.fabric.leaves)]
+        server, port = self._start(listening, SERVE)
+        client, _ = self._start(connecting, SEND, self.hosts[listening].at.address, port, str(there), str(back))
+        self._running += [server, client]
+        moved = {
+            (leaf, spine): self.fabric.sent(leaf)[spine] - before[leaf][spine]
+            for leaf in range(self.fabric.leaves)
+            for spine in range(self.fabric.spines)
+        }
+        return {link: count for link, count in moved.items() if count > 100_000}
+
+    def _start(self, rank: int, program: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+        """The process, and its first line."""
+        host = self.hosts[rank]
+        environment = self.shim.environment(Runtime(host.folder).paths_of(0))
+        process = host.at.start(
+            *python(program), *(arguments or (host.at.address,)), user=NOBODY, environment=environment
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        return process, line.strip()
+
+    def end(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+        for host in self.hosts:
+            host.end()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """That anybody may enter."""
+    for part in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        part.chmod(0o755)
+    return tmp_path
+
+
+class TestPlannedPaths:
+    @pytest.mark.parametrize("spine", [0, 1, 2])
+    def test_the_side_that_connects_sends_by_the_planned_spine(
+        self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
+    ) -> None:
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, f"s{spine}"))
+        moved = team.transfer(1, 0, there=BULK, back=0)
+        assert list(moved) == [(1, spine)]
+        assert team.hosts[1].look(100.0) == [(True, "")]
+        team.end()
+
+    @pytest.mark.parametrize("spine", [0, 1, 2])
+    def test_the_side_that_is_connected_to_sends_by_it(
+        self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
+    ) -> None:
+        team = Team(fabric, shim, folder, PlannedPath(0, 1, f"s{spine}"))
+        moved = team.transfer(1, 0, there=0, back=BULK)
+        assert list(moved) == [(0, spine)]
+        assert team.hosts[0].look(100.0) == [(True, "")]
+        team.end()
+
+    def test_both_directions_of_one_connection_take_their_spines(
+        self, fabric: LeafSpine, shim: Shim, folder: Path
+    ) -> None:
+        team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
+        assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
+        assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
+        team.end()
+
+    def test_a_port_that_is_taken_meanwhile_is_the_next_one(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
+        first = int(team.entries[1][1].split()[3])
+        thief = fabric.hosts[1].start(*python(SERVE.replace(", 0))", f", {first}))")), "0.0.0.0")
+        assert thief.stdout is not None
+        thief.stdout.readline()
+        assert list(team.transfer(1, 0, there=BULK, back=0)) == [(1, 2)]
+        thief.kill()
+        thief.communicate()
+        team.end()
+
+    def test_switches_that_answer_six_at_once_are_enough(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        """Linux's default: as real switches do, it answers few."""
+        fabric.set_on_switches("net.ipv4.icmp_ratelimit", 1000)
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, "s0"))
+        assert list(team.transfer(1, 0, there=BULK, back=0)) == [(1, 0)]
+        team.end()
+
+    def test_labels_for_roce_are_found_by_datagrams(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        """Unproven beyond this: no network card was asked."""
+        team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
+        (line,) = (line for line in team.entries[0] if line.startswith("label"))
+        _, address, label = line.split()
+        near, far, _ = fabric.hosts
+        assert address == far.address
+        said = near.run(
+            *python(TRACE), near.address, far.address, "4791", "2", "udp", str(0xC000 + int(label)), user=NOBODY
+        )
+        assert list(json.loads(said)[0].values()) == ["10.98.0.3"]
+        team.end()
+
+
+class TestFallback:
+    """Whatever is wrong with a path, its connection comes about; and the launcher says what is wrong."""
+
+    def test_where_icmp_is_filtered(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        fabric.filter_icmp()
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, "s0"))
+        assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
+        assert team.hosts[1].look(100.0) == [(False, PathFault.FILTERED)]
+        team.end()
+
+    def test_where_a_spine_swallows_what_it_gets(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        fabric.swallow(2, leaf=0)
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
+        assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
+        assert [line.split()[0] for line in team.entries[1]] == ["listen"]
+        team.end()
+
+    def test_where_the_spine_is_not_there(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        """As when a Fabric names another network's switches."""
+        team = Team(fabric, shim, folder, PlannedPath(1, 0, "s9"))
+        assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
+        assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
+        team.end()
+
+    def test_where_addresses_are_rewritten_on_the_way(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        fabric.translate(1)
+        team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
+        team.transfer(1, 0, there=0, back=BULK)
+        assert team.hosts[0].look(100.0) == [(False, "")]
+        assert team.hosts[0].look(110.0) == [(False, PathFault.TRANSLATED)]
+        team.end()
+
+    def test_where_all_ports_are_taken(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+        """The listener's: whoever has it was there first."""
+        thief = fabric.hosts[0].start(*python(SERVE.replace(", 0))", ", 20000))")), fabric.hosts[0].address)
+        assert thief.stdout is not None
+        thief.stdout.readline()
+        team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
+        assert team.hosts[0].look(100.0) == [(False, PathFault.PORTS_TAKEN)]
+        assert sum(team.transfer(1, 0, there=0, back=BULK).values()) >= BULK
+        thief.kill()
+        thief.communicate()
+        team.end()
+
+
+class Job:
+    """Two workers with real launchers, one below each of the first two leaves, whose ranks all-reduce over gloo."""
+
+    SECONDS = 4.0
+
+    def __init__(self, fabric: LeafSpine, shim: Shim, folder: Path, number: int, first_port: int) -> None:
+        self.fabric, self.folder, self.first_port = fabric, folder / f"job{number}", first_port
+        self.folder.mkdir()
+        self.hosts = [fabric.hosts[number], fabric.hosts[2 + number]]
+        self.runtimes = [Runtime(self.folder / f"w{worker}").make() for worker in (0, 1)]
+        for path in (self.folder, *self.folder.rglob("*")):
+            path.chmod(0o777)
+        self.logs = [self.folder / f"log{worker}" for worker in (0, 1)]
+        self._running = [
+            subprocess.Popen(
+                [
+                    "ip", "netns", "exec", host.namespace,
+                    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
+                    sys.executable, "-m", "pacekeeper.cli", "run", str(RANK),
+                ],
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    **shim.environment(None),
+                    "PACEKEEPER_PRELOAD_BEFORE": "",
+                    "PACEKEEPER_WORKER": f"w{worker}",
+                    "PACEKEEPER_POD_IP": host.address,
+                    "PACEKEEPER_RUNTIME": str(self.runtimes[worker].root),
+                    "FOLDER": str(self.folder),
+                    "SECONDS": str(self.SECONDS),
+                    "HOME": str(self.folder),
+                },
+            )
+            for worker, (host, log) in enumerate(zip(self.hosts, self.logs, strict=True))
+        ]  # fmt: skip
+        self._membership = 0
+
+    def beat(self, worker: int) -> Heartbeat:
+        return Heartbeat.from_json(json.loads(self.runtimes[worker].heartbeat.read_text()))
+
+    def begin(self, spine: str) -> None:
+        """The next membership, whose traffic goes by this spine both ways."""
+        self._wait(lambda: all(self.runtimes[worker].alive.exists() for worker in (0, 1)), "launchers")
+        self._membership += 1
+        (self.folder / "go").unlink(missing_ok=True)
+        members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
+        hops = tuple(Hop(address, name) for address, name in self.fabric.hops.items())
+        wanted = (PlannedPath(0, 1, spine), PlannedPath(1, 0, spine))
+        plan = Plan(
+            version=self._membership,
+            membership=self._membership,
+            round=self._membership,
+            members=members,
+            store_port=self.beat(0).meeting_port,
+            paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
+        ).sealed(Plan(), "5ec2e7" * 8)
+        for worker in (0, 1):
+            write_plan(self.runtimes[worker].plan, plan.part(f"w{worker}"))
+            self.runtimes[worker].plan.chmod(0o644)
+            self.runtimes[worker].contact.touch()
+
+    def wait_until_ready(self) -> None:
+        ready = [self.folder / f"ready-{self._membership}-{rank}" for rank in (0, 1)]
+        self._wait(lambda: all(file.exists() for file in ready), "ranks")
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+    def rate(self) -> float:
+        """Mbit/s that each rank has sent."""
+        file = self.folder / f"rate-{self._membership}"
+        self._wait(lambda: file.exists() and file.read_text(), "a rate")
+        return float(file.read_text())
+
+    def _wait(self, look: Any, what: str) -> None:
+        try:
+            eventually(look, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
+
+    def end(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+
+def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, folder: Path) -> None:
+    """gloo's all-reduces in ranks of real launchers, without privileges. The next round takes the new plan's paths."""
+    with leaf_spine(hosts=2) as fabric:
+        fabric.shape("50mbit")
+        jobs = [Job(fabric, shim, folder, number, 20000 + 1000 * number) for number in (0, 1)]
+        try:
+            rates = {}
+            for spines in (("s0", "s0"), ("s1", "s2")):
+                for job, spine in zip(jobs, spines, strict=True):
+                    job.begin(spine)
+                for job in jobs:
+                    job.wait_until_ready()
+                before = [fabric.sent(leaf) for leaf in (0, 1)]
+                for job in jobs:
+                    job.go()
+                rates[spines] = [job.rate() for job in jobs]
+                for leaf in (0, 1):
+                    moved = [after - was for after, was in zip(fabric.sent(leaf), before[leaf], strict=True)]
+                    used = {int(spine[1:]) for spine in spines}
+                    assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), moved
+                for job in jobs:
+                    beats = [job.beat(worker) for worker in (0, 1)]
+                    assert all(beat.state is LauncherState.RUNNING for beat in beats)
+                    assert [report.in_force for beat in beats for report in beat.paths] == [True, True]
+            print(f"Mbit/s: {rates}")
+            together, apart = rates["s0", "s0"], rates["s1", "s2"]
+            assert min(apart) > 1.5 * max(together)
+        finally:
+            for job in jobs:
+                job.end()

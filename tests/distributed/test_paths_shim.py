@@ -1,0 +1,334 @@
+"""The shim in a process of its own, with the kernel's sockets: which ports its connections have, and that nothing else
+changes. Each also with the address and undefined-behaviour sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher.shim import SHIM, preload, why_unusable
+from tests.support import paths
+from tests.support.paths import Shim, python
+
+LOOPBACK = "127.0.0.1"
+CONNECT = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+def connect():
+    client = socket.socket(family)
+    client.connect((sys.argv[1], int(sys.argv[2])))
+    return client
+def port(of):
+    return of.getsockname()[1]
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sanitized"], scope="module")
+def shim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shim:
+    return paths.build(tmp_path_factory.mktemp("shim"), sanitized=request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(paths.build(tmp_path_factory.mktemp("plain")).libraries[-1])
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server((LOOPBACK, 0), backlog=32) as listener:
+        yield listener
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> Path:
+    return tmp_path / "0"
+
+
+@pytest.fixture
+def run(shim: Shim, server: socket.socket, entries: Path) -> Run:
+    """Runs a program with the shim; what it prints. Its arguments: the server's address and port."""
+
+    def run(program: str, *more: str) -> str:
+        address, port = server.getsockname()[:2]
+        command = [*python(CONNECT + program), address, str(port), *more]
+        environment = {**os.environ, **shim.environment(entries)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "ERROR: AddressSanitizer" not in done.stderr
+        return done.stdout
+
+    return run
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has; outside of the range from which the kernel takes them."""
+    found = []
+    for port in range(20011, 29999, 7):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+class TestConnect:
+    def test_a_connection_to_a_known_peer_comes_from_its_port(
+        self, run: Run, server: socket.socket, entries: Path
+    ) -> None:
+        (wanted,) = free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        assert run("print(port(connect()))").split() == [str(wanted)]
+
+    def test_the_file_is_read_at_each_connection(self, run: Run, server: socket.socket, entries: Path) -> None:
+        first, second = free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first}\n")
+        again = f"connect {LOOPBACK} {port_of(server)} {second}\\n"
+        program = f"a = connect(); open({str(entries)!r}, 'w').write('{again}'); b = connect(); print(port(a), port(b))"
+        assert run(program).split() == [str(first), str(second)]
+
+    def test_of_a_connection_that_is_there_already_the_next_port_is_taken(
+        self, run: Run, server: socket.socket, entries: Path
+    ) -> None:
+        first, second = free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        assert run("a, b = connect(), connect(); print(port(a), port(b))").split() == [str(first), str(second)]
+
+    def test_of_a_port_at_which_somebody_listens_the_next_is_taken(
+        self, run: Run, server: socket.socket, entries: Path
+    ) -> None:
+        first, second = free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        with socket.create_server(("", first)):
+            assert run("print(port(connect()))").split() == [str(second)]
+
+    def test_one_port_serves_connections_to_two_peers(self, run: Run, server: socket.socket, entries: Path) -> None:
+        (wanted,) = free_ports(1)
+        with socket.create_server((LOOPBACK, 0)) as other:
+            lines = [f"connect {LOOPBACK} {port_of(each)} {wanted}\n" for each in (server, other)]
+            entries.write_text("".join(lines))
+            program = "a = connect(); sys.argv[2] = sys.argv[3]; b = connect(); print(port(a), port(b))"
+            assert run(program, str(port_of(other))).split() == [str(wanted)] * 2
+
+    def test_all_taken_is_a_plain_connection_whose_socket_is_as_it_was(
+        self, run: Run, server: socket.socket, entries: Path
+    ) -> None:
+        (taken,) = free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {taken}\n")
+        program = "a = connect(); print(port(a), a.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR), a.send(b'x'))"
+        with socket.create_server(("", taken)):
+            port, reuse, sent = map(int, run(program).split())
+        assert (port != taken, reuse, sent) == (True, 0, 1)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None,
+            b"",
+            b"\n\n",
+            b"connect 127.0.0.1 PORT",
+            b"connect 127.0.0.1 PORT \n",
+            b"connect 127.0.0.1 PORT words\n",
+            b"connect 127.0.0.1 PORT -1 99999999999999999999\n",
+            b"connect 127.0.0.1 PORT0 20001\n",
+            b"connect 127.0.0.2 PORT 20001\n",
+            b"Connect 127.0.0.1 PORT 20001\n",
+            b"\x00connect 127.0.0.1 PORT 20001\n",
+            b"connect 127.0.0.1 PORT \n20001\n",
+            bytes(range(256)) * 40,
+            b"connect 127.0.0.1 PORT 20001\n" * 2000,
+        ],
+        ids=lambda content: "missing" if content is None else ascii(content[:44]),
+    )
+    def test_a_file_that_says_nothing_is_a_plain_connection(
+        self, run: Run, server: socket.socket, entries: Path, content: bytes | None
+    ) -> None:
+        if content is not None:
+            entries.write_bytes(content.replace(b"PORT", str(port_of(server)).encode()))
+        assert int(run("print(port(connect()))")) not in (0, 20001)
+
+    def test_a_folder_in_its_place_is_a_plain_connection(self, run: Run, entries: Path) -> None:
+        entries.mkdir()
+        assert int(run("print(port(connect()))")) > 0
+
+    def test_a_socket_that_is_bound_keeps_its_port(self, run: Run, server: socket.socket, entries: Path) -> None:
+        wanted, own = free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        program = f"""
+a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))"""
+        assert run(program).split() == [str(own)]
+
+    def test_datagrams_and_local_sockets_are_left_alone(
+        self, run: Run, server: socket.socket, entries: Path, tmp_path: Path
+    ) -> None:
+        (wanted,) = free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        program = f"""
+a = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))
+b = socket.socket(socket.AF_UNIX)
+try:
+    b.connect({str(tmp_path / "nobody")!r})
+except FileNotFoundError:
+    print("nobody")"""
+        port, said = run(program).split()
+        assert (port != str(wanted), said) == (True, "nobody")
+
+    def test_a_refusal_and_a_connection_under_way_are_told_as_ever(self, run: Run, entries: Path) -> None:
+        wanted, closed = free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {closed} {wanted}\n")
+        program = f"""
+import errno
+a = socket.socket(); print(errno.errorcode[a.connect_ex((sys.argv[1], {closed}))])
+b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((sys.argv[1], {closed}))], port(b))"""
+        assert run(program).split() == ["ECONNREFUSED", "EINPROGRESS", str(wanted)]
+
+    def test_it_knows_ipv6(self, shim: Shim, entries: Path) -> None:
+        (wanted,) = free_ports(1)
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+            entries.write_text(f"connect ::1 {port_of(listener)} {wanted}\n")
+            command = [*python(CONNECT + "print(port(connect()))"), "::1", str(port_of(listener))]
+            environment = {**os.environ, **shim.environment(entries)}
+            said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert said.stdout.split() == [str(wanted)]
+
+    def test_who_is_told_of_no_file_is_left_alone(self, shim: Shim, server: socket.socket) -> None:
+        command = [*python(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
+        environment = {**os.environ, **shim.environment(None)}
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert int(said.stdout) > 0
+
+
+class TestListen:
+    LISTEN = """
+def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
+    server = socket.socket(socket.AF_INET, kind)
+    server.bind((address, number))
+    if kind == socket.SOCK_STREAM:
+        server.listen()
+    return server
+"""
+
+    def test_the_first_listener_gets_the_port_and_the_next_another(self, run: Run, entries: Path) -> None:
+        (wanted,) = free_ports(1)
+        entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
+        first, second = map(int, run(f"{self.LISTEN}\na, b = listen(), listen(); print(port(a), port(b))").split())
+        assert (first, second != wanted) == (wanted, True)
+
+    def test_a_taken_port_is_the_next_one_or_any(self, run: Run, entries: Path) -> None:
+        taken, free = free_ports(2)
+        with socket.create_server((LOOPBACK, taken)):
+            entries.write_text(f"listen {LOOPBACK} 0 {taken} {free}\n")
+            assert run(f"{self.LISTEN}\nprint(port(listen()))").split() == [str(free)]
+            entries.write_text(f"listen {LOOPBACK} 0 {taken}\n")
+            assert int(run(f"{self.LISTEN}\nprint(port(listen()))")) not in (0, taken)
+
+    def test_other_addresses_asked_for_ports_and_datagrams_are_left_alone(self, run: Run, entries: Path) -> None:
+        wanted, asked = free_ports(2)
+        entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
+        program = f"""{self.LISTEN}
+print(port(listen("0.0.0.0")), port(listen(number={asked})), port(listen(kind=socket.SOCK_DGRAM)))"""
+        everywhere, given, datagrams = map(int, run(program).split())
+        assert wanted not in (everywhere, datagrams)
+        assert given == asked
+
+
+class TestRoce:
+    """Unproven: a stand-in plays libibverbs, by the layout that its header has. No network card was asked."""
+
+    @pytest.fixture
+    def driver(self, shim: Shim, tmp_path: Path) -> Path:
+        folder = Path(paths.__file__).parent
+        common = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror"]
+        script = ["-shared", "-fPIC", "-Wl,--version-script=/dev/stdin"]
+        verbs = [*common, *script, "-o", f"{tmp_path}/libverbs.so", f"{folder}/verbs_double.c"]
+        subprocess.run(verbs, input="IBVERBS_1.1 { global: *; };", text=True, check=True, timeout=60)
+        renamed = [paths.RENAMED, shim.libraries[-1], "-Wl,--allow-shlib-undefined"] if shim.sanitized else []
+        command = [*common, "-o", f"{tmp_path}/driver", f"{folder}/verbs_driver.c", *renamed, "-ldl"]
+        subprocess.run(command, check=True, timeout=60)
+        return tmp_path
+
+    def labels(self, shim: Shim, driver: Path, content: str, *peers: str) -> list[str]:
+        (driver / "0").write_text(content)
+        command = [str(driver / "driver"), str(driver / "libverbs.so"), *peers]
+        environment = {**os.environ, **shim.environment(driver / "0")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.split()
+
+    def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: Shim, driver: Path) -> None:
+        content = "label 10.0.0.7 1234\nlabel fd00::7 99\n"
+        told = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
+        assert told == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
+
+    def test_a_card_that_refuses_it_is_asked_again_without(self, shim: Shim, driver: Path) -> None:
+        assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
+
+
+SAY = "from pacekeeper.launcher.shim import why_missing; print(not why_missing())"
+"""Whether a process has the shim."""
+
+
+class TestPreload:
+    def test_this_machine_can_have_it(self, plain: Path) -> None:
+        assert why_unusable(plain) == ""
+
+    def test_what_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
+        """As a shim for another architecture, or another libc, is: the process would not start with some of them."""
+        broken = tmp_path / "paths.so"
+        assert "no shim" in why_unusable(broken)
+        broken.write_bytes(b"\x7fELF of another machine")
+        assert "cannot be loaded" in why_unusable(broken)
+        other = tmp_path / "other.so"
+        subprocess.run(["cc", "-shared", "-o", other, "-x", "c", "/dev/null"], check=True, timeout=60)
+        assert "is no shim" in why_unusable(other)
+        environment = {"LD_PRELOAD": "theirs.so"}
+        preload(environment, broken)
+        assert environment == {"LD_PRELOAD": "theirs.so"}
+
+    def test_it_starts_the_process_again_once_and_leaves_nothing_to_children(self, plain: Path, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(f"""
+import os, subprocess, sys
+from pathlib import Path
+from pacekeeper.launcher.shim import preload, why_missing
+print("start", not why_missing(), flush=True)
+preload(shim=Path({str(plain)!r}))
+print(not why_missing(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
+if os.fork() == 0:
+    print("fork", not why_missing(), flush=True)
+    os._exit(0)
+os.wait()
+subprocess.run([sys.executable, "-c", {SAY!r}])
+""")
+        done = subprocess.run([sys.executable, script, "a", "b"], capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines() == [
+            "start False", "start True", "True None ['a', 'b']", "fork True", "False",
+        ], done.stderr  # fmt: skip
+
+    def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
+        """As installed: the library lies beside its source."""
+        package = SHIM.parents[1]
+        installed = tmp_path / package.name
+        shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copy(plain, installed / SHIM.relative_to(package))
+        script = tmp_path / "script.py"
+        script.write_text(f"import subprocess, sys\n{SAY}\nsubprocess.run([sys.executable, '-c', {SAY!r}])\n")
+        command = [sys.executable, "-m", "pacekeeper.cli", "run", "--local", "1", str(script)]
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == ["True", "False"], done.stderr

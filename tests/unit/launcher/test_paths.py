@@ -1,0 +1,443 @@
+"""Which ports are found for planned paths, what of them the shim and the peers are told, and why some are not."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher import hops, paths
+from pacekeeper.launcher.hops import Probe, Trace
+from pacekeeper.launcher.meeting import MOST_NOTES, Meeting, PortNote, Report, Status, View, advance
+from pacekeeper.launcher.paths import Found, PathFinder, confirmed, entries, find, initiates, listen_port, probes_of
+from pacekeeper.launcher.sockets import Connection, connections
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath, WorkerPath, WorkerPaths, WorkerPlan
+from pacekeeper_analysis.reports import PathFault
+
+LOW, HIGH = "10.0.0.9", "10.0.0.10"
+"""Two workers' addresses: the higher one connects, and 10 is higher than 9 although it is not in letters."""
+SPINES = 4
+S1 = "10.98.0.1"
+"""The spine that is wanted."""
+
+
+@dataclass
+class Switches:
+    """A network whose spines are `distance` hops off: spine number port % SPINES, with address 10.98.0.<number>."""
+
+    distance: int = 2
+    silent: bool = False
+    taken: Collection[int] = ()  # ports
+    dead: Collection[str] = ()  # spines that pass nothing on
+    quiet_beyond: bool = False  # the leaves behind them do not answer
+    most_answers: int = 1000
+    sent: list[Probe] = field(default_factory=list)
+
+    def __call__(self, probes: Sequence[Probe]) -> Trace:
+        self.sent += probes
+        found = Trace(taken={probe for probe in probes if {probe.source_port, probe.port} & set(self.taken)})
+        for probe in probes:
+            if probe not in found.taken and not self.silent and self.most_answers > 0 and (end := self.end(probe)):
+                found.ends[probe] = end
+                self.most_answers -= 1
+        return found
+
+    def end(self, probe: Probe) -> str:
+        spine = f"10.98.0.{probe.source_port % SPINES}"
+        if probe.hops < self.distance:
+            return "leaf"
+        if probe.hops == self.distance:
+            return spine
+        return "" if spine in self.dead or self.quiet_beyond else "far"
+
+
+def probes(count: int = 4 * SPINES) -> list[Probe]:
+    return [Probe(25000 + number, HIGH, 20001) for number in range(count)]
+
+
+def ports(found: list[Probe] | PathFault) -> list[int]:
+    assert isinstance(found, list), found
+    return [probe.source_port for probe in found]
+
+
+class TestFind:
+    @pytest.mark.parametrize("distance", [2, 3])
+    def test_the_ports_whose_packets_end_at_the_spine_are_found(self, distance: int) -> None:
+        found = find(probes(), {S1, "10.98.1.1"}, Switches(distance), enough=2)
+        assert ports(found) == [25001, 25005]
+
+    def test_it_stops_when_it_has_enough_and_asks_at_one_distance_once_that_is_known(self) -> None:
+        network = Switches(3)
+        find(probes(), {S1}, network, enough=3)
+        assert [probe.hops for probe in network.sent[:24]] == [2] * 8 + [3] * 16
+        assert all(probe.hops == 4 for probe in network.sent[24:])
+        assert len(network.sent) <= 24 + 4
+
+    def test_all_that_fit_are_found_where_all_are_wanted(self) -> None:
+        assert len(ports(find(probes(), {S1}, Switches(), enough=16))) == 4
+
+    def test_a_switch_that_answers_seldom_is_enough(self) -> None:
+        """Linux's default: six at once, and one a second later on."""
+        assert ports(find(probes(), {S1}, Switches(most_answers=6), enough=2)) == [25001, 25005]
+
+    def test_where_no_switch_answers_few_are_asked(self) -> None:
+        network = Switches(silent=True)
+        assert find(probes(64), {S1}, network, enough=2) is PathFault.FILTERED
+        assert len(network.sent) == 2 * paths.BATCH
+
+    def test_where_all_ports_are_taken_that_is_the_reason(self) -> None:
+        assert find(probes(), {S1}, Switches(taken=[20001]), enough=2) is PathFault.PORTS_TAKEN
+
+    def test_a_taken_port_is_passed_over(self) -> None:
+        assert ports(find(probes(), {S1}, Switches(taken=[25001]), enough=1)) == [25005]
+
+    def test_a_spine_that_nothing_goes_by_is_not_found_however_many_answer(self) -> None:
+        network = Switches()
+        assert find(probes(), {"10.98.0.99"}, network, enough=2) is PathFault.NOT_FOUND
+        assert len(network.sent) == 2 * len(probes()), "at each of two distances"
+
+    def test_a_spine_that_passes_nothing_on_is_a_black_hole(self) -> None:
+        assert find(probes(), {S1}, Switches(dead={S1}), enough=2) is PathFault.BLACK_HOLE
+
+    def test_leaves_that_never_answer_prove_no_black_hole(self) -> None:
+        assert ports(find(probes(), {S1}, Switches(quiet_beyond=True), enough=1)) == [25001]
+
+
+def task(*wanted: WorkerPath, spines: int = SPINES) -> WorkerPaths:
+    return WorkerPaths(wanted, spines, 20000, 20999)
+
+
+def path(source: int, destination: int, address: str = HIGH) -> WorkerPath:
+    return WorkerPath(source, destination, "s1", (S1,), "peer", address)
+
+
+class TestPorts:
+    def test_the_higher_address_connects(self) -> None:
+        assert initiates(HIGH, LOW)
+        assert not initiates(LOW, HIGH)
+        assert initiates("fd00::a", "fd00::9")
+
+    def test_who_connects_tries_its_own_ports_towards_the_listener(self) -> None:
+        tried = probes_of(path(3, 5, LOW), task(), HIGH, "salt")
+        assert len(tried) == 4 * SPINES == len({probe.source_port for probe in tried})
+        assert {(probe.address, probe.port) for probe in tried} == {(LOW, 20005)}
+        assert all(20500 <= probe.source_port <= 20999 for probe in tried)
+
+    def test_who_is_connected_to_tries_the_peers_ports_from_its_listener(self) -> None:
+        tried = probes_of(path(3, 5, HIGH), task(), LOW, "salt")
+        assert {(probe.source_port, probe.address) for probe in tried} == {(20003, HIGH)}
+        assert all(20500 <= probe.port <= 20999 for probe in tried)
+
+    def test_both_directions_of_a_pair_try_the_same_and_each_round_others(self) -> None:
+        there = [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "a")]
+        assert there == [probe.source_port for probe in probes_of(path(5, 3, LOW), task(), HIGH, "a")]
+        assert there != [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "b")]
+
+    def test_listeners_of_neighbouring_ranks_differ_and_never_leave_their_half(self) -> None:
+        listening = [listen_port(task(), rank) for rank in range(5000)]
+        assert len(set(listening[:500])) == 500
+        assert (min(listening), max(listening)) == (20000, 20499)
+
+    def test_more_spines_than_ports_try_them_all(self) -> None:
+        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, "salt")) == 500
+
+
+class TestSearch:
+    """A worker's whole search, in a network that is played."""
+
+    @pytest.fixture(autouse=True)
+    def network(self, monkeypatch: pytest.MonkeyPatch) -> Switches:
+        network = Switches()
+        monkeypatch.setattr(paths, "trace", lambda _own, probes, _seconds, _kind: network(probes))
+        return network
+
+    def test_only_the_sender_searches(self) -> None:
+        both = task(path(0, 1, LOW), path(1, 0, LOW))
+        assert [each.path.source for each in paths.search(both, (0,), HIGH, "salt", labels=False)] == [0]
+
+    def test_where_the_way_back_is_planned_too_more_is_tried_and_all_that_fit_are_told(self, network: Switches) -> None:
+        (one,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        tried = len(network.sent)
+        (both,) = paths.search(task(path(0, 1, LOW), path(1, 0, LOW)), (0,), HIGH, "salt", labels=False)
+        assert len(one.ports) == paths.PORTS
+        assert len(both.ports) > paths.PORTS
+        assert tried <= 4 * SPINES + 8 + 4
+        assert len(network.sent) - tried <= paths.PROBES_BOTH_WAYS + 8 + 4
+
+    def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
+        (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=True)
+        assert without.label == 0
+        assert (paths.ROCE_FIRST_SOURCE_PORT + found.label) % SPINES == 1
+
+    def test_in_an_unknown_fabric_ports_are_drawn_without_a_packet(self, network: Switches) -> None:
+        unknown = replace(path(0, 1, LOW), spine="", hops=(), draw=5)
+        drawn = [
+            paths.search(task(each), (0,), HIGH, salt, labels=True)[0].ports
+            for each, salt in ((unknown, "3 7"), (unknown, "3 8"), (replace(unknown, draw=6), "3 8"))
+        ]
+        assert drawn[0] == drawn[1], "the same in each round, so that a good one can be kept"
+        assert drawn[0] != drawn[2]
+        assert len(drawn[0]) == paths.PORTS
+        assert not network.sent
+
+
+class TestEntries:
+    def test_the_side_that_connects_writes_where_from(self) -> None:
+        found = [Found(path(0, 1, LOW), (20700, 20701, 20702))]
+        assert entries(0, task(path(0, 1, LOW)), HIGH, found, ()) == [
+            f"listen {HIGH} 0 20000",
+            f"connect {LOW} 20001 20700 20701",
+        ]
+
+    def test_the_side_that_is_connected_to_listens_and_tells_the_other(self) -> None:
+        found = [Found(path(1, 0, HIGH), (20700, 20701))]
+        assert entries(1, task(path(1, 0, HIGH)), LOW, found, ()) == [f"listen {LOW} 0 20001"]
+        (note,) = paths.notes_of(found, LOW)
+        assert note == PortNote("peer", 1, 0, (20700, 20701))
+        assert paths.notes_of(found, "10.0.0.11") == (), "it connects itself"
+        told = entries(0, task(path(1, 0, LOW)), HIGH, (), [note])
+        assert told == [f"listen {HIGH} 0 20000", f"connect {LOW} 20001 20700 20701"]
+
+    def test_where_both_directions_are_planned_a_port_that_fits_both_wins_and_then_the_own_one(self) -> None:
+        both = task(path(0, 1, LOW), path(1, 0, LOW))
+        found = [Found(path(0, 1, LOW), (20700, 20701))]
+        fits, other = PortNote("peer", 1, 0, (20701, 20799)), PortNote("peer", 1, 0, (20799,))
+        assert entries(0, both, HIGH, found, [fits])[1] == f"connect {LOW} 20001 20701"
+        assert entries(0, both, HIGH, found, [other])[1] == f"connect {LOW} 20001 20700 20701"
+
+    def test_a_path_without_ports_leaves_the_connection_alone(self) -> None:
+        found = [Found(path(0, 1, LOW), fault=PathFault.FILTERED)]
+        assert entries(0, task(path(0, 1, LOW)), HIGH, found, ()) == [f"listen {HIGH} 0 20000"]
+        assert paths.notes_of(found, "10.0.0.1") == ()
+
+    def test_notes_about_other_ranks_and_ranks_without_paths_change_nothing(self) -> None:
+        note = PortNote("peer", 7, 8, (20700,))
+        assert entries(0, task(path(1, 0, LOW)), HIGH, (), [note]) == [f"listen {HIGH} 0 20000"]
+        assert entries(4, task(path(1, 0, LOW)), HIGH, (), [note]) == []
+
+    def test_labels_are_for_the_sender(self) -> None:
+        found = [Found(path(0, 1, HIGH), (20700,), label=77)]
+        assert entries(0, task(path(0, 1, HIGH)), LOW, found, ())[-1] == f"label {HIGH} 77"
+
+
+class TestConfirmed:
+    """`own` is the sender's side."""
+
+    CONNECTS = Found(path(0, 1, LOW), (20700, 20701))
+    LISTENS = Found(path(1, 0, HIGH), (20700, 20701))
+
+    def of(self, found: Found, own: str, *seen: Connection) -> PathFault | None:
+        return confirmed(found, task(found.path), own, seen)
+
+    def test_a_connection_from_a_found_port_is_in_force(self) -> None:
+        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 20701, LOW, 20001)) is PathFault.NONE
+        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, HIGH, 20700)) is PathFault.NONE
+
+    def test_one_from_another_port_is_not(self) -> None:
+        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 45001, LOW, 20001)) is PathFault.NOT_TAKEN
+        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, HIGH, 45001)) is PathFault.NOT_TAKEN
+
+    def test_none_is_there_yet(self) -> None:
+        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 20701, LOW, 20002)) is None
+        assert self.of(self.LISTENS, LOW, Connection(LOW, 29400, HIGH, 20700)) is None
+
+    def test_others_arrive_but_never_the_peer_where_addresses_are_rewritten(self) -> None:
+        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, "192.0.2.1", 20700)) is PathFault.TRANSLATED
+
+
+class TestNotes:
+    def report(self, worker: str, *notes: PortNote) -> Report:
+        return Report(worker, "first", 1, Status.READY, 0, workers=2, notes=notes)
+
+    def test_they_arrive_with_the_round(self) -> None:
+        note = PortNote("a", 1, 0, (20700, 20701))
+        reports = {"a": self.report("a"), "b": self.report("b", note)}
+        meeting = advance(Meeting(1), reports)
+        assert meeting.view("a", "first").notes == (note,)
+        assert meeting.view("b", "first").notes == ()
+
+    def test_they_survive_the_wire(self) -> None:
+        note = PortNote("a", 1, 0, (20700, 20701))
+        assert Report.from_json(self.report("b", note).to_json()).notes == (note,)
+        view = View(1, notes=(note,))
+        assert View.from_json(view.to_json()) == view
+        assert Report.from_json({**self.report("b").to_json(), "notes": ()}).notes == ()
+
+    def test_nobody_gets_more_than_a_message_holds(self) -> None:
+        flood = [PortNote("a", number, 0, (20700,)) for number in range(MOST_NOTES)]
+        meeting = advance(Meeting(1), {"a": self.report("a", *flood), "b": self.report("b", *flood)})
+        assert len(meeting.view("a", "first").notes) == MOST_NOTES
+
+    @pytest.mark.parametrize(
+        ("notes", "field"),
+        [
+            ([{"worker": "a", "source": 1, "destination": 0}], "ports"),
+            ([{"worker": "a", "source": 1, "destination": 0, "ports": [70000]}], r"notes\[0\].ports\[0\]"),
+            ([{"worker": "a", "source": 1, "destination": 0, "ports": list(range(1, 18))}], r"notes\[0\].ports"),
+            ([{"worker": 7, "source": 1, "destination": 0, "ports": []}], r"notes\[0\].worker"),
+            ([{}] * (MOST_NOTES + 1), "notes"),
+            ("words", "notes"),
+        ],
+    )
+    def test_bad_ones_end_the_conversation(self, notes: object, field: str) -> None:
+        with pytest.raises(ValueError, match=field):
+            Report.from_json({**self.report("b").to_json(), "notes": notes})
+
+
+class TestFinder:
+    PLAN = Plan(
+        membership=3,
+        members=(Member("w0", LOW, (0,)), Member("w1", HIGH, (1,))),
+        paths=Paths((PlannedPath(1, 0, "s1"),), (Hop("10.98.0.1", "s1"), Hop("10.98.0.2", "s2")), 20000, 20999),
+    )
+
+    @pytest.fixture
+    def runtime(self, tmp_path: Path) -> Runtime:
+        return Runtime(tmp_path).make()
+
+    @pytest.fixture
+    def ended(self) -> asyncio.Event:
+        """A search has."""
+        return asyncio.Event()
+
+    @pytest.fixture
+    def finder(self, runtime: Runtime, ended: asyncio.Event) -> PathFinder:
+        return PathFinder(runtime, HIGH, no_shim="", labels=False, on_found=ended.set)
+
+    async def found(self, finder: PathFinder, ended: asyncio.Event, plan: WorkerPlan, seen: int = 0) -> None:
+        ended.clear()
+        assert not finder.find(plan, seen), "the round waits for it"
+        await ended.wait()
+        assert finder.find(plan, seen)
+
+    @pytest.fixture(autouse=True)
+    def switches(self, monkeypatch: pytest.MonkeyPatch) -> Switches:
+        network = Switches()
+        monkeypatch.setattr(paths, "trace", lambda _own, probes, _seconds, _kind: network(probes))
+        return network
+
+    async def test_what_is_found_is_written_for_the_rank(
+        self, runtime: Runtime, finder: PathFinder, ended: asyncio.Event
+    ) -> None:
+        plan = self.PLAN.part("w1")
+        await self.found(finder, ended, plan)
+        finder.put_in_force(plan, ())
+        listen, connect = runtime.paths_of(0).read_text().splitlines()
+        assert listen == f"listen {HIGH} 0 20001"
+        assert connect.startswith(f"connect {LOW} 20000 ")
+        assert {int(port) % SPINES for port in connect.split()[3:]} == {1}
+        assert [(each.source, each.destination, each.in_force, each.fault) for each in finder.reports()] == [
+            (1, 0, False, "")
+        ]
+
+    async def test_each_round_is_searched_once_and_anew(
+        self, finder: PathFinder, ended: asyncio.Event, switches: Switches
+    ) -> None:
+        plan = self.PLAN.part("w1")
+        await self.found(finder, ended, plan)
+        count = len(switches.sent)
+        assert finder.find(plan, 0)
+        assert len(switches.sent) == count
+        await self.found(finder, ended, plan, seen=1)
+        assert len(switches.sent) > count
+
+    async def test_a_search_that_nobody_wants_any_more_changes_nothing(
+        self, finder: PathFinder, ended: asyncio.Event
+    ) -> None:
+        plan = self.PLAN.part("w1")
+        assert not finder.find(plan, 0)
+        await self.found(finder, ended, plan, seen=1)
+        finder.put_in_force(plan, ())
+        assert len(finder.reports()) == 1
+        assert finder.find(replace(plan, paths=None), 2)
+        finder.put_in_force(replace(plan, paths=None), ())
+        assert (finder.reports(), finder.notes) == ((), ())
+
+    async def test_a_round_without_paths_takes_back_what_one_before_had(
+        self, runtime: Runtime, finder: PathFinder
+    ) -> None:
+        plan = replace(self.PLAN, paths=None).part("w1")
+        runtime.paths_of(0).write_text("of a round before")
+        assert finder.find(plan, 0), "nothing to wait for"
+        finder.put_in_force(plan, ())
+        assert not runtime.paths_of(0).exists()
+        assert finder.reports() == ()
+
+    async def test_without_the_shim_nothing_is_tried_and_that_is_said(
+        self, runtime: Runtime, switches: Switches
+    ) -> None:
+        finder = PathFinder(runtime, HIGH, no_shim="musl", labels=False, on_found=lambda: None)
+        plan = self.PLAN.part("w1")
+        assert finder.find(plan, 0)
+        finder.put_in_force(plan, ())
+        assert not runtime.paths_of(0).exists()
+        assert [each.fault for each in finder.reports()] == [PathFault.NO_SHIM]
+        assert not switches.sent
+
+    async def test_a_path_is_in_force_when_its_connection_is_seen(
+        self, runtime: Runtime, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = self.PLAN.part("w1")
+        await self.found(finder, ended, plan)
+        finder.put_in_force(plan, ())
+        seen: list[Connection] = []
+        monkeypatch.setattr(paths, "connections", lambda: seen)
+        finder.look(100.0)
+        assert not finder.reports()[0].in_force
+        port = int(runtime.paths_of(0).read_text().split()[-1])
+        seen.append(Connection(HIGH, port, LOW, 20000))
+        finder.look(100.5)
+        assert not finder.reports()[0].in_force, "not looked at before a second is over"
+        finder.look(101.0)
+        assert finder.reports()[0].in_force
+
+    async def test_a_connection_from_elsewhere_is_told_once_it_stays(
+        self, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = self.PLAN.part("w1")
+        await self.found(finder, ended, plan)
+        finder.put_in_force(plan, ())
+        monkeypatch.setattr(paths, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
+        finder.look(100.0)
+        assert finder.reports()[0].fault is PathFault.NONE
+        finder.look(100.0 + paths.CONFIRM_SECONDS)
+        assert finder.reports()[0].fault is PathFault.NOT_TAKEN
+
+
+class TestKernel:
+    def test_the_table_of_connections_is_read(self, tmp_path: Path) -> None:
+        table = tmp_path / "tcp"
+        rows = (
+            "  sl  local_address rem_address   st tx_queue rx_queue",
+            "   0: 0A01630A:61A8 0B01630A:4E21 01 00000000:00000000",
+            "   1: 00000000:1F90 00000000:0000 0A 00000000:00000000",
+        )
+        table.write_text("\n".join(rows))
+        six = tmp_path / "tcp6"
+        loopback = "00000000000000000000000001000000"
+        six.write_text(f"header\n 0: {loopback}:0001 {loopback}:0002 01 x")
+        assert connections((table, six, tmp_path / "missing")) == [
+            Connection("10.99.1.10", 25000, "10.99.1.11", 20001),
+            Connection("::1", 1, "::1", 2),
+        ]
+
+    @pytest.mark.parametrize(
+        ("content", "address"),
+        [
+            (struct.pack("=IBBBBIIHH4s", 113, 2, 11, 0, 0, 0, 0, 2, 0, bytes((10, 98, 0, 3))), "10.98.0.3"),
+            (struct.pack("=IBBBBIIHH4s", 113, 2, 3, 0, 0, 0, 0, 2, 0, bytes((10, 98, 0, 3))), ""),
+            (struct.pack("=IBBBBIIHHI16s", 113, 3, 3, 0, 0, 0, 0, 10, 0, 0, bytes(15) + b"\1"), "::1"),
+            (struct.pack("=IBBBBII", 113, 2, 11, 0, 0, 0, 0), ""),
+            (struct.pack("=IBBBBIIHH", 113, 2, 11, 0, 0, 0, 0, 2, 0), ""),
+            (b"", ""),
+        ],
+        ids=["exceeded", "unreachable", "v6", "no sender", "half a sender", "nothing"],
+    )
+    def test_an_error_names_the_switch_at_which_the_hops_were_used_up(self, content: bytes, address: str) -> None:
+        assert hops._switch(content) == address
