@@ -6,8 +6,8 @@ do better (König 1916; de Werra 1971). A flow gets the way with most room; wher
 alternating chain of two ways, the shortest one (breadth first); where there is no such chain, the level rises by one.
 The same routine adds the flows of a new job and mends what a dead link has cut off, so that one flow moves one chain.
 
-With dead links or unequal capacities the colouring is no theorem any more: `Assignment.level` beside `bound` says how
-far it is from what no plan can beat.
+With dead links, or unequal capacities or flows, the colouring is no theorem any more. Then chains may go over any ways,
+and start at both ends of a flow; and `Assignment.level` beside `bound` says how far it is from what no plan can beat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -358,14 +358,26 @@ class _Planner:
         """Until it has not too much. moves: (flow, its way before) of all that had to move for it."""
         rooms = (self._room_up, self._room_down)
         while rooms[link.side][link.number] < 0:
-            chain = self._detours(link, links_left)
-            if chain is None:
+            found = self._detours(link, links_left) or self._exchange(link)
+            if found is None:
                 return False
-            for flow, way in chain:
+            for flow, way in found:
                 moves.append((flow, self._way[flow]))
                 self._take(flow)
                 self._put(flow, way)
         return True
+
+    def _exchange(self, link: _Link) -> list[tuple[int, int]] | None:
+        """(flow, its new way), for a flow to leave a link and a lighter one of its group to take its way."""
+        ways, on_links = self._topology.ways, self._links()[link.side]
+        group, way = divmod(link.number, ways)
+        for to in (to for to in range(ways) if to != way):
+            for flow, lighter in product(on_links[link.number], on_links[group * ways + to]):
+                if self._weight[lighter] < self._weight[flow] and not (self._fixed[flow] or self._fixed[lighter]):
+                    exchange = [(flow, to), (lighter, way)]
+                    if self._fits(exchange):
+                        return exchange
+        return None
 
     def _detours(self, first: _Link, links_left: Iterator[int]) -> list[tuple[int, int]] | None:
         """(flow, its new way), for one flow to leave a link. Each takes any way that has room at the group of the link
