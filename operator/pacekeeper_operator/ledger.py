@@ -77,6 +77,8 @@ def _write_plan(plan: Plan, job: str) -> Json:
         "ranks": each if in_order and each else [list(member.ranks) for member in plan.members],
         **_further_columns(plan.members),
     }
+    if plan.paths is not None:
+        content["paths"] |= {"wanted": _write_columns(plan.paths.wanted), "hops": _write_columns(plan.paths.hops)}
     return content
 
 
@@ -98,7 +100,30 @@ def _read_plan(content: Mapping[str, Any], job: str) -> Plan:
         {"worker": name, "address": address, "ranks": list(mine), **{key: columns[key][i] for key in known}}
         for i, (name, address, mine) in enumerate(zip(names, addresses, ranks, strict=False))
     ]
-    return Plan.from_json({**content, "members": members})
+    read = {**content, "members": members}
+    if content.get("paths") is not None:
+        columns = {name: _read_columns(content["paths"][name]) for name in ("wanted", "hops")}
+        read["paths"] = {**content["paths"], **columns}
+    return Plan.from_json(read)
+
+
+def _write_columns(records: Sequence[Any]) -> Json:
+    """Records of numbers and words without spaces, a column for each field: there may be thousands of them."""
+    columns: Json = {"count": len(records)}
+    for item in fields(records[0]) if records else ():
+        values = [getattr(record, item.name) for record in records]
+        columns[item.name] = write_runs(values) if isinstance(values[0], int) else {"words": " ".join(values)}
+    return columns
+
+
+def _read_columns(content: Mapping[str, Any]) -> list[Json]:
+    """As of JSON, one for each record."""
+    columns = {
+        name: column["words"].split(" ") if isinstance(column, Mapping) else read_runs(column)
+        for name, column in content.items()
+        if name != "count"
+    }
+    return [{name: column[place] for name, column in columns.items()} for place in range(content["count"])]
 
 
 def _write_placement(placement: Placement, job: str) -> Json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from pacekeeper_analysis.plan import LEAST_PORTS, MOST_PATHS, Hop, Paths, Plan, PlannedPath
+from pacekeeper_analysis.plan import LEAST_PORTS, Hop, Paths, Plan, PlannedPath
 
 from ..api import FabricSpec, PathControl
 from ..manifests import uses_gpus
@@ -21,6 +21,8 @@ from .wiring import spine_of, way_of
 
 PORTS = 2 * LEAST_PORTS
 """Of a job."""
+MOST = 2**13
+"""Paths of a job, so that its bookkeeping stays below what etcd takes; a ring in order has two for each leaf."""
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
@@ -49,16 +51,17 @@ def ports_of(plan: Plan) -> Ports | None:
 def hops_of(spec: FabricSpec) -> tuple[Hop, ...]:
     """Addresses that answer for spines that there are; what is no address answers for nobody."""
     known = {spine_of(way) for way in range(spec.planes * spec.spines)}
-    hops = (Hop(address, spine) for address, spine in spec.hops.items() if spine in known and _is_address(address))
+    named = {_address(text): spine for text, spine in sorted(spec.hops.items()) if spine in known}
+    hops = (Hop(address, spine) for address, spine in named.items() if address)
     return tuple(sorted(hops, key=lambda hop: (hop.spine, hop.address)))
 
 
-def _is_address(text: str) -> bool:
+def _address(text: str) -> str:
+    """As the kernel writes it; "": it is none."""
     try:
-        ipaddress.ip_address(text)
+        return str(ipaddress.ip_address(text))
     except ValueError:
-        return False
-    return True
+        return ""
 
 
 def _wanted(observation: Observation, network: Network) -> Paths | None:
@@ -70,7 +73,7 @@ def _wanted(observation: Observation, network: Network) -> Paths | None:
         for pair, way in sorted(_ways(network, own).items())
         if spine_of(way) in answering
     ]
-    return None if ports is None or not paths else Paths(tuple(paths[:MOST_PATHS]), hops, *ports)
+    return None if ports is None or not paths else Paths(tuple(paths[:MOST]), hops, *ports)
 
 
 def _own(observation: Observation) -> JobTraffic:

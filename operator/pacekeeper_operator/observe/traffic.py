@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pacekeeper_analysis.diagnose import links
 from pacekeeper_analysis.plan import Plan, Stop
 
-from ..api import Cause, JobPhase
+from ..api import Cause, Job, JobPhase, Remedy
 from ..decide.paths import ports_of, ways_of
 from ..manifests import uses_gpus
 from ..network import JobName, JobTraffic, Pair, Seat
@@ -49,13 +49,15 @@ def of_job(name: JobName, memory: JobMemory, now: float) -> JobTraffic | None:
         ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.
         waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
-        round_seconds=_round_seconds(draft.state, now) if trains else 0.0,
+        round_seconds=_round_seconds(job, draft.state, now) if trains else 0.0,
     )
 
 
-def _round_seconds(state: State, now: float) -> float:
-    """Endless for a while after a round that slow communication has called for, twice as long after each further one:
-    what others say of their waits does not keep a job restarting."""
+def _round_seconds(job: Job, state: State, now: float) -> float:
+    """Endless where its user forbids it, and for a while after a round that slow communication has called for, twice as
+    long after each further one: what others say of their waits does not keep a job restarting."""
+    if Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
+        return math.inf
     since = now - REMEMBERED_SECONDS
     times = [past.at for past in state.incidents.past if past.cause is Cause.SLOW_COMMUNICATION and past.at > since]
     if times and now - max(times) < HOLD_SECONDS * 2.0 ** (len(times) - 1):

@@ -13,7 +13,7 @@ import pytest
 from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import Cause, FabricReason, Job, JobPhase, JobSpec
+from pacekeeper_operator.api import Cause, FabricReason, Job, JobPhase, JobSpec, RemediationSpec, Remedy
 from pacekeeper_operator.cluster import FABRICS, Kind, Listing, NotFound, Object
 from pacekeeper_operator.network import NO_FABRIC, JobTraffic, Seat
 from pacekeeper_operator.observation import Metrics
@@ -343,6 +343,13 @@ class TestTraffic:
         assert replanned(HOLD_SECONDS + 1, 2000) == math.inf
         assert replanned(2 * HOLD_SECONDS + 1, 2000) == 5.0
         assert replanned(HOLD_SECONDS + 1, REMEMBERED_SECONDS + 1) == 5.0
+
+    def test_who_may_not_be_replanned_is_not_moved_for_anybody(self, place: Place) -> None:
+        memory = place.job()
+        memory.job = job(4, 0, remediation=RemediationSpec(allow=(Remedy.RESTART_RANKS,)))
+        found = of_job(memory)
+        assert found is not None
+        assert found.round_seconds == math.inf
 
     def test_who_has_no_members_or_ends_sends_nothing(self, place: Place) -> None:
         draft = training(4, 0).draft

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath
 from pacekeeper_operator import ledger, legacy
 from pacekeeper_operator.api import Cause, Class, Outcome
+from pacekeeper_operator.decide.paths import MOST
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.state import (
     MAX_CURRENT,
@@ -92,11 +93,29 @@ def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
         placement=Placement(workers=workers, incarnations={str(n): n % 3 for n in range(10_000)}),
         gpus=GpusSeen(nodes=tuple(sorted({worker.node for worker in workers}))),
     )
-    draft = Draft(Plan(version=10**9, members=members), state)
+    jumps = [(8 * n, (8 * n + 24_007) % 80_000) for n in range(MOST // 2)]
+    wanted = tuple(PlannedPath(*pair, f"s{n % 999}") for n, pair in enumerate([*jumps, *((b, a) for a, b in jumps)]))
+    hops = tuple(Hop(f"10.98.{n // 250}.{n % 250}", f"s{n % 999}") for n in range(4096))
+    draft = Draft(Plan(version=10**9, members=members, paths=Paths(wanted, hops)), state)
     draft = draft.with_incidents(past=past, settled=tuple(f"{workers[n].name}-rank-{n}-round-7" for n in range(500)))
     content = ledger.write(draft, name)
     assert ledger.size(content) < 0.9 * ETCD_BYTES
     assert ledger.read(json.loads(json.dumps(content)), name).draft == draft
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        Paths((), ()),
+        Paths((PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s2")), (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2"))),
+        Paths((PlannedPath(1, 0, "", 3), PlannedPath(0, 1, "", 0)), (), 20000, 20511),
+    ],
+)
+def test_paths_are_written_in_columns_and_read_as_they_were(paths: Paths) -> None:
+    draft = training(2, 0).draft.with_plan(paths=paths)
+    content = json.loads(json.dumps(ledger.write(draft, "j")))
+    assert ledger.read(content, "j").draft == draft
+    assert isinstance(content["plan"]["paths"]["wanted"], dict)
 
 
 class TestOtherVersions:
