@@ -90,9 +90,9 @@ def _own(observation: Observation) -> JobTraffic:
 
 
 def _ways(network: Network, own: JobTraffic) -> Mapping[Pair, int]:
-    looked_at = network.jobs.get(own.name)
-    if network.traffic is not None and looked_at is not None and looked_at.seats == own.seats:
-        return network.traffic.ways[own.name]
+    looked_at, planned = network.jobs.get(own.name), network.traffic
+    if planned is not None and looked_at is not None and looked_at.seats == own.seats and own.name in planned.ways:
+        return planned.ways[own.name]
     # Its members have just changed.
     return traffic.place(network.wiring, (job for name, job in network.jobs.items() if name != own.name), own)
 

@@ -101,8 +101,9 @@ class Operator:
             return
         jobs = {other: known for other, known in self.network.jobs.items() if other != name}
         planned = self.network.traffic
-        if planned is not None:  # what was due for it is done, or of another membership
-            planned = replace(planned, due={other: due for other, due in planned.due.items() if other != name})
+        if planned is not None:  # for it, that was planned before
+            ways = {other: of for other, of in planned.ways.items() if other != name}
+            planned = replace(planned, ways=ways, due={other: of for other, of in planned.due.items() if other != name})
         jobs |= {} if found is None else {name: found}
         self.network = replace(self.network, jobs=jobs, traffic=planned)
 

@@ -404,7 +404,13 @@ async def test_what_a_job_has_just_been_given_counts_for_the_next_one_at_once(pl
     place.operator.hear_of_traffic(memory.job)
     assert place.operator.network is not None
     assert set(place.operator.network.jobs) == {("ns", "j")}
+    await place.keeper.look()
+    assert place.operator.network.traffic is not None
+    assert set(place.operator.network.traffic.ways) == {("ns", "j")}
     assert memory.draft is not None
+    memory.draft = memory.draft.with_plan(membership=9)
+    place.operator.hear_of_traffic(memory.job)
+    assert place.operator.network.traffic.ways == {}, "what was planned for the one before"
     memory.draft = memory.draft.with_plan(stop=Stop.FINISH)
     place.operator.hear_of_traffic(memory.job)
     assert place.operator.network.jobs == {}

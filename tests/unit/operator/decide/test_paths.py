@@ -157,6 +157,11 @@ class TestChangedMembers:
         turned = with_ways(world, draft, other)
         assert step(turned) is turned.draft
 
+    def test_a_job_that_was_heard_of_since_is_planned_by_itself(self) -> None:
+        seen = network(planned=True)
+        assert seen.traffic is not None
+        assert ways(step(starting(replace(seen, traffic=replace(seen.traffic, ways={})))))
+
 
 class TestOthers:
     def other(self, name: JobName = ("ns", "a"), **changes: Any) -> JobTraffic:
