@@ -7,8 +7,8 @@ the middle has changed some plans and others not: the next look ends the same.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from . import pricing
 
 HORIZON_SECONDS = 600.0
 """What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
+DRAWS = 8
+"""Guesses at where hashing has put what is not planned."""
 FINEST = 16
 """The heaviest flow counts for so many of the lightest; between them, powers of two."""
 
@@ -35,7 +37,7 @@ def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
         return None
     topology = wiring.topology
     table = _table(wiring, topology, jobs)
-    before = _pace(topology, table, _in_force(topology, table))
+    before = _present_pace(topology, table)
     chosen = _weighed(topology, table, before, _assigned(topology, table, frozenset()))
     if chosen.assignment.level > chosen.assignment.bound:
         for movable in _movable(jobs):
@@ -197,15 +199,22 @@ def _due(table: _Table, before: Mapping[int, float], chosen: _Weighed) -> dict[J
     }
 
 
-def _in_force(topology: Topology, table: _Table) -> Ints:
-    """Ways as they are: where none is planned that is alive, one of those that are, as a hash may have it."""
+def _present_pace(topology: Topology, table: _Table) -> Mapping[int, float]:
+    """As things are: where no way is planned that is alive, the mean over some that hashing may have chosen."""
+    draws = DRAWS if (table.living == WITHIN).any() else 1
+    paces = [_pace(topology, table, _as_hashed(topology, table, draw)) for draw in range(draws)]
+    return {number: sum(pace[number] for pace in paces) / draws for number in paces[0]}
+
+
+def _as_hashed(topology: Topology, table: _Table, draw: int) -> Ints:
     ways = table.living.copy()
     for flow in np.flatnonzero(ways == WITHIN).tolist():
         source, destination = int(table.flows.source[flow]), int(table.flows.destination[flow])
         alive = np.flatnonzero((topology.up[source] > 0) & (topology.down[destination] > 0))
         if len(alive):
-            seed = f"{table.jobs[int(table.job[flow])].name} {table.pairs[flow]}"
-            ways[flow] = alive[zlib.crc32(seed.encode()) % len(alive)]
+            seed = f"{draw} {table.jobs[int(table.job[flow])].name} {table.pairs[flow]}"
+            number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest())
+            ways[flow] = alive[number % len(alive)]
     return ways
 
 

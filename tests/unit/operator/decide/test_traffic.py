@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,6 +127,51 @@ class TestRepair:
     def test_a_way_that_there_is_no_more_is_planned_anew(self) -> None:
         found = planned(fabric(), job("one", "a0", "b0", ways={(0, 1): 7, (1, 0): -3}))
         assert set(found.ways["team", "one"].values()) <= {0, 1}
+
+
+class TestDue:
+    """Whether a job that trains begins a round for other ways."""
+
+    def jobs(self, **changes: Any) -> list[JobTraffic]:
+        values: dict[str, Any] = {"waiting": 0.3, "round_seconds": 5.0} | changes
+        one = job("one", "a0", "b0", ways={(0, 1): 0, (1, 0): 0}, **values)
+        return [one, job("two", "a1", "b1", ways={(0, 1): 1, (1, 0): 1}, **values)]
+
+    def test_nobody_whose_ways_are_as_they_should_be(self) -> None:
+        assert planned(fabric(spines=3), *self.jobs()).due == {}
+
+    def test_whose_link_has_died_where_others_may_be_in_the_way(self) -> None:
+        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs())
+        assert set(cut.due) == {("team", "one")}
+        assert set(cut.ways["team", "one"].values()) == {2}
+        due = cut.due["team", "one"]
+        assert 1.05 < due.slowdown < 1 / 0.85 - 0.001, "somewhere between a way of its own and one that it shares"
+        assert due.cost_seconds == 10.0
+
+    def test_nobody_where_one_way_is_left_for_all(self) -> None:
+        assert planned(fabric(spines=2, dead=[("a", "s1"), ("b", "s1")]), *self.jobs()).due == {}
+
+    def test_nobody_who_does_not_wait_for_it(self) -> None:
+        assert planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(waiting=0.0)).due == {}
+
+    def test_nor_who_does_not_train_yet_it_begins_a_round_anyway(self) -> None:
+        found = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(round_seconds=0.0))
+        assert (found.due, set(found.ways["team", "one"].values())) == ({}, {2})
+
+    def test_who_may_not_be_moved_holds_up_nobody_else(self) -> None:
+        one, two = self.jobs()
+        held = replace(two, round_seconds=math.inf)
+        dead = [("a", "s1"), ("a", "s2")]
+        found = planned(fabric(spines=4, dead=dead), one, held)
+        assert set(found.due) == {("team", "one")}
+        assert planned(fabric(spines=4, dead=dead), replace(one, round_seconds=math.inf), held).due == {}
+
+    def test_a_link_that_is_slow_is_left(self) -> None:
+        slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 100e9) for leaf in "ab")
+        found = planned(fabric(spines=3, exceptions=slow), *self.jobs())
+        assert set(found.due) == {("team", "one")}
+        assert found.due["team", "one"].slowdown == pytest.approx(1 / (1 - 0.3 * 0.75))
+        assert set(found.ways["team", "one"].values()) == {2}
 
 
 class TestOthers:
