@@ -10,7 +10,7 @@ gets the known port: that of its first gloo group, the one that all ranks share.
 What was found holds for a round: switches forget what they chose when they restart. Where the plan names no spine,
 since nobody knows the fabric, ports are drawn by the plan's number, and whoever planned it measures what they bring.
 
-docs/architecture.md, "Paths", has the whole way from the operator's plan to a rank's sockets.
+docs/decisions/0020-paths.md says why it is as it is.
 """
 
 from __future__ import annotations
