@@ -124,6 +124,7 @@ class Condition(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    PATHS_IN_FORCE = "PathsInForce"  # its flows go the ways that are planned for them; only where a Fabric plans any
     PREFLIGHT = "Preflight"  # the nodes were looked at before the job began; only where spec.preflight wants it
     METRICS_AVAILABLE = "MetricsAvailable"  # False: the message says what cannot be seen, and why
     HINDERED = "Hindered"  # something that the operator wants cannot be done; the message says what and why
@@ -160,6 +161,10 @@ class Reason(StrEnum):
     METRICS_AWAY = "PrometheusAway"
     FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
+    # PathsInForce
+    ALL_ON_THEIR_WAY = "AllOnTheirWay"
+    LEFT_TO_THE_NETWORK = "LeftToTheNetwork"
+    NOT_TOLD = "NotTold"
     # Preflight
     NODES_PASSED = "NodesPassed"
     NODES_FAILED = "NodesFailed"

@@ -21,6 +21,16 @@ from .wiring import spine_of, way_of
 
 PORTS = 2 * LEAST_PORTS
 """Of a job."""
+FAULTS: Mapping[PathFault, str] = {
+    PathFault.NO_SHIM: "the image has no shim for its C library or architecture",
+    PathFault.PORTS_TAKEN: "somebody on the node has the job's ports: choose others in the Fabric's pathControl.ports",
+    PathFault.FILTERED: "no switch on the way says where packets end: let ICMP time exceeded through",
+    PathFault.NOT_FOUND: "no port leads by the wanted spine: compare the Fabric's hops with what traceroute shows",
+    PathFault.BLACK_HOLE: "what goes by the wanted spine gets no further: a leaf has not been told of a dead link",
+    PathFault.TRANSLATED: "addresses are rewritten between pods",
+    PathFault.NOT_TAKEN: "the connection has come about from another port",
+}
+"""Why a flow is not on its planned way, and what to do, for people."""
 MOST = 2**13
 """Paths of a job, so that its bookkeeping stays below what etcd takes; a ring in order has two for each leaf."""
 

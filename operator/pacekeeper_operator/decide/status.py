@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pacekeeper_analysis.plan import Stop, SyncMode
-from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_analysis.plan import Paths, Stop, SyncMode
+from pacekeeper_analysis.reports import LauncherState, PathFault
 
 from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict, WorkerCounts, format_time
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost, preflight, seating
+from . import node_lost, paths, preflight, seating
 from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
@@ -148,6 +149,8 @@ def _conditions(observation: Observation, policy: Policy, phase: JobPhase, befor
         state.placement.rejection if rejected else "",
     )
     yield _hindered(observation)
+    if observation.plan.paths is not None:
+        yield _paths(observation.plan.paths, observation)
     if observation.job.spec.preflight.enabled:
         yield _preflight(observation, before)
     yield _metrics(observation)
@@ -162,6 +165,27 @@ def _hindered(observation: Observation) -> _Found:
         Reason.POD_DENIED if any(t.pods for t in hindrances) else Reason.NOT_DONE if hindrances else Reason.ALL_DONE
     )
     return _Found(Condition.HINDERED, bool(hindrances), reason, f"{words}{more}")
+
+
+def _paths(planned: Paths, observation: Observation) -> _Found:
+    """What has become of the planned paths, as senders' launchers tell it of this membership."""
+    wanted = {(path.source, path.destination) for path in planned.wanted}
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    told = {
+        (one.source, one.destination): one
+        for beat in beats
+        if beat.membership == observation.plan.membership
+        for one in beat.paths
+        if (one.source, one.destination) in wanted
+    }
+    faults = Counter(one.fault for one in told.values() if one.fault is not PathFault.NONE)
+    if faults:
+        why = "; ".join(f"{fault} ({count}): {paths.FAULTS[fault]}" for fault, count in faults.most_common())
+        words = f"{faults.total()} of {len(wanted)} flows go where the network puts them: {why}"
+        return _Found(Condition.PATHS_IN_FORCE, False, Reason.LEFT_TO_THE_NETWORK, words)
+    if sum(one.in_force for one in told.values()) == len(wanted):
+        return _Found(Condition.PATHS_IN_FORCE, True, Reason.ALL_ON_THEIR_WAY, f"{len(wanted)} flows")
+    return _Found(Condition.PATHS_IN_FORCE, None, Reason.NOT_TOLD, "workers have not told of all flows yet")
 
 
 def _preflight(observation: Observation, before: JobStatus) -> _Found:
