@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Mapping
 
 from pacekeeper_analysis.plan import LEAST_PORTS, Hop, Paths, Plan, PlannedPath
+from pacekeeper_analysis.reports import PathFault
 
 from ..api import FabricSpec, PathControl
 from ..manifests import uses_gpus

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
+from pacekeeper_analysis.reports import PathFault, PathReport
 from pacekeeper_operator.api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
 from pacekeeper_operator.decide.status import UNIFORM_SLOWDOWN, blind, report
 from pacekeeper_operator.decide.think import think
@@ -332,3 +333,40 @@ class TestMetrics:
         assert told().message.startswith("the sidecars of j-w1-0 are older than the operator")
         assert told(heartbeat={"steps_in_round": 0}).status == "True", "there is nothing to be told yet"
         assert told(silent_seconds=60.0).status == "True", "that nobody hears of it is told elsewhere"
+
+
+class TestPaths:
+    """Ranks 0 and 1 send each other what goes by planned ways."""
+
+    def told(self, *reports: PathReport, membership: int = 1) -> ConditionStatus:
+        world = training(2, 0)
+        wanted = (PlannedPath(0, 1, "s1"), PlannedPath(1, 0, "s2"))
+        paths = Paths(wanted, (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2")))
+        world = world.with_draft(world.draft.with_plan(paths=paths))
+        for one in reports:
+            beat = {"paths": (one,), "membership": membership}
+            world = change_worker(world, f"j-w{one.source}-0", heartbeat=beat)
+        return condition(said(world), Condition.PATHS_IN_FORCE)
+
+    def test_all_are_on_their_way(self) -> None:
+        found = self.told(PathReport(0, 1, in_force=True), PathReport(1, 0, in_force=True))
+        assert (found.status, found.reason, found.message) == ("True", Reason.ALL_ON_THEIR_WAY, "2 flows")
+
+    @pytest.mark.parametrize("fault", [fault for fault in PathFault if fault is not PathFault.NONE])
+    def test_each_fault_is_explained(self, fault: PathFault) -> None:
+        found = self.told(PathReport(0, 1, in_force=True), PathReport(1, 0, fault=fault))
+        assert (found.status, found.reason) == ("False", Reason.LEFT_TO_THE_NETWORK)
+        assert found.message.startswith(f"1 of 2 flows go where the network puts them: {fault} (1): ")
+
+    def test_what_is_not_told_is_not_known(self) -> None:
+        for reports in ((), (PathReport(0, 1, in_force=True),), (PathReport(0, 1), PathReport(1, 0, in_force=True))):
+            found = self.told(*reports)
+            assert (found.status, found.reason) == ("Unknown", Reason.NOT_TOLD)
+
+    def test_nor_what_is_told_of_another_membership_or_of_what_was_not_planned(self) -> None:
+        both = PathReport(0, 1, in_force=True), PathReport(1, 0, in_force=True)
+        assert self.told(*both, membership=7).status == "Unknown"
+        assert self.told(both[0], PathReport(1, 7, fault=PathFault.FILTERED)).status == "Unknown"
+
+    def test_a_job_without_planned_paths_has_no_such_condition(self) -> None:
+        assert Condition.PATHS_IN_FORCE not in {found.type for found in said(training()).conditions}
