@@ -334,6 +334,7 @@ class FabricReason(StrEnum):
     NO_WAY = "NoWay"
     NOT_PLANNED = "NotPlanned"
     PATH_CONTROL_OFF = "PathControlOff"
+    PATHS_UNKNOWN = "PathsUnknown"
 
 
 class QuarantineCondition(StrEnum):

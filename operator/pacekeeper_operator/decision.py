@@ -47,7 +47,10 @@ class Adapt:
 
 @dataclass(frozen=True)
 class PlanTraffic:
-    """The next round, by the same workers, over the ways that joint planning wants by now."""
+    """The next round, by the same workers, over the ways that joint planning wants by now; or, where nobody plans any,
+    with other ports for one pair."""
+
+    reroll: tuple[int, int] | None = None  # the rank that sends, and the one that receives
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ MAX_PAST = 100
 MAX_CURRENT, MAX_TELLING = 100, 16
 """Incidents that are kept until they are written into the cluster, and how many of them keep their evidence until then:
 where Incidents cannot be written for long, the bookkeeping must not grow with them."""
+MAX_LINK_VERDICTS = 16
 HOLD_SECONDS = 15.0
 """So long a mode stays at least; longer where changes follow each other."""
 

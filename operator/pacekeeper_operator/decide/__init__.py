@@ -26,6 +26,7 @@ from . import (
     preflight,
     profile,
     replan,
+    reroll,
     round_failed,
     stages,
     stale,
@@ -55,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     # Exact, and so before another way to train.
     replan.check,
     straggler.check,
+    reroll.check,
     links.check,
     profile.check,
 )

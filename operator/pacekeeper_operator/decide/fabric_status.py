@@ -43,12 +43,13 @@ def in_force(fabrics: Sequence[Fabric]) -> Fabric | None:
 def report(fabric: Fabric, seen: Seen, now: float) -> FabricStatus:
     """Of the one in force; transition times are kept where nothing has changed."""
     wiring, traffic = seen.wiring, seen.traffic
-    controlled = fabric.spec.path_control.mode is not PathControl.OFF
+    mode = fabric.spec.path_control.mode
+    controlled = mode is PathControl.PROBE
     found = [
         _Found(FabricCondition.IN_FORCE, True, FabricReason.OLDEST),
         _leaves(seen),
         _links(fabric, seen),
-        _planned(traffic, controlled=controlled),
+        _planned(traffic, mode),
     ]
     return FabricStatus(
         observed_generation=fabric.generation,
@@ -111,15 +112,18 @@ def _links(fabric: Fabric, seen: Seen) -> _Found:
     return _Found(FabricCondition.LINKS_KNOWN, True, FabricReason.FITS)
 
 
-def _planned(traffic: Traffic | None, *, controlled: bool) -> _Found:
+def _planned(traffic: Traffic | None, mode: PathControl) -> _Found:
     def found(holds: bool | None, reason: FabricReason, words: str = "") -> _Found:
         return _Found(FabricCondition.PLANNED, holds, reason, words)
 
     if traffic is None:
         return found(False, FabricReason.NOT_PLANNED, "there are no leaves to plan flows between")
-    if not controlled:
+    if mode is PathControl.OFF:
         words = "ranks are ordered by leaf; flows go where the network puts them (spec.pathControl.mode is Off)"
         return found(None, FabricReason.PATH_CONTROL_OFF, words)
+    if mode is PathControl.REROLL:
+        words = "flows go where the network puts them; slow pairs are given other ports"
+        return found(None, FabricReason.PATHS_UNKNOWN, words)
     if traffic.lost:
         pairs = [f"{'/'.join(job)} {source} → {destination}" for job, (source, destination) in traffic.lost]
         return found(False, FabricReason.NO_WAY, f"no way is alive for {len(pairs)} flows: {listed(pairs)}")

@@ -25,7 +25,7 @@ from pacekeeper_analysis.plan import EvidencePart
 from ..api import Cause, Class, Remedy
 from ..decision import Decision, ReplaceWorker
 from ..observation import FRESH_SECONDS, Observation, Policy, WorkerView
-from ..state import Draft, Incident, LinkLook, LinkSide, LinkVerdict
+from ..state import MAX_LINK_VERDICTS, Draft, Incident, LinkLook, LinkSide, LinkVerdict
 from ..subject import Subject
 from . import blame
 from .answers import Answers
@@ -43,7 +43,6 @@ PRIOR_SECONDS = 1440.0
 HOUR = 3600.0
 REPEATED = 2
 """Probes that found a node's side slow make it a suspect."""
-MOST_VERDICTS = 16
 MOST_SIDES = 8
 ADVICE: Mapping[Verdict, str] = {
     Verdict.LINK: "look at the path between the two nodes: a bad cable or port, or a route that others share",
@@ -135,17 +134,17 @@ def probe(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not seen.probe:
         return _begin(observation, policy, seen)
-    told = _told(observation)
-    if told is None:
+    answer = told(observation)
+    if answer is None:
         return draft
     if draft.plan.probe is not None:
         draft = draft.with_plan(probe=None)
-    view = _blamed(observation, told.verdict)
-    verdict = LinkVerdict(observation.now, told.verdict)
+    view = _blamed(observation, answer.verdict)
+    verdict = LinkVerdict(observation.now, answer.verdict)
     if view is not None:
         verdict = replace(verdict, worker=view.name, node=view.node)
-    earlier = (*draft.state.adaptation.link_verdicts, verdict)[-MOST_VERDICTS:]
-    if told.verdict is Verdict.REVERSED:  # the other way is what is to be asked about
+    earlier = (*draft.state.adaptation.link_verdicts, verdict)[-MAX_LINK_VERDICTS:]
+    if answer.verdict is Verdict.REVERSED:  # the other way is what is to be asked about
         turned = replace(
             seen, kind=SpotKind.PAIR, source=seen.destination, destination=seen.source, incident="", probe=""
         )
@@ -155,20 +154,20 @@ def probe(observation: Observation, policy: Policy) -> Draft:
     incident = draft.state.incidents.find(seen.incident)
     if incident is None:
         return draft
-    draft = draft.with_incident(_improved(incident, seen, told))
+    draft = draft.with_incident(_improved(incident, seen, answer))
     return _suspected(observation.with_draft(draft), policy, incident, verdict)
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     """Where one worker's side is slow: a spare in its place, where that pays beside what has been done."""
     seen = observation.state.adaptation.link
-    told = None if seen is None or not seen.probe else _told(observation)
-    if seen is None or told is None or (view := _blamed(observation, told.verdict)) is None:
+    answer = None if seen is None or not seen.probe else told(observation)
+    if seen is None or answer is None or (view := _blamed(observation, answer.verdict)) is None:
         return None
     incident = observation.state.incidents.find(seen.incident)
     if incident is None or view.record.leaving:
         return None
-    now = _left(incident)
+    now = left(incident)
     if now < observation.job.spec.detection.straggler_slowdown:
         return None
     elapsed = observation.now - incident.first_sign
@@ -184,13 +183,13 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     still_open = incident.outcome is None
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round, worker=view.name)
-    words = f"{_side(seen, told.verdict)} is slow: {told.words}"
+    words = f"{_side(seen, answer.verdict)} is slow: {answer.words}"
     return Decision(
         subject=subject,
         class_=Class.PERFORMANCE,
         message=words,
         first_sign=incident.first_sign,
-        actions=(ReplaceWorker(view.name, _side(seen, told.verdict) + " is slow", dead=False),),
+        actions=(ReplaceWorker(view.name, _side(seen, answer.verdict) + " is slow", dead=False),),
         remedy=Remedy.REPLACE_WORKER,
         remedies=(*incident.remedies, *written(choice.prices, choice.chosen)),
         evidence=incident.evidence,
@@ -202,7 +201,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         slowdown_after=1.0,
         reference_seconds=incident.reference_seconds,
         predicted_gain=choice.chosen.gain_seconds,
-        finding=_improved(incident, seen, told).finding,
+        finding=_improved(incident, seen, answer).finding,
     )
 
 
@@ -224,7 +223,7 @@ def _begin(observation: Observation, policy: Policy, seen: LinkLook) -> Draft:
     return draft.with_plan(probe=asked).with_adaptation(link=begun)
 
 
-def _told(observation: Observation) -> Judgement | None:
+def told(observation: Observation) -> Judgement | None:
     """What the probe that is out has told; None: some have not answered, and have time left."""
     seen, plan = observation.state.adaptation.link, observation.plan
     assert seen is not None
@@ -277,7 +276,7 @@ def _incident(observation: Observation) -> Incident | None:
     return next(found, None)
 
 
-def _left(incident: Incident) -> float:
+def left(incident: Incident) -> float:
     """The job's slowdown now: as measured, or as expected of the remedy that is in force."""
     if incident.slowdown_after is not None:
         return incident.slowdown_after

@@ -41,11 +41,31 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     network, draft = observation.surroundings.network, observation.draft
     if network is None:
         return draft  # this operator has not looked yet
-    controlled = network.spec.path_control.mode is PathControl.PROBE and bool(draft.plan.members)
-    if controlled and observation.training_since is not None:
-        return draft
-    wanted = _wanted(observation, network) if controlled else None
-    return draft if wanted == draft.plan.paths else draft.with_plan(paths=wanted)
+    mode, plan = network.spec.path_control.mode, draft.plan
+    if mode is PathControl.PROBE and plan.members:
+        wanted = plan.paths if observation.training_since is not None else _wanted(observation, network)
+    elif mode is PathControl.REROLL and plan.paths is not None:
+        wanted = None if any(path.spine for path in plan.paths.wanted) else plan.paths
+    else:
+        wanted = None
+    return draft if wanted == plan.paths else draft.with_plan(paths=wanted)
+
+
+def rerolled(observation: Observation, pair: Pair) -> Paths | None:
+    """The plan's paths with other ports drawn for what goes from one rank to another; None: there are no ports."""
+    network, present = observation.surroundings.network, observation.plan.paths
+    ports = ports_of(observation.plan) or (None if network is None else _ports(network, _own(observation)))
+    if ports is None:
+        return None
+    others = [path for path in (present.wanted if present else ()) if (path.source, path.destination) != pair]
+    path = PlannedPath(*pair, draw=draws(observation.plan, pair) + 1)
+    return Paths((*others, path)[-MOST:], present.hops if present else (), *ports)
+
+
+def draws(plan: Plan, pair: Pair) -> int:
+    """How often ports have been drawn for it."""
+    wanted = plan.paths.wanted if plan.paths is not None else ()
+    return next((path.draw for path in wanted if (path.source, path.destination) == pair), 0)
 
 
 def ways_of(plan: Plan) -> Mapping[Pair, int]:
