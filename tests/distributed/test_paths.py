@@ -158,18 +158,27 @@ class Host:
         self._process = at.start(sys.executable, "-m", "tests.support.path_host", at.address, str(folder), user=NOBODY)
         self._say(plan.part(worker).to_json())
 
-    def notes(self) -> list[dict[str, Any]]:
-        return list(self._hear())
+    def wait_until_ready(self) -> None:
+        assert self._hear() == "ready"
 
-    def take(self, notes: list[dict[str, Any]]) -> list[str]:
-        """What the shims of its ranks are told."""
-        self._say([note for note in notes if note["worker"] == self.worker])
-        return list(self._hear())
+    def begin(self) -> None:
+        self._say("begin")
+        assert self._hear() == "begun"
+
+    def told(self, now: float = 0.0) -> list[str]:
+        """What the shim of its rank is told."""
+        self._say(now)
+        return list(self._hear()["told"][0])
+
+    def found(self) -> list[list[int]]:
+        """Ports for each of its paths."""
+        self._say(0.0)
+        return list(self._hear()["found"])
 
     def look(self, now: float) -> list[tuple[bool, str]]:
         """Of its paths: whether each is in force, and why not."""
         self._say(now)
-        return [(report["in_force"], report["fault"]) for report in self._hear()]
+        return [(report["in_force"], report["fault"]) for report in self._hear()["reports"]]
 
     def end(self) -> None:
         self._process.communicate(timeout=20)
@@ -204,9 +213,21 @@ class Team:
         self.hosts = [
             Host(host, folder / f"w{rank}", plan, f"w{rank}") for rank, host in enumerate(fabric.hosts[:ranks])
         ]
-        notes = [note for host in self.hosts for note in host.notes()]
-        self.entries = [host.take(notes)[0].splitlines() for host in self.hosts]
         self._running: list[subprocess.Popen[str]] = []
+        for host in self.hosts:
+            host.wait_until_ready()
+        for host in self.hosts:
+            host.begin()
+
+    def wait_for_ports(self, rank: int, count: int = 1) -> list[int]:
+        """From which it is to connect to the other, so many at least."""
+
+        def look() -> list[int]:
+            (line, *_) = (*(line for line in self.hosts[rank].told() if line.startswith("connect")), "")
+            ports = [int(port) for port in line.split()[3:]]
+            return ports if len(ports) >= count else []
+
+        return eventually(look, f"ports of rank {rank}", seconds=10.0)
 
     def transfer(self, connecting: int, listening: int, there: int, back: int) -> dict[tuple[int, int], int]:
         """Ranks with the shim: one connects to the other, sends `there` bytes and gets `back` bytes. Answers bytes by
@@ -256,6 +277,7 @@ class TestPlannedPaths:
         self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, f"s{spine}"))
+        team.wait_for_ports(1)
         moved = team.transfer(1, 0, there=BULK, back=0)
         assert list(moved) == [(1, spine)]
         assert team.hosts[1].look(100.0) == [(True, "")]
@@ -266,6 +288,7 @@ class TestPlannedPaths:
         self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, f"s{spine}"))
+        team.wait_for_ports(1)
         moved = team.transfer(1, 0, there=0, back=BULK)
         assert list(moved) == [(0, spine)]
         assert team.hosts[0].look(100.0) == [(True, "")]
@@ -275,13 +298,26 @@ class TestPlannedPaths:
         self, fabric: LeafSpine, shim: Shim, folder: Path
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
+        eventually(lambda: all(team.hosts[1].found()), "ports that fit both ways", seconds=10.0)
         assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
         assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
         team.end()
 
+    def test_pods_are_one_hop_further_and_their_nodes_let_what_was_tried_pass(self, shim: Shim, folder: Path) -> None:
+        """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a packet that was tried the
+        other way must not have spoiled the ports for it."""
+        with leaf_spine(pods=True) as fabric:
+            team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
+            eventually(lambda: all(team.hosts[1].found()), "ports that fit both ways", seconds=10.0)
+            began = time.monotonic()
+            assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
+            assert time.monotonic() - began < 1.0, "nothing was sent again"
+            assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
+            team.end()
+
     def test_a_port_that_is_taken_meanwhile_is_the_next_one(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
-        first = int(team.entries[1][1].split()[3])
+        first, _ = team.wait_for_ports(1, count=2)
         thief = fabric.hosts[1].start(*python(SERVE.replace(", 0))", f", {first}))")), "0.0.0.0")
         assert thief.stdout is not None
         thief.stdout.readline()
@@ -300,7 +336,7 @@ class TestPlannedPaths:
     def test_labels_for_roce_are_found_by_datagrams(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
         """Unproven beyond this: no network card was asked."""
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
-        (line,) = (line for line in team.entries[0] if line.startswith("label"))
+        (line,) = (line for line in team.hosts[0].told() if line.startswith("label"))
         _, address, label = line.split()
         near, far, _ = fabric.hosts
         assert address == far.address
@@ -325,7 +361,7 @@ class TestFallback:
         fabric.swallow(2, leaf=0)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
         assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
-        assert [line.split()[0] for line in team.entries[1]] == ["listen"]
+        assert [line.split()[0] for line in team.hosts[1].told()] == ["listen"]
         team.end()
 
     def test_where_the_spine_is_not_there(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:

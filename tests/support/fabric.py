@@ -29,11 +29,17 @@ SWITCH_SETTINGS = {
 
 @dataclass(frozen=True)
 class FabricHost:
-    """A machine below a leaf; `namespace`: its name."""
+    """A machine below a leaf, or a pod on one; `namespace`: its name; `node`: that of the machine that a pod is on."""
 
     namespace: str
     leaf: int
     address: str
+    node: str = ""
+
+    @property
+    def number(self) -> str:
+        """Last part of its address, and of its node's."""
+        return self.address.rpartition(".")[2]
 
     def start(
         self, *command: str, user: int | None = None, environment: dict[str, str] | None = None
@@ -58,7 +64,8 @@ class FabricHost:
 
 @dataclass(frozen=True)
 class LeafSpine:
-    """`hosts`: those of leaf 0 first. Leaf l has 10.99.l.0/24; its cable to spine s is 10.98.l.2s – 10.98.l.2s+1."""
+    """`hosts`: those of leaf 0 first. Leaf l has 10.99.l.0/24; its cable to spine s is 10.98.l.2s – 10.98.l.2s+1.
+    Where hosts are pods, their nodes are in 10.96.l.0/24."""
 
     prefix: str
     leaves: int
@@ -117,6 +124,10 @@ _LOSS = (
     "add table ip t; add chain ip t f {{ type filter hook forward priority 0; }}; "
     'add rule ip t f oifname "down{leaf}" drop'
 )
+_STRICT = (
+    "add table ip t; add chain ip t f { type filter hook forward priority 0; }; add rule ip t f ct state invalid drop"
+)
+"""As kube-proxy's nodes."""
 _TRANSLATION = (
     "add table ip t; add chain ip t p {{ type nat hook postrouting priority 100; }}; "
     'add rule ip t p oifname "up*" ip saddr 10.99.{leaf}.0/24 snat to 10.97.{leaf}.1'
@@ -124,20 +135,29 @@ _TRANSLATION = (
 
 
 @contextmanager
-def leaf_spine(leaves: int = 3, spines: int = 3, hosts: int = 1) -> Iterator[LeafSpine]:
-    """So many hosts below each leaf. All links are as fast as memory."""
+def leaf_spine(leaves: int = 3, spines: int = 3, hosts: int = 1, *, pods: bool = False) -> Iterator[LeafSpine]:
+    """So many hosts below each leaf. All links are as fast as memory.
+
+    pods: hosts are pods, each on a node that routes, follows connections, and drops what belongs to none.
+    """
     if os.geteuid() != 0:
         pytest.skip("namespaces need root")
     prefix = f"pkf-{os.getpid()}"
     made = LeafSpine(
         prefix, leaves, spines,
         tuple(
-            FabricHost(f"{prefix}-h{leaf}-{number}", leaf, f"10.99.{leaf}.{10 + number}")
+            FabricHost(
+                f"{prefix}-h{leaf}-{number}",
+                leaf,
+                f"10.99.{leaf}.{10 + number}",
+                f"{prefix}-n{leaf}-{number}" if pods else "",
+            )
             for leaf in range(leaves) for number in range(hosts)
         ),
     )  # fmt: skip
     switches = [*map(made.leaf, range(leaves)), *map(made.spine, range(spines))]
-    names = [*switches, *(host.namespace for host in made.hosts)]
+    nodes = [host.node for host in made.hosts if host.node]
+    names = [*switches, *(host.namespace for host in made.hosts), *nodes]
     try:
         for name in names:
             run("ip", "netns", "add", name)
@@ -153,7 +173,11 @@ def leaf_spine(leaves: int = 3, spines: int = 3, hosts: int = 1) -> Iterator[Lea
         for spine in range(spines):
             _set_up(made.spine(spine), _spine(made, spine))
         for host in made.hosts:
-            _set_up(host.namespace, _host(host))
+            if host.node:
+                _set_up(host.node, _node(host))
+                run("ip", "netns", "exec", host.node, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+                run("ip", "netns", "exec", host.node, "nft", _STRICT)
+            _set_up(host.namespace, _pod(host) if host.node else _host(host))
         yield made
     finally:
         for name in names:
@@ -165,7 +189,7 @@ def _cables(made: LeafSpine, leaf: int) -> Iterator[str]:
         yield f"link add up{spine} type veth peer name down{leaf} netns {made.spine(spine)}"
     for host in made.hosts:
         if host.leaf == leaf:
-            yield f"link add {_port(host)} type veth peer name eth0 netns {host.namespace}"
+            yield f"link add {_port(host)} type veth peer name eth0 netns {host.node or host.namespace}"
 
 
 def _leaf(made: LeafSpine, leaf: int) -> Iterator[str]:
@@ -173,10 +197,13 @@ def _leaf(made: LeafSpine, leaf: int) -> Iterator[str]:
     yield f"address add 10.97.{leaf}.1/32 dev lo"
     yield "link add hosts type bridge"
     yield f"address add 10.99.{leaf}.1/24 dev hosts"
+    yield f"address add 10.96.{leaf}.1/24 dev hosts"
+    yield "link set hosts up"
     for host in made.hosts:
         if host.leaf == leaf:
             yield f"link set {_port(host)} master hosts up"
-    yield "link set hosts up"
+            if host.node:
+                yield f"route add {host.address}/32 via 10.96.{leaf}.{host.number}"
     for spine in range(made.spines):
         yield f"address add 10.98.{leaf}.{2 * spine}/31 dev up{spine}"
         yield f"link set up{spine} up"
@@ -203,9 +230,27 @@ def _host(host: FabricHost) -> Iterator[str]:
     yield f"route add default via 10.99.{host.leaf}.1"
 
 
+def _node(host: FabricHost) -> Iterator[str]:
+    yield "link set lo up"
+    yield f"address add 10.96.{host.leaf}.{host.number}/24 dev eth0"
+    yield "link set eth0 up"
+    yield f"route add default via 10.96.{host.leaf}.1"
+    yield f"link add pod type veth peer name eth0 netns {host.namespace}"
+    yield "address add 169.254.1.1/32 dev pod"
+    yield "link set pod up"
+    yield f"route add {host.address}/32 dev pod"
+
+
+def _pod(host: FabricHost) -> Iterator[str]:
+    yield "link set lo up"
+    yield f"address add {host.address}/32 dev eth0"
+    yield "link set eth0 up"
+    yield "route add default via 169.254.1.1 dev eth0 onlink"
+
+
 def _port(host: FabricHost) -> str:
     """Of the leaf, to which the host's cable goes."""
-    return f"to{host.address.rpartition('.')[2]}"
+    return f"to{host.number}"
 
 
 def _inside(namespace: str, user: int | None = None) -> Sequence[str]:

@@ -2,8 +2,9 @@
 
     python -m tests.support.path_host ADDRESS FOLDER
 
-Reads a WorkerPlan, prints the notes to its peers; reads the notes to it, prints what its ranks' shims are told; then
-prints, for each time that it reads (seconds, as the launcher's clock would show), what has become of the paths.
+Reads a WorkerPlan, and says when it is ready; reads a word, and begins the round. From then on it prints, for each time
+that it reads (seconds, as the launcher's clock would show), what its ranks' shims are told and what has become of the
+paths.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from pacekeeper.launcher.meeting import PortNote
 from pacekeeper.launcher.paths import PathFinder
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.plan import WorkerPlan
@@ -24,18 +25,20 @@ async def main(address: str, folder: Path) -> None:
     runtime, found = Runtime(folder).make(), asyncio.Event()
     finder = PathFinder(runtime, address, no_shim="", labels=True, on_found=found.set)
     plan = WorkerPlan.from_json(await _read())
-    if not finder.find(plan, seen=0):
+    if not finder.find(plan, seen=0, restarts=0):
         await found.wait()
-    _print([asdict(note) for note in finder.notes])
-    notes = await _read()
-    finder.put_in_force(plan, [PortNote(**{**note, "ports": tuple(note["ports"])}) for note in notes])
-    _print([runtime.paths_of(local).read_text() for local in range(len(plan.ranks))])
+    _print("ready")
+    await _read()
+    finder.put_in_force(plan)
+    _print("begun")
     while True:
         finder.look(await _read())
-        _print([asdict(report) for report in finder.reports()])
+        told = [runtime.paths_of(local).read_text().splitlines() for local in range(len(plan.ranks))]
+        found = [each.ports for each in finder._found.values()]
+        _print({"told": told, "found": found, "reports": [asdict(report) for report in finder.reports()]})
 
 
-async def _read() -> object:
+async def _read() -> Any:
     line = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     if not line:
         sys.exit(0)

@@ -73,7 +73,7 @@ def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.
 
 def _send(own: str, probe: Probe, kind: int) -> socket.socket:
     """Raises OSError where the port is taken, or there is no way at all."""
-    v6 = ipaddress.ip_address(own).version == 6
+    v6 = ":" in own
     sending = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind)
     try:
         sending.setblocking(False)

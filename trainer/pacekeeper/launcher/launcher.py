@@ -246,10 +246,8 @@ class Launcher:
                 self._host.admit(plan.membership, plan.secret)
         self._client.attend(address, port, plan.membership, plan.secret)
         said = report(self._state, plan, self._settings)
-        if said.status is Status.READY:
-            # Whoever is still looking for its paths is not: their ports go with the word that it is.
-            found = self._paths.find(plan, self._state.round)
-            said = replace(said, notes=self._paths.notes) if found else replace(said, status=Status.ENDING)
+        if said.status is Status.READY and not self._paths.find(plan, self._state.round, self._state.restarts):
+            said = replace(said, status=Status.ENDING)  # when all are ready, all know their paths
         self._client.say(said)
 
     async def _serve_meeting(self, store: str) -> None:
@@ -297,7 +295,7 @@ class Launcher:
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
         self._profiler = plugin_after(self._profiler, self._ranks.exit_codes())
-        self._paths.put_in_force(command.plan, self._client.view.notes if self._client.view is not None else ())
+        self._paths.put_in_force(command.plan)
         self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
         self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 

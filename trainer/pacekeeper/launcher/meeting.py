@@ -8,20 +8,13 @@ number fences them: whoever speaks of an older round is not heard about the pres
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum, StrEnum
-from functools import partial
-from typing import Annotated, Any, Self
-
-from pacekeeper_analysis.reading import Longest, Within, read, read_tuple
+from typing import Any, Self
 
 MOST_MISSING = 8
 """So many of the workers that have not come are named."""
-MOST_NOTES = 16
-"""From one launcher, and to one: those of a ring on each of its GPUs, twice."""
-MOST_NOTED = 16
-"""Ports in a note."""
 
 
 class Status(StrEnum):
@@ -44,16 +37,6 @@ class Ending(IntEnum):
 
 
 @dataclass(frozen=True)
-class PortNote:
-    """To the launcher of a path's receiver, whose rank connects: from which of its ports the path is reached."""
-
-    worker: Annotated[str, Longest(253)]  # whom it is for
-    source: Annotated[int, Within(0)]  # rank
-    destination: Annotated[int, Within(0)]  # rank
-    ports: Annotated[tuple[Annotated[int, Within(1, 65535)], ...], Longest(MOST_NOTED)]
-
-
-@dataclass(frozen=True)
 class Report:
     """What a launcher says of itself."""
 
@@ -69,7 +52,6 @@ class Report:
     workers: int = 1  # launchers of the membership, by its plan
     first_round: int = 1  # the plan's: no round of the membership is below it
     restart_limit: int = 0  # the plan's
-    notes: tuple[PortNote, ...] = ()  # to others, for the next round; meaningful when READY
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,8 +59,7 @@ class Report:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        known |= {"status": Status(data["status"]), "ending": Ending(data["ending"]), "notes": _notes(data)}
-        return cls(**known)
+        return cls(**{**known, "status": Status(data["status"]), "ending": Ending(data["ending"])})
 
 
 class MeetingStage(StrEnum):
@@ -102,7 +83,6 @@ class View:
     ending: Ending = Ending.ENDED  # how they ended it
     reason: str = ""  # of HALTED
     missing: tuple[str, ...] = ()  # while gathering: the first workers of the round before that are not ready again
-    notes: tuple[PortNote, ...] = ()  # of others to this launcher, for the round that runs
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,7 +91,7 @@ class View:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         known |= {"phase": MeetingStage(data["phase"]), "ending": Ending(data["ending"])}
-        return cls(**{**known, "missing": tuple(data.get("missing", ())), "notes": _notes(data)})
+        return cls(**{**known, "missing": tuple(data.get("missing", ()))})
 
 
 @dataclass(frozen=True)
@@ -127,7 +107,6 @@ class Meeting:
     endings: tuple[tuple[str, Ending], ...] = ()  # how the round's launchers ended, in order of arrival
     reason: str = ""
     missing: tuple[str, ...] = ()  # of `participants`, the first that are not ready
-    notes: Mapping[str, tuple[PortNote, ...]] = field(default_factory=dict)  # by whom they are for, of the round
 
     def view(self, worker: str, incarnation: str) -> View:
         # Whose ending explains best why the last round ended; of equals, the first to say so.
@@ -143,7 +122,6 @@ class Meeting:
             ending=ending,
             reason=self.reason,
             missing=self.missing,
-            notes=self.notes.get(worker, ()),
         )
 
 
@@ -224,20 +202,4 @@ def _next_round(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
         restarts=restarts,
         missing=(),
         participants={report.worker: report.incarnation for report in everyone},
-        notes=_delivered(everyone),
     )
-
-
-def _delivered(reports: Iterable[Report]) -> dict[str, tuple[PortNote, ...]]:
-    """By whom they are for; nobody gets more than `MOST_NOTES`, whoever writes them."""
-    delivered: dict[str, tuple[PortNote, ...]] = {}
-    for report in reports:
-        for note in report.notes:
-            before = delivered.get(note.worker, ())
-            delivered[note.worker] = (*before, note)[:MOST_NOTES]
-    return delivered
-
-
-def _notes(data: Mapping[str, Any]) -> tuple[PortNote, ...]:
-    """Of a message. Raises InputError."""
-    return read_tuple(partial(read, PortNote), data.get("notes", ()), "notes", MOST_NOTES)
