@@ -112,7 +112,7 @@ def fabrics() -> dict[str, Fabric]:
         "rails 1:1": Fabric(uniform(rails, SEGMENT), by_rail=True),
         "rails 2:1": Fabric(uniform(rails, SEGMENT // 2), by_rail=True),
         "dual ports": Fabric(uniform(racks, ports, planes=2)),
-        "trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
+        "8 trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
     }
 
 
