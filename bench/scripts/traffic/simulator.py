@@ -84,7 +84,8 @@ def cases(seed: int) -> Iterator[tuple[str, Case]]:
     for jobs_name, jobs in (
         ("one large job", one_large_job()),
         ("8 jobs", eight_jobs(np.random.default_rng(seed))),
-        ("100 jobs", hundred_jobs(np.random.default_rng(seed))),
+        ("100 jobs packed", hundred_jobs(np.random.default_rng(seed), packed=True)),
+        ("100 jobs spread", hundred_jobs(np.random.default_rng(seed), packed=False)),
     ):
         for name, fabric, traffic in _fabrics(jobs, seed):
             happen = np.random.default_rng(seed).integers(SLOTS, size=len(jobs))
