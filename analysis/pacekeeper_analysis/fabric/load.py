@@ -94,7 +94,7 @@ def usage(
     """Arguments as those of `rates`."""
     capacity, flow, link = _incidence(topology, source, destination, ways, ports)
     pair, place = np.unique(entity[flow] * len(capacity) + link, return_inverse=True)
-    part = np.bincount(place, demand[flow], len(pair))
+    part = np.bincount(place, demand[flow], len(pair)).astype(float)
     return Usage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
 
 
@@ -102,9 +102,9 @@ def loads(topology: Topology, source: Ints, destination: Ints, ways: Ints, rate:
     """Of uplinks and downlinks, (groups, ways), in the unit of the rates."""
     crosses = np.asarray(ways) != WITHIN
     shape, size = topology.up.shape, topology.up.size
-    up = np.bincount(source[crosses] * topology.ways + ways[crosses], rate[crosses], size).reshape(shape)
-    down = np.bincount(destination[crosses] * topology.ways + ways[crosses], rate[crosses], size).reshape(shape)
-    return up, down
+    up = np.bincount(source[crosses] * topology.ways + ways[crosses], rate[crosses], size)
+    down = np.bincount(destination[crosses] * topology.ways + ways[crosses], rate[crosses], size)
+    return up.astype(float).reshape(shape), down.astype(float).reshape(shape)
 
 
 def _incidence(
@@ -112,7 +112,7 @@ def _incidence(
 ) -> tuple[Floats, Ints, Ints]:
     """Capacity of each link, and pairs of a flow and a link that it crosses."""
     crosses = np.flatnonzero(np.asarray(ways) != WITHIN)
-    capacities = [topology.up.ravel(), topology.down.ravel()]
+    capacities: list[Floats] = [topology.up.ravel().astype(float), topology.down.ravel().astype(float)]
     flow = [crosses, crosses]
     link = [
         source[crosses] * topology.ways + ways[crosses],
@@ -128,4 +128,4 @@ def _incidence(
             first + ports.sender * planes + plane,
             first + ports.capacity.size + ports.receiver * planes + plane,
         ]
-    return np.concatenate(capacities).astype(float), np.concatenate(flow), np.concatenate(link)
+    return np.concatenate(capacities), np.concatenate(flow), np.concatenate(link)

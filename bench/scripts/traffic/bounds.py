@@ -1,4 +1,4 @@
-"""What no plan can beat where flows are split at will: the linear program by pairs of leaves and ways."""
+"""What no plan can beat where flows are split at will: by cuts, and by a linear program of pairs of leaves and ways."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import numpy as np
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
+from pacekeeper_analysis.fabric.load import Floats
 from pacekeeper_analysis.fabric.topology import Topology
 
 from .clusters import Fabric, Traffic
+
+MOST_VARIABLES = 20_000
+"""Of a linear program. Larger ones take minutes; cuts alone are a bound, too, and none that is easier to reach."""
 
 
 def speed_bound(fabric: Fabric, traffic: Traffic) -> float:
     """Of the slowest job, at most, as a part of what it reaches where nobody is held up."""
     topology, groups = fabric.topology, fabric.topology.groups
-    demand = np.bincount(
-        traffic.source * groups + traffic.destination, traffic.demand * fabric.port, groups**2
-    ).reshape(groups, groups)
-    if not topology.symmetric:
-        return _by_linear_program(topology, demand)
-    busiest = max(demand.sum(axis=0).max(), demand.sum(axis=1).max())  # spread evenly over all ways, none has more
-    return min(1.0, topology.ways * topology.unit / busiest) if busiest else 1.0
+    pair = traffic.source * groups + traffic.destination
+    demand = np.bincount(pair, traffic.demand * fabric.port, groups**2).astype(float).reshape(groups, groups)
+    sides = ((topology.up, demand.sum(axis=1)), (topology.down, demand.sum(axis=0)))
+    cuts = min(float((links.sum(axis=1)[asked > 0] / asked[asked > 0]).min(initial=1.0)) for links, asked in sides)
+    if topology.symmetric or np.count_nonzero(demand) * topology.ways > MOST_VARIABLES:
+        return cuts  # where all links are alike it is the best: flows spread evenly reach it
+    return min(cuts, _by_linear_program(topology, demand))
 
 
-def _by_linear_program(topology: Topology, demand: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> float:
+def _by_linear_program(topology: Topology, demand: Floats) -> float:
     """Maximises the speed: what each pair sends over its ways is its demand × speed, and no link is asked for more than
     it carries. demand: (groups, groups), in the topology's unit."""
     ways = topology.ways

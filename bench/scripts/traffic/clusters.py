@@ -83,8 +83,16 @@ class Traffic:
 
     def in_parts(self, parts: int) -> Traffic:
         """Each flow's sub-connections follow one another."""
-        arrays = (self.job, self.sender, self.receiver, self.source, self.destination, self.weight)
-        return Traffic(*(np.repeat(array, parts) for array in arrays), self.planes, self.parts * parts)
+        return Traffic(
+            self.job.repeat(parts),
+            self.sender.repeat(parts),
+            self.receiver.repeat(parts),
+            self.source.repeat(parts),
+            self.destination.repeat(parts),
+            self.weight.repeat(parts),
+            self.planes,
+            self.parts * parts,
+        )
 
     @cached_property
     def flows(self) -> Flows:
@@ -99,7 +107,7 @@ class Traffic:
     @property
     def demand(self) -> Floats:
         """Of each, in speeds of a port, where nobody is held up."""
-        return self.weight * self.unit
+        return self.weight.astype(float) * self.unit
 
 
 def fabrics() -> dict[str, Fabric]:
@@ -112,7 +120,7 @@ def fabrics() -> dict[str, Fabric]:
         "rails 1:1": Fabric(uniform(rails, SEGMENT), by_rail=True),
         "rails 2:1": Fabric(uniform(rails, SEGMENT // 2), by_rail=True),
         "dual ports": Fabric(uniform(racks, ports, planes=2)),
-        "trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
+        "8 trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
     }
 
 
@@ -134,14 +142,14 @@ def damaged(fabric: Fabric, draws: np.random.Generator) -> Fabric:
 
 def traffic_of(fabric: Fabric, jobs: Sequence[Job]) -> Traffic:
     rows = [
-        (number, sender * NICS + rail, receiver * NICS + rail, source, destination, weight)
+        (number, sender * NICS + rail, receiver * NICS + rail, leaf, other, weight)
         for number, job in enumerate(jobs)
         for sender, receiver, weight in edges(fabric, job)
         for rail in range(NICS)
-        if (source := fabric.group(sender, rail)) != (destination := fabric.group(receiver, rail))
+        if (leaf := fabric.group(sender, rail)) != (other := fabric.group(receiver, rail))
     ]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    return Traffic(*columns, planes=fabric.topology.planes)
+    job, sender, receiver, source, destination, weight = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    return Traffic(job, sender, receiver, source, destination, weight, fabric.topology.planes)
 
 
 def edges(fabric: Fabric, job: Job) -> Iterator[tuple[int, int, int]]:
@@ -169,8 +177,9 @@ def eight_jobs(draws: np.random.Generator) -> list[Job]:
     return [_job(draws.permutation(hosts).tolist(), draws) for hosts in of_jobs]
 
 
-def hundred_jobs(draws: np.random.Generator) -> list[Job]:
-    """As a scheduler leaves them that takes the first free hosts: jobs come and go, and later ones fill the gaps."""
+def hundred_jobs(draws: np.random.Generator, packed: bool) -> list[Job]:
+    """Jobs come and go, and later ones fill the gaps. packed: with the first free hosts; else with any, as Kubernetes'
+    scheduler does where no labels of the fabric tell it better."""
     free = np.ones(HOSTS, bool)
     running: list[list[int]] = []
     for turn in range(1 + TURNOVERS * HUNDRED):
@@ -178,7 +187,8 @@ def hundred_jobs(draws: np.random.Generator) -> list[Job]:
             free[running.pop(int(draws.integers(len(running))))] = True
         while len(running) < HUNDRED and free.sum() >= SIZES[1]:
             size = round(float(np.exp(draws.uniform(*np.log(SIZES)))))
-            hosts = np.flatnonzero(free)[:size]
+            left = np.flatnonzero(free)
+            hosts = (left if packed else draws.permutation(left))[:size]
             free[hosts] = False
             running.append(hosts.tolist())
     return [_job(hosts, draws) for hosts in running]

@@ -63,7 +63,8 @@ def by_turns(used: Usage, jobs: Sequence[Job], shifts: Ints) -> Floats:
     speeds = np.array([_speeds(used, busy[:, slot]) for slot in range(SLOTS)]).T
     mean = np.where(busy, speeds, 0.0).sum(axis=1) / busy.sum(axis=1)
     period, communicates = np.array([(job.period, job.busy) for job in jobs], dtype=float).T
-    return period / (period - communicates + communicates / mean)
+    found: Floats = period / (period - communicates + communicates / mean)
+    return found
 
 
 def busy_slots(jobs: Sequence[Job], shifts: Ints) -> NDArray[np.bool_]:

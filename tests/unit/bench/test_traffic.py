@@ -55,14 +55,19 @@ class TestClusters:
             assert (np.bincount(ends) == RACK * NICS).all(), "whole leaves send and receive"
         assert found.unit == 1.0
 
-    def test_of_a_hundred_jobs_nobody_shares_a_host(self) -> None:
-        hosts = [host for job in hundred_jobs(chance()) for host in job.hosts]
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_of_a_hundred_jobs_nobody_shares_a_host(self, packed: bool) -> None:
+        hosts = [host for job in hundred_jobs(chance(), packed) for host in job.hosts]
         assert len(hosts) == len(set(hosts))
         assert 0.7 * HOSTS < len(hosts) <= HOSTS
 
+    def test_packed_jobs_cross_fewer_leaves(self) -> None:
+        crossing = [len(traffic_of(fabrics()["1:1"], hundred_jobs(chance(), packed)).job) for packed in (True, False)]
+        assert crossing[0] < crossing[1] / 2
+
     @pytest.mark.parametrize("name", list(fabrics()))
     def test_a_ring_leaves_each_leaf_once_in_each_rail(self, name: str) -> None:
-        fabric, job = fabrics()[name], hundred_jobs(chance())[0]
+        fabric, job = fabrics()[name], max(hundred_jobs(chance(), packed=False), key=lambda job: len(job.hosts))
         found = traffic_of(fabric, [job])
         leaves = {fabric.place(host) for host in job.hosts}
         assert len(found.job) == len(leaves) * NICS
@@ -78,7 +83,7 @@ class TestClusters:
         assert found.unit == 1 / 9, "a NIC with a ring's edge, one step on and one back"
 
     def test_the_dead_uplink_is_one_that_was_used_and_damage_is_slower_or_dead(self) -> None:
-        fabric, draws = fabrics()["trunks"], chance()
+        fabric, draws = fabrics()["8 trunks"], chance()
         dead = one_uplink_dead(fabric, traffic_of(fabric, eight_jobs(draws)))
         assert (dead.topology.up == 0).sum() == 1
         worse = damaged(fabrics()["1:1"], draws)

@@ -22,7 +22,7 @@ def best_level(topology: Topology, flows: Flows) -> int:
     rows: list[tuple[int, int, float]] = []  # constraint, variable, coefficient
     alike, variables, constraints = Counter[tuple[int, int, int]](), 0, 2 * topology.up.size
     alike.update(zip(flows.source.tolist(), flows.destination.tolist(), flows.weight.tolist(), strict=True))
-    counts = []
+    counts: list[int] = []
     for (source, destination, weight), count in alike.items():
         ways = np.flatnonzero((topology.up[source] > 0) & (topology.down[destination] > 0)).tolist()
         if source == destination or not ways:
@@ -51,7 +51,7 @@ def best_level(topology: Topology, flows: Flows) -> int:
         ),
     )
     assert found.success, found.message
-    return round(found.fun)
+    return round(float(found.fun))
 
 
 def drawn_flows(draws: np.random.Generator, groups: int, heaviest: int) -> Flows:

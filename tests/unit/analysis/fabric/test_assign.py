@@ -104,6 +104,28 @@ class TestDamaged:
         stays = (before.ways == after.ways) | ((of.source == 7) & (before.ways == way))
         assert len(stays) - stays.sum() == len(after.moved)
 
+    def test_room_is_made_at_both_ends_of_a_flow(self) -> None:
+        """0→2 has way 0 alone, which 0→1 has taken where it leaves, and 1→2 where it comes in: both have another."""
+        topology = uniform(3, 3).without(up=[(0, 2)], down=[(2, 1)])
+        of = flows((0, 1), (1, 2), (0, 2))
+        found = checked(topology, of, assign(topology, of, present=[0, 0, WITHIN]))
+        assert found.ways.tolist() == [1, 2, 0]
+        assert (found.level, found.moved) == (1, (0, 1))
+
+    def test_what_has_few_ways_in_common_bounds_the_level(self) -> None:
+        """All four leave group 0 by way 0, though its cut has two and each pair asks for two only."""
+        topology = uniform(3, 2).without(down=[(1, 1), (2, 1)])
+        of = flows((0, 1), (0, 1), (0, 2), (0, 2))
+        assert bound(topology, of) == 4
+        assert checked(topology, of, assign(topology, of)).level == 4
+
+    def test_who_has_no_way_bounds_nobody(self) -> None:
+        topology = uniform(3, 2).without(up=[(0, 1)], down=[(1, 0)])
+        of = flows(*[(0, 1)] * 5, (2, 1))
+        assert bound(topology, of) == 1
+        found = assign(topology, of)
+        assert (found.level, found.lost) == (1, (0, 1, 2, 3, 4))
+
     def test_who_has_no_way_left_is_lost_and_nobody_else(self) -> None:
         topology = uniform(3, 2).without(up=[(0, 0), (0, 1)])
         of = flows((0, 1), (1, 2), (2, 0), (1, 1))
@@ -119,6 +141,17 @@ class TestPresent:
         again = assign(uniform(8, 4), of, first.ways.tolist())
         assert again.moved == ()
         assert (again.ways == first.ways).all()
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_nobody_moves_for_nothing(self, seed: int) -> None:
+        """Also where the level that would be best cannot be reached."""
+        draws = np.random.default_rng(seed)
+        up, down = draws.choice([0, 1, 2, 4], p=[0.1, 0.1, 0.2, 0.6], size=(2, 5, 4))
+        topology, ends = Topology(up, down), drawn(seed, 5, 100)
+        of = Flows(ends.source, ends.destination, draws.integers(1, 5, size=100))
+        first = assign(topology, of)
+        again = assign(topology, of, first.ways.tolist())
+        assert again.moved == () or again.level < first.level
 
     def test_a_new_job_finds_its_place_beside_the_others(self) -> None:
         topology, of = uniform(8, 4), drawn(4, 8, 150)
@@ -145,6 +178,12 @@ class TestPresent:
 def test_heavy_flows_are_placed_first() -> None:
     of = flows((0, 1), (0, 1), (0, 1), weight=[1, 1, 2])
     assert checked(uniform(2, 2), of, assign(uniform(2, 2), of)).level == 2
+
+
+def test_a_heavy_flow_and_a_lighter_one_change_places() -> None:
+    """Heaviest first, both ways have 7 + 6 + 5, and 4 is left; 7 + 7 + 6 and 6 + 5 + 5 + 4 fit."""
+    of = flows(*[(0, 1)] * 7, weight=[7, 7, 6, 6, 5, 5, 4])
+    assert checked(uniform(2, 2), of, assign(uniform(2, 2), of)).level == 20
 
 
 def test_without_flows_nothing_is_planned() -> None:
