@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import replace
 
 from pacekeeper_analysis.diagnose import links
-from pacekeeper_analysis.plan import Plan, Stop
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import Evidence
 
 from ..api import Cause, Job, JobPhase, Remedy
 from ..decide.paths import ports_of, ways_of
@@ -17,6 +18,7 @@ from ..state import State
 from .memory import JobMemory, Memory
 
 HOLD_SECONDS, REMEMBERED_SECONDS = 30.0, 3600.0
+Answers = tuple[Evidence, ...]
 GUESSED_ROUND_SECONDS = 5.0
 """What a new round takes of a job of which none was measured."""
 
@@ -44,7 +46,6 @@ def of_job(name: JobName, memory: JobMemory, now: float) -> JobTraffic | None:
         tuple(Seat(node.get(member.worker, ""), member.ranks) for member in draft.plan.members),
         membership=draft.plan.membership,
         ways=ways_of(draft.plan),
-        sent=_sent(memory, draft.plan, node),
         by_nccl=uses_gpus(job),
         ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.
@@ -65,11 +66,21 @@ def _round_seconds(job: Job, state: State, now: float) -> float:
     return state.budget.restart_seconds or GUESSED_ROUND_SECONDS
 
 
-def _sent(memory: JobMemory, plan: Plan, node: Mapping[str, str]) -> Mapping[Pair, float]:
-    """Bytes between nodes, while the job has answered a question for its links."""
-    evidence = [found for found in memory.evidence.values() if found.request == plan.evidence_request]
+def answers_of(memory: Memory) -> dict[JobName, Answers]:
+    """What workers have answered to a question for their connections, by job, where one is out."""
+    found = {}
+    for name, job in memory:
+        request = "" if job.plan is None else job.plan.evidence_request
+        told = tuple(one for one in job.evidence.values() if one.request == request and (one.links or one.flows))
+        found |= {name: told} if told else {}
+    return found
+
+
+def with_bytes(job: JobTraffic, answers: Answers) -> JobTraffic:
+    """With what it has sent between nodes by these answers. Of a large job that takes seconds."""
+    node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
     sent = Counter[Pair]()
-    for cell in links.join(evidence, node)[0] if any(found.links or found.flows for found in evidence) else ():
-        if not cell.same_node:
+    for cell in links.join(answers)[0] if answers else ():
+        if node.get(cell.source) != node.get(cell.destination):
             sent[cell.source, cell.destination] += cell.acked_bytes
-    return sent
+    return replace(job, sent=sent)

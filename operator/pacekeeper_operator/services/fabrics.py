@@ -7,7 +7,7 @@ pass writes. A look that finds all as it was plans nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from ..api import API_VERSION, FIELD_MANAGER_FABRIC, Fabric, FabricSpec, FabricS
 from ..cluster import FABRICS, Conflict, NotFound
 from ..decide import fabric_status, traffic
 from ..decide.wiring import LinkRates, wire
-from ..network import NO_FABRIC, JobName, JobTraffic, Network, Traffic, Wiring
+from ..network import NO_FABRIC, JobName, JobTraffic, Network
 from ..observation import NodeView
 from ..observe import traffic as sent
 from ..observe.prometheus import LinkAnswer
@@ -56,6 +56,7 @@ class _Inputs:
     rates: LinkRates
     nodes: tuple[NodeView, ...]
     jobs: Mapping[JobName, JobTraffic]
+    answers: Mapping[JobName, sent.Answers]
 
 
 class Keeper:
@@ -63,9 +64,9 @@ class Keeper:
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        self._levels = operator.levels
+        self._levels: tuple[str, ...] = ()  # whose labels nodes are known with
         self._rates: LinkRates = {}  # as the query has told them last
-        self._planned: tuple[_Inputs, Wiring, Traffic | None] | None = None
+        self._planned: tuple[_Inputs, Network] | None = None
 
     async def look(self) -> float:
         """Seconds until the next look is wanted, if nothing changes."""
@@ -74,27 +75,30 @@ class Keeper:
         if self._levels != operator.levels:
             await operator.nodes.read(operator.cluster, ())  # for the labels that did not matter before
             self._levels = operator.levels
-        for other in operator.fabrics:
-            if other != fabric:
-                await self._tell(other, fabric_status.report_idle(other, fabric, operator.runtime.now()))
         if fabric is None:
             operator.network = NO_FABRIC
             metrics.show_fabric("", None)
-            return IDLE_SECONDS
+        else:
+            await self._keep(fabric)
+        for other in operator.fabrics:
+            if other != fabric:
+                await self._tell(other, fabric_status.report_idle(other, fabric, operator.runtime.now()))
+        return IDLE_SECONDS if fabric is None else LOOK_SECONDS
+
+    async def _keep(self, fabric: Fabric) -> None:
+        operator, memory = self._operator, self._operator.memory
         answer = await self._ask(fabric)
-        jobs = sent.of_jobs(operator.memory, operator.runtime.now())
-        inputs = _Inputs(fabric.spec, self._rates, tuple(operator.nodes), jobs)
-        wiring, planned = await self._plan(inputs)
-        operator.network = Network(fabric.spec, wiring, inputs.jobs, planned)
+        jobs, answers = sent.of_jobs(memory, operator.runtime.now()), sent.answers_of(memory)
+        network = await self._plan(_Inputs(fabric.spec, self._rates, tuple(operator.nodes), jobs, answers))
+        operator.network = network
         if fabric.spec.path_control.mode is PathControl.PROBE:
-            self._wake(inputs.jobs.values(), planned)
-        held = {seat.node for job in inputs.jobs.values() for seat in job.seats if seat.node}
-        unlabelled = tuple(sorted(held - set(wiring.leaf_of)))
-        seen = fabric_status.Seen(wiring, planned, unlabelled, answer.trouble)
+            self._wake(network)
+        held = {seat.node for job in jobs.values() for seat in job.seats if seat.node}
+        unlabelled = tuple(sorted(held - set(network.wiring.leaf_of)))
+        seen = fabric_status.Seen(network.wiring, network.traffic, unlabelled, answer.trouble)
         status = fabric_status.report(fabric, seen, operator.runtime.now())
         metrics.show_fabric(fabric.name, status)
         await self._tell(fabric, status)
-        return LOOK_SECONDS
 
     async def _ask(self, fabric: Fabric) -> LinkAnswer:
         """While nobody answers, links are as they were when somebody did."""
@@ -106,17 +110,16 @@ class Keeper:
             self._rates = answer.rates
         return answer
 
-    async def _plan(self, inputs: _Inputs) -> tuple[Wiring, Traffic | None]:
+    async def _plan(self, inputs: _Inputs) -> Network:
         if self._planned is None or self._planned[0] != inputs:
-            wiring, planned = await self._operator.runtime.compute(lambda: _plan(inputs))
-            self._planned = inputs, wiring, planned
-        return self._planned[1:]
+            self._planned = inputs, await self._operator.runtime.compute(lambda: _plan(inputs))
+        return self._planned[1]
 
-    def _wake(self, jobs: Iterable[JobTraffic], planned: Traffic | None) -> None:
+    def _wake(self, network: Network) -> None:
         """The jobs whose plans name other ways so far."""
-        for job in jobs:
-            if planned is not None and planned.ways[job.name] != job.ways:
-                self._operator.memory.wake(*job.name)
+        for name, job in network.jobs.items():
+            if network.traffic is not None and network.traffic.ways[name] != job.ways:
+                self._operator.memory.wake(*name)
 
     async def _tell(self, fabric: Fabric, status: FabricStatus) -> None:
         """By server-side apply, where it says something new; the UID keeps a Fabric's word from its successor."""
@@ -132,6 +135,7 @@ class Keeper:
             await self._operator.cluster.apply(FABRICS, body, manager=FIELD_MANAGER_FABRIC, subresource="status")
 
 
-def _plan(inputs: _Inputs) -> tuple[Wiring, Traffic | None]:
+def _plan(inputs: _Inputs) -> Network:
     wiring = wire(inputs.spec, inputs.nodes, inputs.rates)
-    return wiring, traffic.plan(wiring, list(inputs.jobs.values()))
+    jobs = {name: sent.with_bytes(job, inputs.answers.get(name, ())) for name, job in inputs.jobs.items()}
+    return Network(inputs.spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))

@@ -96,8 +96,12 @@ class Operator:
     def hear_of_traffic(self, job: Job) -> None:
         """Its plan has been written: those of others that are planned next go around it at once."""
         name = job.namespace, job.name
-        found = traffic.of_job(name, self.memory.of(job), self.runtime.now())
-        if self.network is None or found == self.network.jobs.get(name):
+        if self.network is None:
+            return
+        known, found = self.network.jobs.get(name), traffic.of_job(name, self.memory.of(job), self.runtime.now())
+        if found is not None and known is not None:
+            found = replace(found, sent=known.sent)
+        if found == known:
             return
         jobs = {other: known for other, known in self.network.jobs.items() if other != name}
         planned = self.network.traffic

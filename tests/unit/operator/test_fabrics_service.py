@@ -389,11 +389,26 @@ class TestTraffic:
         memory.evidence = {"j-w0-0": end(0, "a:1", "b:2", 1000), "j-w1-0": end(1, "b:2", "a:1", 70)}
         found = of_job(memory)
         assert found is not None
-        assert found.sent == {(0, 1): 1000, (1, 0): 70}
+        answers = traffic.answers_of(place.memory)
+        assert traffic.with_bytes(found, answers["ns", "j"]).sent == {(0, 1): 1000, (1, 0): 70}
+        together = replace(found, seats=(Seat("node-0", (0, 1, 2, 3)),))
+        assert traffic.with_bytes(together, answers["ns", "j"]).sent == {}, "what stays on its node"
         memory.evidence = {name: replace(one, request="older") for name, one in memory.evidence.items()}
-        other = of_job(memory)
-        assert other is not None
-        assert other.sent == {}
+        assert traffic.answers_of(place.memory) == {}
+
+    async def test_they_count_in_the_plan(self, place: Place) -> None:
+        place.cluster.fabric()
+        memory = place.job(draft=training(4, 0).draft.with_plan(evidence_request="q"))
+        windows = (("a:1", "b:2", 0, 16000), ("b:2", "a:1", 1, 1000))
+        for local, remote, rank, acked in windows:
+            window = LinkWindow(local, remote, rank=rank, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)
+            memory.evidence[f"j-w{rank}-0"] = Evidence("q", f"j-w{rank}-0", 1, links=(window,))
+        await place.look()
+        assert place.operator.network is not None
+        assert place.operator.network.jobs["ns", "j"].sent == {(0, 1): 16000, (1, 0): 1000}
+        assert memory.job is not None
+        place.operator.hear_of_traffic(memory.job)
+        assert place.operator.network.jobs["ns", "j"].sent, "what was found out takes too long to be found out again"
 
 
 async def test_what_a_job_has_just_been_given_counts_for_the_next_one_at_once(place: Place) -> None:
