@@ -434,9 +434,38 @@ def test_quarantine_waits_for_approval_which_stands(cluster: Cluster) -> None:
         cluster.kubectl("delete", "nq", "no-such-node")
 
 
+def fabric(**spec: Any) -> dict[str, Any]:
+    body = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "Fabric", "metadata": {"name": "no-such-network"}}
+    return {**body, "spec": {"spines": 4} | spec}
+
+
+def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: Cluster) -> None:
+    try:
+        cluster.apply(fabric())
+        assert cluster.get("fabric", "no-such-network")["spec"] == {
+            "spines": 4,
+            "planes": 1,
+            "uplink": {"capacity": "400G", "parallel": 1},
+            "pathControl": {"mode": "Off", "ports": "20000-29999"},
+        }
+        status = {"flows": 640, "maxLoad": 5, "bound": 4, "dead": 1}
+        patch = json.dumps({"status": status})
+        cluster.kubectl("patch", "fabric", "no-such-network", "--subresource=status", "--type=merge", "-p", patch)
+        shown = columns(cluster, "default", "fabric", "no-such-network")
+        assert [shown[name] for name in ("FLOWS", "MAXLOAD", "BOUND", "DEAD")] == ["640", "5", "4", "1"]
+        assert "needs spec.hops" in refusal(cluster, fabric(pathControl={"mode": "Probe"}))
+        assert "the lower one first" in refusal(cluster, fabric(pathControl={"ports": "29999-20000"}))
+        assert "like 400G" in refusal(cluster, fabric(uplink={"capacity": "fast"}))
+        slow = {"leaf": "l1", "spine": "s1", "state": "Slow"}
+        assert "a Slow link has a capacity" in refusal(cluster, fabric(exceptions=[slow]))
+        assert "the name of a label" in refusal(cluster, fabric(levels=[{"nodeLabel": "not one"}]))
+    finally:
+        cluster.kubectl("delete", "fabric", "no-such-network", "--ignore-not-found")
+
+
 def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
-    plurals = ("behaviourwindows", "incidents", "nodeprobes", "nodequarantines", "trainingjobs")
+    plurals = ("behaviourwindows", "fabrics", "incidents", "nodeprobes", "nodequarantines", "trainingjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 
