@@ -17,7 +17,7 @@ from ..api import (
 )
 from ..network import Traffic, Wiring
 from ..words import listed, shortened
-from .wiring import UNIT, describe, spine_of, unknown_spines
+from .wiring import UNIT, describe, silent_spines, spine_of, unknown_spines
 
 MAX_LINKS = 256
 MAX_MESSAGE = 4000
@@ -108,6 +108,9 @@ def _links(fabric: Fabric, seen: Seen) -> _Found:
         return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_LINKS, words)
     if spines := unknown_spines(fabric.spec):
         words = f"spec.hops name spines that there are not: {listed(spines)}"
+        return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_SPINES, words)
+    if fabric.spec.path_control.mode is PathControl.PROBE and (spines := silent_spines(fabric.spec)):
+        words = f"spec.hops have no address of {listed(spines)}: flows planned there go where the network puts them"
         return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_SPINES, words)
     return _Found(FabricCondition.LINKS_KNOWN, True, FabricReason.FITS)
 

@@ -43,7 +43,7 @@ def step(observation: Observation, _policy: Policy) -> Draft:
         return draft  # this operator has not looked yet
     mode, plan = network.spec.path_control.mode, draft.plan
     if mode is PathControl.PROBE and plan.members:
-        wanted = plan.paths if observation.training_since is not None else _wanted(observation, network)
+        wanted = plan.paths if observation.training_since is not None else planned(observation, network)
     elif mode is PathControl.REROLL and plan.paths is not None:
         wanted = None if any(path.spine for path in plan.paths.wanted) else plan.paths
     else:
@@ -95,7 +95,8 @@ def _address(text: str) -> str:
         return ""
 
 
-def _wanted(observation: Observation, network: Network) -> Paths | None:
+def planned(observation: Observation, network: Network) -> Paths | None:
+    """What the job's next round is to follow of the joint plan; None: nothing."""
     own = _own(observation)
     hops, ports = hops_of(network.spec), _ports(network, own)
     answering = {hop.spine for hop in hops}

@@ -9,17 +9,21 @@ from pacekeeper_analysis.price import Price
 
 from ..api import Cause, Class, PathControl, Remedy
 from ..decision import Decision, PlanTraffic
-from ..network import Replanned
+from ..network import Network, Replanned
 from ..observation import Observation, Policy
 from ..subject import Subject
+from . import paths
 from .pricing import plan_traffic_option, written
 from .straggler import steady
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    due = _due(observation)
-    if due is None or not steady(observation):
+    network = observation.surroundings.network
+    due = None if network is None else _due(observation, network)
+    if network is None or due is None or not steady(observation):
         return None
+    if paths.planned(observation, network) == observation.plan.paths:
+        return None  # what is planned cannot be followed: for want of ports, or of a spine's address
     option = plan_traffic_option(observation, policy)
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
     known = observation.state.incidents.names()
@@ -44,12 +48,11 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     )
 
 
-def _due(observation: Observation) -> Replanned | None:
+def _due(observation: Observation, network: Network) -> Replanned | None:
     """What has been planned for this very membership."""
-    network, job = observation.surroundings.network, observation.job
-    if network is None or network.traffic is None or network.spec.path_control.mode is not PathControl.PROBE:
+    name = observation.job.namespace, observation.job.name
+    if network.traffic is None or network.spec.path_control.mode is not PathControl.PROBE:
         return None
-    name = job.namespace, job.name
     looked_at = network.jobs.get(name)
     if looked_at is None or looked_at.membership != observation.plan.membership:
         return None

@@ -61,6 +61,12 @@ def unknown_spines(spec: FabricSpec) -> tuple[str, ...]:
     return tuple(sorted(set(spec.hops.values()) - ours))
 
 
+def silent_spines(spec: FabricSpec) -> tuple[str, ...]:
+    """That no address in its hops answers for."""
+    answering = set(spec.hops.values())
+    return tuple(name for name in map(spine_of, range(spec.planes * spec.spines)) if name not in answering)
+
+
 def _where(spec: FabricSpec, nodes: Iterable[NodeView]) -> dict[str, str]:
     """Node → leaf; "": it does not say."""
     levels = tuple(level.node_label for level in spec.levels)

@@ -29,10 +29,11 @@ from pacekeeper_operator.observation import NodeView
 from tests.support.schema import faults, schema
 
 NOW = 1_000_000.0
+HOPS = {"10.0.0.1": "s1", "10.0.0.2": "s2"}
 
 
 def fabric(mode: PathControl = PathControl.PROBE, **changes: Any) -> Fabric:
-    values: dict[str, Any] = {"spines": 2, "levels": (LevelSpec("leaf"),), "hops": {"10.0.0.1": "s1"}}
+    values: dict[str, Any] = {"spines": 2, "levels": (LevelSpec("leaf"),), "hops": HOPS}
     values |= changes
     return Fabric("f", "uid", 7, NOW - 100, FabricSpec(path_control=PathControlSpec(mode), **values))
 
@@ -146,6 +147,15 @@ def test_hops_to_nowhere() -> None:
         "False",
         FabricReason.UNKNOWN_SPINES,
     )
+
+
+def test_spines_that_nothing_answers_for() -> None:
+    of = fabric(hops={"10.0.0.1": "s1"})
+    status, reason, message = condition(report(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)
+    assert (status, reason) == ("False", FabricReason.UNKNOWN_SPINES)
+    assert "no address of s2" in message
+    unprobed = fabric(PathControl.OFF, hops={})
+    assert condition(report(unprobed, seen(unprobed), NOW), FabricCondition.LINKS_KNOWN)[0] == "True"
 
 
 def test_of_many_links_the_dead_and_the_full_ones_are_shown() -> None:

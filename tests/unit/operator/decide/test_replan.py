@@ -143,6 +143,19 @@ class TestLeftAlone:
     def test_where_nothing_is_due(self, seen: Network | None) -> None:
         assert replan.check(world(seen), policy()) is None
 
+    def test_where_what_is_planned_cannot_be_followed(self) -> None:
+        """A round for it would change nothing, and would be due again."""
+        seen = network()
+        unheard = replace(seen, spec=replace(seen.spec, hops={"10.0.0.1": "s1"}))
+        before = world(unheard, own={})
+        bare = before.with_draft(before.draft.with_plan(paths=None))
+        assert replan.check(bare, policy()) is None
+        crowded = replace(
+            seen, spec=replace(seen.spec, path_control=PathControlSpec(PathControl.PROBE, (20000, 20100)))
+        )
+        without = world(crowded).with_draft(world(crowded).draft.with_plan(paths=None))
+        assert replan.check(without, policy()) is None
+
     def test_where_it_is_not_allowed(self) -> None:
         others = frozenset(Remedy) - {Remedy.PLAN_TRAFFIC}
         assert replan.check(world(network()), policy(allow=others)) is None
