@@ -68,7 +68,7 @@ def _round_seconds(job: Job, state: State, now: float) -> float:
 
 def answers_of(memory: Memory) -> dict[JobName, Answers]:
     """What workers have answered to a question for their connections, by job, where one is out."""
-    found = {}
+    found: dict[JobName, Answers] = {}
     for name, job in memory:
         request = "" if job.plan is None else job.plan.evidence_request
         told = tuple(one for one in job.evidence.values() if one.request == request and (one.links or one.flows))
