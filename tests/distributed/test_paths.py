@@ -435,7 +435,7 @@ class Job:
 
     def begin(self, spine: str) -> None:
         """The next membership, whose traffic goes by this spine both ways."""
-        self._wait(lambda: all(self.runtimes[worker].alive.exists() for worker in (0, 1)), "launchers")
+        self._wait(lambda: all(runtime.alive.exists() for runtime in self.runtimes), "launchers")
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
@@ -469,7 +469,7 @@ class Job:
 
     def _wait(self, look: Any, what: str) -> None:
         try:
-            eventually(look, what)
+            eventually(look, what, seconds=120.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
@@ -480,8 +480,8 @@ class Job:
 
 
 def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, folder: Path) -> None:
-    """gloo's all-reduces in ranks of real launchers, without privileges. The next round takes the new plan's paths."""
-    with leaf_spine(hosts=2) as fabric:
+    """gloo's all-reduces in pods, by ranks of real launchers without privileges. The next round takes the new paths."""
+    with leaf_spine(hosts=2, pods=True) as fabric:
         fabric.shape("50mbit")
         jobs = [Job(fabric, shim, folder, number, 20000 + 1000 * number) for number in (0, 1)]
         try:
