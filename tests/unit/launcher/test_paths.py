@@ -437,7 +437,7 @@ class TestFinder:
         """On loopback addresses. Both directions of their ranks' one connection are planned."""
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
-        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 24000, 24999))
+        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 20000, 20999))
         finders, runtimes = [], [Runtime(tmp_path / worker).make() for worker in ("w0", "w1")]
         for member, runtime in zip(members, runtimes, strict=True):
             ended = asyncio.Event()
@@ -452,7 +452,7 @@ class TestFinder:
 
         assert await asyncio.to_thread(eventually, ports, "knocks")
         assert {port % SPINES for port in ports()} == {1}
-        assert runtimes[0].paths_of(0).read_text() == "listen 127.0.0.1 0 24000\n"
+        assert runtimes[0].paths_of(0).read_text() == "listen 127.0.0.1 0 20000\n"
         await asyncio.to_thread(eventually, lambda: finders[1]._found[1, 0].ports, "ports that fit both ways")
         assert set(finders[1]._found[1, 0].ports) <= set(ports())
         for finder in finders:
