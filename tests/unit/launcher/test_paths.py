@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher import hops, paths
+from pacekeeper.launcher import hops, path_finder, paths
 from pacekeeper.launcher.hops import Probe, Trace
 from pacekeeper.launcher.knocks import Doors, knock
+from pacekeeper.launcher.path_finder import PathFinder
 from pacekeeper.launcher.paths import (
     Found,
-    PathFinder,
     confirmed,
     entries,
     find,
@@ -365,9 +365,9 @@ class TestFinder:
 
     async def found(self, finder: PathFinder, ended: asyncio.Event, plan: WorkerPlan, seen: int = 0) -> None:
         ended.clear()
-        assert not finder.find(plan, seen, restarts=seen), "the round waits for it"
+        assert not finder.find(plan, seen), "the round waits for it"
         await ended.wait()
-        assert finder.find(plan, seen, restarts=seen)
+        assert finder.find(plan, seen)
 
     @pytest.fixture(autouse=True)
     def switches(self, monkeypatch: pytest.MonkeyPatch) -> Switches:
@@ -395,7 +395,7 @@ class TestFinder:
         plan = self.PLAN.part("w1")
         await self.found(finder, ended, plan)
         count = len(switches.sent)
-        assert finder.find(plan, 0, 0)
+        assert finder.find(plan, 0)
         assert len(switches.sent) == count
         await self.found(finder, ended, plan, seen=1)
         assert len(switches.sent) > count
@@ -404,11 +404,11 @@ class TestFinder:
         self, finder: PathFinder, ended: asyncio.Event
     ) -> None:
         plan = self.PLAN.part("w1")
-        assert not finder.find(plan, 0, 0)
+        assert not finder.find(plan, 0)
         await self.found(finder, ended, plan, seen=1)
         finder.put_in_force(plan)
         assert len(finder.reports()) == 1
-        assert finder.find(replace(plan, paths=None), 2, 0)
+        assert finder.find(replace(plan, paths=None), 2)
         finder.put_in_force(replace(plan, paths=None))
         assert finder.reports() == ()
 
@@ -417,7 +417,7 @@ class TestFinder:
     ) -> None:
         plan = replace(self.PLAN, paths=None).part("w1")
         runtime.paths_of(0).write_text("of a round before")
-        assert finder.find(plan, 0, 0), "nothing to wait for"
+        assert finder.find(plan, 0), "nothing to wait for"
         finder.put_in_force(plan)
         assert not runtime.paths_of(0).exists()
         assert finder.reports() == ()
@@ -427,7 +427,7 @@ class TestFinder:
     ) -> None:
         finder = PathFinder(runtime, HIGH, no_shim="musl", labels=False, on_found=lambda: None)
         plan = self.PLAN.part("w1")
-        assert finder.find(plan, 0, 0)
+        assert finder.find(plan, 0)
         finder.put_in_force(plan)
         assert not runtime.paths_of(0).exists()
         assert [each.fault for each in finder.reports()] == [PathFault.NO_SHIM]
@@ -461,7 +461,7 @@ class TestFinder:
     async def test_who_waits_for_a_knock_that_never_comes_says_so(
         self, runtime: Runtime, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(paths, "LISTEN_SECONDS", 0.01)
+        monkeypatch.setattr(path_finder, "LISTEN_SECONDS", 0.01)
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
         plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).part("w1")
@@ -479,7 +479,7 @@ class TestFinder:
         await self.found(finder, ended, plan)
         finder.put_in_force(plan)
         seen: list[Connection] = []
-        monkeypatch.setattr(paths, "connections", lambda: seen)
+        monkeypatch.setattr(path_finder, "connections", lambda: seen)
         finder.look(100.0)
         assert not finder.reports()[0].in_force
         port = int(runtime.paths_of(0).read_text().split()[-1])
@@ -495,10 +495,10 @@ class TestFinder:
         plan = self.PLAN.part("w1")
         await self.found(finder, ended, plan)
         finder.put_in_force(plan)
-        monkeypatch.setattr(paths, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
+        monkeypatch.setattr(path_finder, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
         finder.look(100.0)
         assert finder.reports()[0].fault is PathFault.NONE
-        finder.look(100.0 + paths.CONFIRM_SECONDS)
+        finder.look(100.0 + path_finder.CONFIRM_SECONDS)
         assert finder.reports()[0].fault is PathFault.NOT_TAKEN
 
 
