@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -76,12 +78,24 @@ def fabric() -> Iterator[LeafSpine]:
         yield made
 
 
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """That anybody may enter: pytest's own are shut for others, again with each session that starts."""
+    with TemporaryDirectory(prefix="pacekeeper-test-") as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    folder = tmp_path_factory.mktemp("shim")
-    for part in (folder, folder.parent, folder.parent.parent):
-        part.chmod(0o755)
-    return paths.build(folder)
+def shim() -> Iterator[Shim]:
+    with open_folder() as folder:
+        yield paths.build(folder)
 
 
 def trace(
@@ -267,14 +281,6 @@ class Team:
             process.communicate()
         for host in self.hosts:
             host.end()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """That anybody may enter."""
-    for part in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        part.chmod(0o755)
-    return tmp_path
 
 
 class TestPlannedPaths:
