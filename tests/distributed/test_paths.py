@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -76,12 +78,24 @@ def fabric() -> Iterator[LeafSpine]:
         yield made
 
 
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """That anybody may enter: pytest's own are shut for others, again with each session that starts."""
+    with TemporaryDirectory(prefix="pacekeeper-test-") as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    folder = tmp_path_factory.mktemp("shim")
-    for part in (folder, folder.parent, folder.parent.parent):
-        part.chmod(0o755)
-    return paths.build(folder)
+def shim() -> Iterator[Shim]:
+    with open_folder() as folder:
+        yield paths.build(folder)
 
 
 def trace(
@@ -90,6 +104,12 @@ def trace(
     said = host.run(*python(TRACE), host.address, peer, "20001", str(hops), kind, *map(str, sources), user=NOBODY)
     ends, taken = json.loads(said)
     return {int(port): end for port, end in ends.items()}, taken
+
+
+def sent_again(host: FabricHost) -> int:
+    """How often anybody on it had to ask again for a connection."""
+    names, values = (line.split() for line in host.run("cat", "/proc/net/netstat").splitlines()[:2])
+    return int(values[names.index("TCPSynRetrans")])
 
 
 class TestTrace:
@@ -263,14 +283,6 @@ class Team:
             host.end()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """That anybody may enter."""
-    for part in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        part.chmod(0o755)
-    return tmp_path
-
-
 class TestPlannedPaths:
     @pytest.mark.parametrize("spine", [0, 1, 2])
     def test_the_side_that_connects_sends_by_the_planned_spine(
@@ -309,9 +321,9 @@ class TestPlannedPaths:
         with leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
             eventually(lambda: all(team.hosts[1].found()), "ports that fit both ways", seconds=10.0)
-            began = time.monotonic()
+            before = sent_again(fabric.hosts[1])
             assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
-            assert time.monotonic() - began < 1.0, "nothing was sent again"
+            assert sent_again(fabric.hosts[1]) == before
             assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
             team.end()
 
@@ -435,7 +447,7 @@ class Job:
 
     def begin(self, spine: str) -> None:
         """The next membership, whose traffic goes by this spine both ways."""
-        self._wait(lambda: all(self.runtimes[worker].alive.exists() for worker in (0, 1)), "launchers")
+        self._wait(lambda: all(runtime.alive.exists() for runtime in self.runtimes), "launchers")
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
@@ -469,7 +481,7 @@ class Job:
 
     def _wait(self, look: Any, what: str) -> None:
         try:
-            eventually(look, what)
+            eventually(look, what, seconds=120.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
@@ -480,8 +492,8 @@ class Job:
 
 
 def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, folder: Path) -> None:
-    """gloo's all-reduces in ranks of real launchers, without privileges. The next round takes the new plan's paths."""
-    with leaf_spine(hosts=2) as fabric:
+    """gloo's all-reduces in pods, by ranks of real launchers without privileges. The next round takes the new paths."""
+    with leaf_spine(hosts=2, pods=True) as fabric:
         fabric.shape("50mbit")
         jobs = [Job(fabric, shim, folder, number, 20000 + 1000 * number) for number in (0, 1)]
         try:

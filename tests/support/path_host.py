@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.paths import PathFinder
+from pacekeeper.launcher.path_finder import PathFinder
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.plan import WorkerPlan
 
@@ -25,7 +25,7 @@ async def main(address: str, folder: Path) -> None:
     runtime, found = Runtime(folder).make(), asyncio.Event()
     finder = PathFinder(runtime, address, no_shim="", labels=True, on_found=found.set)
     plan = WorkerPlan.from_json(await _read())
-    if not finder.find(plan, seen=0, restarts=0):
+    if not finder.find(plan, seen=0):
         await found.wait()
     _print("ready")
     await _read()

@@ -26,8 +26,8 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        folders = (self.faults, self.rings, self.communicators, self.paths, self.snapshots, self.stacks)
-        for folder in (self.root, *folders, self.patterns):
+        own = (self.faults, self.rings, self.communicators, self.paths, self.snapshots, self.stacks, self.patterns)
+        for folder in (self.root, *own):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 

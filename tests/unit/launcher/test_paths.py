@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher import hops, paths
+from pacekeeper.launcher import hops, path_finder, paths
 from pacekeeper.launcher.hops import Probe, Trace
-from pacekeeper.launcher.meeting import MOST_NOTES, Meeting, PortNote, Report, Status, View, advance
-from pacekeeper.launcher.paths import Found, PathFinder, confirmed, entries, find, initiates, listen_port, probes_of
+from pacekeeper.launcher.knocks import Doors, knock
+from pacekeeper.launcher.path_finder import PathFinder
+from pacekeeper.launcher.paths import (
+    Found,
+    confirmed,
+    entries,
+    find,
+    initiates,
+    listen_port,
+    probes_of,
+    source_ports,
+)
 from pacekeeper.launcher.sockets import Connection, connections
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath, WorkerPath, WorkerPaths, WorkerPlan
 from pacekeeper_analysis.reports import PathFault
+from tests.support.launchers import eventually
 
 LOW, HIGH = "10.0.0.9", "10.0.0.10"
 """Two workers' addresses: the higher one connects, and 10 is higher than 9 although it is not in letters."""
@@ -28,7 +41,7 @@ S1 = "10.98.0.1"
 
 @dataclass
 class Switches:
-    """A network whose spines are `distance` hops off: spine number port % SPINES, with address 10.98.0.<number>."""
+    """A network whose spines are `distance` hops off: spine number port % spines, with address 10.98.0.<number>."""
 
     distance: int = 2
     silent: bool = False
@@ -36,6 +49,7 @@ class Switches:
     dead: Collection[str] = ()  # spines that pass nothing on
     quiet_beyond: bool = False  # the leaves behind them do not answer
     most_answers: int = 1000
+    spines: int = SPINES
     sent: list[Probe] = field(default_factory=list)
 
     def __call__(self, probes: Sequence[Probe]) -> Trace:
@@ -48,7 +62,8 @@ class Switches:
         return found
 
     def end(self, probe: Probe) -> str:
-        spine = f"10.98.0.{probe.source_port % SPINES}"
+        chooses = probe.source_port if probe.source_port >= 20500 else probe.port  # the other one is the listener's
+        spine = f"10.98.0.{chooses % self.spines}"
         if probe.hops < self.distance:
             return "leaf"
         if probe.hops == self.distance:
@@ -126,16 +141,21 @@ class TestPorts:
         tried = probes_of(path(3, 5, LOW), task(), HIGH, "salt")
         assert len(tried) == 4 * SPINES == len({probe.source_port for probe in tried})
         assert {(probe.address, probe.port) for probe in tried} == {(LOW, 20005)}
-        assert all(20500 <= probe.source_port <= 20999 for probe in tried)
+        assert all(20500 <= probe.source_port <= 20749 for probe in tried)
 
     def test_who_is_connected_to_tries_the_peers_ports_from_its_listener(self) -> None:
         tried = probes_of(path(3, 5, HIGH), task(), LOW, "salt")
         assert {(probe.source_port, probe.address) for probe in tried} == {(20003, HIGH)}
-        assert all(20500 <= probe.port <= 20999 for probe in tried)
+        assert all(20750 <= probe.port <= 20999 for probe in tried)
 
-    def test_both_directions_of_a_pair_try_the_same_and_each_round_others(self) -> None:
+    def test_what_one_side_tries_the_other_never_takes_without_a_knock(self) -> None:
+        """Nodes that follow connections remember what was tried for two minutes, and would drop what comes back."""
+        without, after = (set(source_ports(path(3, 5), task(), "salt", knocked=knocked)) for knocked in (False, True))
+        assert without.isdisjoint(after)
+
+    def test_both_sides_draw_the_same_and_each_round_others(self) -> None:
         there = [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "a")]
-        assert there == [probe.source_port for probe in probes_of(path(5, 3, LOW), task(), HIGH, "a")]
+        assert there == source_ports(path(3, 5, LOW), task(), "a", knocked=True)
         assert there != [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "b")]
 
     def test_listeners_of_neighbouring_ranks_differ_and_never_leave_their_half(self) -> None:
@@ -144,7 +164,7 @@ class TestPorts:
         assert (min(listening), max(listening)) == (20000, 20499)
 
     def test_more_spines_than_ports_try_them_all(self) -> None:
-        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, "salt")) == 500
+        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, "salt")) == 250
 
 
 class TestSearch:
@@ -160,20 +180,39 @@ class TestSearch:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
         assert [each.path.source for each in paths.search(both, (0,), HIGH, "salt", labels=False)] == [0]
 
-    def test_where_the_way_back_is_planned_too_more_is_tried_and_all_that_fit_are_told(self, network: Switches) -> None:
-        (one,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
-        tried = len(network.sent)
-        (both,) = paths.search(task(path(0, 1, LOW), path(1, 0, LOW)), (0,), HIGH, "salt", labels=False)
-        assert len(one.ports) == paths.PORTS
-        assert len(both.ports) > paths.PORTS
-        assert tried <= 4 * SPINES + 8 + 4
-        assert len(network.sent) - tried <= paths.PROBES_BOTH_WAYS + 8 + 4
+    def test_no_more_is_tried_than_switches_bear(self, network: Switches) -> None:
+        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        assert len(found.ports) == paths.PORTS
+        assert {port % SPINES for port in found.ports} == {1}
+        assert len(network.sent) <= 4 * SPINES + paths.BATCH + 2 * paths.PORTS
+
+    def test_where_the_way_back_is_planned_too_the_side_that_is_connected_to_tries_more(
+        self, network: Switches
+    ) -> None:
+        (found,) = paths.search(task(path(0, 1, HIGH), path(1, 0, HIGH)), (0,), LOW, "salt", labels=False)
+        assert paths.PORTS < len(found.ports) <= paths.MOST_KNOCKS
+        assert len(network.sent) <= paths.PROBES_BOTH_WAYS + paths.BATCH + 2 * paths.PORTS
+
+    def test_and_the_side_that_connects_waits_for_its_knocks(self, network: Switches) -> None:
+        both = task(path(0, 1, LOW), path(1, 0, LOW))
+        (waiting,) = paths.search(both, (0,), HIGH, "salt", labels=False)
+        assert (waiting.ports, waiting.fault, network.sent) == ((), PathFault.NONE, [])
+        knocked = (20759, 20761, 20763, 20765)
+        assert paths.narrow(waiting, both, HIGH, knocked).ports == (20761, 20765)
+        assert paths.narrow(waiting, both, HIGH, (20759, 20763)).fault is PathFault.NOT_FOUND
 
     def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
         (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
         (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=True)
         assert without.label == 0
         assert (paths.ROCE_FIRST_SOURCE_PORT + found.label) % SPINES == 1
+
+    @pytest.mark.parametrize("spines", [1, 2, 64])
+    def test_few_spines_and_many(self, network: Switches, spines: int) -> None:
+        network.spines = spines
+        wanted = replace(path(0, 1, LOW), hops=(f"10.98.0.{spines - 1}",))
+        (found,) = paths.search(task(wanted, spines=spines), (0,), HIGH, "salt", labels=False)
+        assert {port % spines for port in found.ports} == {spines - 1}
 
     def test_in_an_unknown_fabric_ports_are_drawn_without_a_packet(self, network: Switches) -> None:
         unknown = replace(path(0, 1, LOW), spine="", hops=(), draw=5)
@@ -189,41 +228,41 @@ class TestSearch:
 
 class TestEntries:
     def test_the_side_that_connects_writes_where_from(self) -> None:
-        found = [Found(path(0, 1, LOW), (20700, 20701, 20702))]
-        assert entries(0, task(path(0, 1, LOW)), HIGH, found, ()) == [
+        found = [Found(path(0, 1, LOW), (20700, 20701))]
+        assert entries(0, task(path(0, 1, LOW)), HIGH, found, {}) == [
             f"listen {HIGH} 0 20000",
             f"connect {LOW} 20001 20700 20701",
         ]
 
-    def test_the_side_that_is_connected_to_listens_and_tells_the_other(self) -> None:
+    def test_the_side_that_is_connected_to_only_listens(self) -> None:
         found = [Found(path(1, 0, HIGH), (20700, 20701))]
-        assert entries(1, task(path(1, 0, HIGH)), LOW, found, ()) == [f"listen {LOW} 0 20001"]
-        (note,) = paths.notes_of(found, LOW)
-        assert note == PortNote("peer", 1, 0, (20700, 20701))
-        assert paths.notes_of(found, "10.0.0.11") == (), "it connects itself"
-        told = entries(0, task(path(1, 0, LOW)), HIGH, (), [note])
-        assert told == [f"listen {HIGH} 0 20000", f"connect {LOW} 20001 20700 20701"]
+        assert entries(1, task(path(1, 0, HIGH)), LOW, found, {}) == [f"listen {LOW} 0 20001"]
 
-    def test_where_both_directions_are_planned_a_port_that_fits_both_wins_and_then_the_own_one(self) -> None:
+    def test_who_was_knocked_at_connects_from_there(self) -> None:
+        told = entries(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800, 20801]})
+        assert told == [f"listen {HIGH} 0 20000", f"connect {LOW} 20001 20800 20801"]
+
+    def test_ports_that_fit_both_ways_come_first(self) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        found = [Found(path(0, 1, LOW), (20700, 20701))]
-        fits, other = PortNote("peer", 1, 0, (20701, 20799)), PortNote("peer", 1, 0, (20799,))
-        assert entries(0, both, HIGH, found, [fits])[1] == f"connect {LOW} 20001 20701"
-        assert entries(0, both, HIGH, found, [other])[1] == f"connect {LOW} 20001 20700 20701"
+        found = [Found(path(0, 1, LOW), (20802,))]
+        told = entries(0, both, HIGH, found, {(1, 0): [20800, 20802]})
+        assert told[1] == f"connect {LOW} 20001 20802 20800"
+
+    def test_no_more_ports_are_told_than_the_shim_tries(self) -> None:
+        told = entries(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): list(range(20800, 20816))})
+        assert len(told[1].split()) == 3 + paths.MOST_PORTS
 
     def test_a_path_without_ports_leaves_the_connection_alone(self) -> None:
         found = [Found(path(0, 1, LOW), fault=PathFault.FILTERED)]
-        assert entries(0, task(path(0, 1, LOW)), HIGH, found, ()) == [f"listen {HIGH} 0 20000"]
-        assert paths.notes_of(found, "10.0.0.1") == ()
+        assert entries(0, task(path(0, 1, LOW)), HIGH, found, {}) == [f"listen {HIGH} 0 20000"]
 
-    def test_notes_about_other_ranks_and_ranks_without_paths_change_nothing(self) -> None:
-        note = PortNote("peer", 7, 8, (20700,))
-        assert entries(0, task(path(1, 0, LOW)), HIGH, (), [note]) == [f"listen {HIGH} 0 20000"]
-        assert entries(4, task(path(1, 0, LOW)), HIGH, (), [note]) == []
+    def test_knocks_for_other_ranks_and_ranks_without_paths_change_nothing(self) -> None:
+        assert entries(0, task(path(1, 0, LOW)), HIGH, (), {(7, 8): [20800]}) == [f"listen {HIGH} 0 20000"]
+        assert entries(4, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800]}) == []
 
     def test_labels_are_for_the_sender(self) -> None:
         found = [Found(path(0, 1, HIGH), (20700,), label=77)]
-        assert entries(0, task(path(0, 1, HIGH)), LOW, found, ())[-1] == f"label {HIGH} 77"
+        assert entries(0, task(path(0, 1, HIGH)), LOW, found, {})[-1] == f"label {HIGH} 77"
 
 
 class TestConfirmed:
@@ -251,43 +290,57 @@ class TestConfirmed:
         assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, "192.0.2.1", 20700)) is PathFault.TRANSLATED
 
 
-class TestNotes:
-    def report(self, worker: str, *notes: PortNote) -> Report:
-        return Report(worker, "first", 1, Status.READY, 0, workers=2, notes=notes)
+class TestKnocks:
+    """On loopback addresses: 127.0.0.1 connects from port 20001 or another."""
 
-    def test_they_arrive_with_the_round(self) -> None:
-        note = PortNote("a", 1, 0, (20700, 20701))
-        reports = {"a": self.report("a"), "b": self.report("b", note)}
-        meeting = advance(Meeting(1), reports)
-        assert meeting.view("a", "first").notes == (note,)
-        assert meeting.view("b", "first").notes == ()
+    PATH = path(1, 0, "127.0.0.1")
 
-    def test_they_survive_the_wire(self) -> None:
-        note = PortNote("a", 1, 0, (20700, 20701))
-        assert Report.from_json(self.report("b", note).to_json()).notes == (note,)
-        view = View(1, notes=(note,))
-        assert View.from_json(view.to_json()) == view
-        assert Report.from_json({**self.report("b").to_json(), "notes": ()}).notes == ()
+    @pytest.fixture
+    async def knocked(self) -> AsyncIterator[asyncio.Queue[WorkerPath]]:
+        heard: asyncio.Queue[WorkerPath] = asyncio.Queue()
+        self.doors = Doors("127.0.0.2", heard.put_nowait)
+        yield heard
+        self.doors.close()
 
-    def test_nobody_gets_more_than_a_message_holds(self) -> None:
-        flood = [PortNote("a", number, 0, (20700,)) for number in range(MOST_NOTES)]
-        meeting = advance(Meeting(1), {"a": self.report("a", *flood), "b": self.report("b", *flood)})
-        assert len(meeting.view("a", "first").notes) == MOST_NOTES
+    async def test_the_ports_that_were_knocked_at_are_known_and_free_again(
+        self, knocked: asyncio.Queue[WorkerPath]
+    ) -> None:
+        first, second, third, source = free_ports(4)
+        self.doors.open(self.PATH, source, [first, second, third])
+        await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
+        assert [await knocked.get(), await knocked.get()] == [self.PATH] * 2
+        assert sorted(self.doors.knocked[1, 0]) == sorted([first, third])
+        with socket.socket() as rank:  # as the shim binds it, and from there towards whom has knocked
+            rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            rank.bind(("", first))
+            with socket.create_server(("127.0.0.1", source)):
+                rank.connect(("127.0.0.1", source))
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.2", second))
 
-    @pytest.mark.parametrize(
-        ("notes", "field"),
-        [
-            ([{"worker": "a", "source": 1, "destination": 0}], "ports"),
-            ([{"worker": "a", "source": 1, "destination": 0, "ports": [70000]}], r"notes\[0\].ports\[0\]"),
-            ([{"worker": "a", "source": 1, "destination": 0, "ports": list(range(1, 18))}], r"notes\[0\].ports"),
-            ([{"worker": 7, "source": 1, "destination": 0, "ports": []}], r"notes\[0\].worker"),
-            ([{}] * (MOST_NOTES + 1), "notes"),
-            ("words", "notes"),
-        ],
-    )
-    def test_bad_ones_end_the_conversation(self, notes: object, field: str) -> None:
-        with pytest.raises(ValueError, match=field):
-            Report.from_json({**self.report("b").to_json(), "notes": notes})
+    async def test_others_who_knock_are_sent_away(self, knocked: asyncio.Queue[WorkerPath]) -> None:
+        door, source, elsewhere = free_ports(3)
+        self.doors.open(self.PATH, source, [door])
+        await asyncio.to_thread(knock, "127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
+        await asyncio.to_thread(knock, "127.0.0.3", source, "127.0.0.2", [door], 1.0)
+        await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [door], 1.0)
+        await knocked.get()
+        assert self.doors.knocked == {(1, 0): [door]}
+        assert knocked.empty()
+
+    async def test_taken_doors_stay_shut(self, knocked: asyncio.Queue[WorkerPath]) -> None:
+        taken, free, source = free_ports(3)
+        with socket.create_server(("127.0.0.2", taken)):
+            self.doors.open(self.PATH, source, [taken, free])
+            await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
+            await knocked.get()
+        assert self.doors.knocked == {(1, 0): [free]}
+
+    def test_where_nobody_listens_a_knock_ends_at_once(self) -> None:
+        door, source = free_ports(2)
+        began = time.monotonic()
+        knock("127.0.0.1", source, "127.0.0.2", [door], 5.0)
+        assert time.monotonic() - began < 1.0
 
 
 class TestFinder:
@@ -327,7 +380,7 @@ class TestFinder:
     ) -> None:
         plan = self.PLAN.part("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan, ())
+        finder.put_in_force(plan)
         listen, connect = runtime.paths_of(0).read_text().splitlines()
         assert listen == f"listen {HIGH} 0 20001"
         assert connect.startswith(f"connect {LOW} 20000 ")
@@ -353,11 +406,11 @@ class TestFinder:
         plan = self.PLAN.part("w1")
         assert not finder.find(plan, 0)
         await self.found(finder, ended, plan, seen=1)
-        finder.put_in_force(plan, ())
+        finder.put_in_force(plan)
         assert len(finder.reports()) == 1
         assert finder.find(replace(plan, paths=None), 2)
-        finder.put_in_force(replace(plan, paths=None), ())
-        assert (finder.reports(), finder.notes) == ((), ())
+        finder.put_in_force(replace(plan, paths=None))
+        assert finder.reports() == ()
 
     async def test_a_round_without_paths_takes_back_what_one_before_had(
         self, runtime: Runtime, finder: PathFinder
@@ -365,7 +418,7 @@ class TestFinder:
         plan = replace(self.PLAN, paths=None).part("w1")
         runtime.paths_of(0).write_text("of a round before")
         assert finder.find(plan, 0), "nothing to wait for"
-        finder.put_in_force(plan, ())
+        finder.put_in_force(plan)
         assert not runtime.paths_of(0).exists()
         assert finder.reports() == ()
 
@@ -375,19 +428,58 @@ class TestFinder:
         finder = PathFinder(runtime, HIGH, no_shim="musl", labels=False, on_found=lambda: None)
         plan = self.PLAN.part("w1")
         assert finder.find(plan, 0)
-        finder.put_in_force(plan, ())
+        finder.put_in_force(plan)
         assert not runtime.paths_of(0).exists()
         assert [each.fault for each in finder.reports()] == [PathFault.NO_SHIM]
         assert not switches.sent
+
+    async def test_two_launchers_agree_by_knocks(self, tmp_path: Path) -> None:
+        """On loopback addresses. Both directions of their ranks' one connection are planned."""
+        members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
+        wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
+        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 20000, 20999))
+        finders, runtimes = [], [Runtime(tmp_path / worker).make() for worker in ("w0", "w1")]
+        for member, runtime in zip(members, runtimes, strict=True):
+            ended = asyncio.Event()
+            finders.append(PathFinder(runtime, member.address, "", labels=False, on_found=ended.set))
+            await self.found(finders[-1], ended, plan.part(member.worker))
+        for finder, member in zip(finders, members, strict=True):
+            finder.put_in_force(plan.part(member.worker))
+
+        def ports() -> list[int]:
+            line = runtimes[1].paths_of(0).read_text().splitlines()[-1]
+            return [int(port) for port in line.split()[3:]] if line.startswith("connect") else []
+
+        assert await asyncio.to_thread(eventually, ports, "knocks")
+        assert {port % SPINES for port in ports()} == {1}
+        assert runtimes[0].paths_of(0).read_text() == "listen 127.0.0.1 0 20000\n"
+        await asyncio.to_thread(eventually, lambda: finders[1]._found[1, 0].ports, "ports that fit both ways")
+        assert set(finders[1]._found[1, 0].ports) <= set(ports())
+        for finder in finders:
+            finder.close()
+
+    async def test_who_waits_for_a_knock_that_never_comes_says_so(
+        self, runtime: Runtime, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(path_finder, "LISTEN_SECONDS", 0.01)
+        wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
+        members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
+        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).part("w1")
+        finder = PathFinder(runtime, "127.0.0.2", "", labels=False, on_found=ended.set)
+        await self.found(finder, ended, plan)
+        finder.put_in_force(plan)
+        assert [each.fault for each in finder.reports()] == [PathFault.NONE]
+        await asyncio.to_thread(eventually, lambda: finder.reports()[0].fault is PathFault.NOT_FOUND, "the fault")
+        assert runtime.paths_of(0).read_text() == "listen 127.0.0.2 0 25001\n"
 
     async def test_a_path_is_in_force_when_its_connection_is_seen(
         self, runtime: Runtime, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plan = self.PLAN.part("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan, ())
+        finder.put_in_force(plan)
         seen: list[Connection] = []
-        monkeypatch.setattr(paths, "connections", lambda: seen)
+        monkeypatch.setattr(path_finder, "connections", lambda: seen)
         finder.look(100.0)
         assert not finder.reports()[0].in_force
         port = int(runtime.paths_of(0).read_text().split()[-1])
@@ -402,12 +494,25 @@ class TestFinder:
     ) -> None:
         plan = self.PLAN.part("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan, ())
-        monkeypatch.setattr(paths, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
+        finder.put_in_force(plan)
+        monkeypatch.setattr(path_finder, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
         finder.look(100.0)
         assert finder.reports()[0].fault is PathFault.NONE
-        finder.look(100.0 + paths.CONFIRM_SECONDS)
+        finder.look(100.0 + path_finder.CONFIRM_SECONDS)
         assert finder.reports()[0].fault is PathFault.NOT_TAKEN
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has on any loopback address; outside of the range from which the kernel takes them."""
+    found = []
+    for port in range(20013, 29999, 11):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+    return found[:count]
 
 
 class TestKernel:

@@ -40,7 +40,7 @@ class Doors:
     def __init__(self, own: str, on_knock: Callable[[WorkerPath], None]) -> None:
         """`own`: this worker's address."""
         self.knocked: dict[tuple[int, int], list[int]] = {}
-        """Ports, by the ranks of the path for which somebody has knocked there; they are free again."""
+        """Ports, by source and destination of the path for which somebody has knocked there; they are free again."""
         self._own, self._on_knock = own, on_knock
         self._sockets: set[socket.socket] = set()
 
@@ -49,8 +49,12 @@ class Doors:
         for port in ports:
             with contextlib.suppress(OSError):
                 door = bind(self._own, port)
+                try:
+                    door.listen(1)
+                except OSError:
+                    door.close()
+                    raise
                 self._watch(door, self._answer, path, knocker, port)
-                door.listen(1)
 
     def close(self) -> None:
         for each in tuple(self._sockets):

@@ -28,7 +28,7 @@ from .inspection import Inspector
 from .meeting import Status
 from .nccl import has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
-from .paths import PathFinder
+from .path_finder import PathFinder
 from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
@@ -246,7 +246,9 @@ class Launcher:
                 self._host.admit(plan.membership, plan.secret)
         self._client.attend(address, port, plan.membership, plan.secret)
         said = report(self._state, plan, self._settings)
-        if said.status is Status.READY and not self._paths.find(plan, self._state.round, self._state.restarts):
+        view = self._client.view
+        seen = view.round if view is not None and view.membership == plan.membership else 0
+        if said.status is Status.READY and not self._paths.find(plan, seen):
             said = replace(said, status=Status.ENDING)  # when all are ready, all know their paths
         self._client.say(said)
 

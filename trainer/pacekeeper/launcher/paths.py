@@ -1,4 +1,4 @@
-"""The ports that lead by the planned paths: found out before each round, and written down for the shim.
+"""Which ports lead by the planned paths, and what a rank's shim is told of them.
 
 Switches choose among equal paths by a hash of addresses and ports. The plan names the spine that each pair of ranks is
 to use; which ports lead there nobody knows, so the launcher of the sending rank tries some (`hops.trace`): the ones
@@ -18,8 +18,6 @@ number, and whoever planned it measures what they bring. docs/decisions/0020-pat
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
 import socket
 import time
@@ -27,13 +25,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
-from pacekeeper.runtime import Runtime, write_text
-from pacekeeper_analysis.plan import WorkerPath, WorkerPaths, WorkerPlan
-from pacekeeper_analysis.reports import PathFault, PathReport
+from pacekeeper_analysis.plan import WorkerPath, WorkerPaths
+from pacekeeper_analysis.reports import PathFault
 
 from .hops import Probe, Trace, trace
-from .knocks import Doors, knock
-from .sockets import Connection, connections
+from .sockets import Connection
 
 HOPS = (2, 3)
 """How far a spine is: behind the leaf, or behind the node and the leaf where pods have a network of their own."""
@@ -48,26 +44,14 @@ PORTS = 2
 ANSWER_SECONDS = 0.2
 SEARCH_SECONDS = 2.0
 """That all paths of a worker may take together: the round waits for them."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two looks at the ranks' connections, for which a script may take its time."""
-KNOCK_SECONDS = 0.2
-"""That a round's begin waits for answers of those who listen for a knock."""
-LISTEN_SECONDS = 1.0
-"""After a round's begin, for knocks; ranks that connect meanwhile do so without."""
-ALL_KNOCKS_SECONDS = 0.02
-"""After the first for a path, until the others are there, too."""
 MOST_KNOCKS = 16
 """For one path."""
 MOST_PORTS = 8
 """That the shim tries."""
 NARROW_SECONDS = 0.5
-CONFIRM_SECONDS = 10.0
-"""After the first connection that is not as it was meant: by then the ranks have made all."""
 ROCE_PORT = 4791
 ROCE_FIRST_SOURCE_PORT = 0xC000
 """Of a queue pair with flow label 0 + what its packets' UDP source port is higher (rdma-core)."""
-
-log = logging.getLogger(__name__)
 
 Tracer = Callable[[Sequence[Probe]], Trace]
 Ends = tuple[int, int]
@@ -136,7 +120,7 @@ def source_ports(path: WorkerPath, paths: WorkerPaths, salt: str, *, knocked: bo
     count = PROBES_PER_SPINE * paths.spines
     if _goes_both_ways(path, paths):
         count = max(count, min(count * paths.spines, PROBES_BOTH_WAYS))
-    drawn_by = f"{salt if path.spine else path.draw} {sorted(_ends(path))}"
+    drawn_by = f"{salt if path.spine else path.draw} {sorted(ends_of(path))}"
     return random.Random(drawn_by).sample(range(first, first + quarter), min(count, quarter))
 
 
@@ -150,14 +134,14 @@ def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list
 
 
 def _goes_both_ways(path: WorkerPath, paths: WorkerPaths) -> bool:
-    return any(_ends(other) == (path.destination, path.source) for other in paths.wanted)
+    return any(ends_of(other) == (path.destination, path.source) for other in paths.wanted)
 
 
 def _half(paths: WorkerPaths) -> int:
     return (paths.last_port + 1 - paths.first_port) // 2
 
 
-def _ends(path: WorkerPath) -> Ends:
+def ends_of(path: WorkerPath) -> Ends:
     return path.source, path.destination
 
 
@@ -210,10 +194,10 @@ def entries(
     rank: int, plan: WorkerPaths, own: str, found: Sequence[Found], knocked: Mapping[Ends, Sequence[int]]
 ) -> list[str]:
     """The lines of a rank's file for the shim (native/paths.c). `knocked`: ports, by the ranks of paths to here."""
-    pairs = {_other(path, rank): path for path in plan.wanted if rank in _ends(path)}
+    pairs = {_other(path, rank): path for path in plan.wanted if rank in ends_of(path)}
     lines = [f"listen {own} 0 {listen_port(plan, rank)}"] if pairs else []
     for other, path in pairs.items():
-        going = next((each for each in found if _ends(each.path) == (rank, other)), None)
+        going = next((each for each in found if ends_of(each.path) == (rank, other)), None)
         ports = list(dict.fromkeys([*(going.ports if going else ()), *knocked.get((other, rank), ())]))
         if ports and initiates(own, path.address):
             lines.append(f"connect {path.address} {listen_port(plan, other)} {' '.join(map(str, ports[:MOST_PORTS]))}")
@@ -241,154 +225,3 @@ def confirmed(each: Found, plan: WorkerPaths, own: str, seen: Collection[Connect
     if not sources:
         return PathFault.TRANSLATED if away else None
     return PathFault.NONE if set(sources) & set(each.ports) else PathFault.NOT_TAKEN
-
-
-class PathFinder:
-    """A launcher's hand on its ranks' paths."""
-
-    def __init__(self, runtime: Runtime, own: str, no_shim: str, labels: bool, on_found: Callable[[], None]) -> None:
-        """`no_shim`: why the ranks have none, "" where they do; `labels`: they may speak RoCE; `on_found`: called when
-        a search has ended."""
-        self._runtime, self._own, self._no_shim, self._labels = runtime, own, no_shim, labels
-        self._on_found = on_found
-        self._sought: tuple[WorkerPaths | None, int, int] | None = None  # for which plan, membership and round
-        self._search: asyncio.Task[tuple[Found, ...]] | None = None
-        self._found: dict[Ends, Found] = {}  # of the paths on which ranks here send
-        self._doors = Doors(own, self._knocked)
-        self._plan: WorkerPlan | None = None  # of the round in force
-        self._settled: dict[Ends, PathFault] = {}  # what is known of its paths for good
-        self._doubted: dict[Ends, float] = {}  # since when a connection is there that is not as it was meant
-        self._look_at, self._pause = float("-inf"), FIRST_PAUSE  # seconds, monotonic
-        self._timers: list[asyncio.TimerHandle] = []
-        self._narrowing: dict[Ends, asyncio.Task[None] | None] = {}  # None: as soon as all have knocked
-
-    def find(self, plan: WorkerPlan, seen: int, restarts: int) -> bool:
-        """Whether all is found out for the round that follows round `seen`; begins with it where that is to be done.
-
-        `restarts`: of the membership, on which all of its launchers agree.
-        """
-        wanted = (plan.paths, plan.membership, seen)
-        if wanted != self._sought:
-            self.close()
-            self._sought = wanted
-            if plan.paths is not None and plan.paths.wanted:
-                self._begin(plan.paths, plan.ranks, f"{plan.membership} {restarts}")
-        return self._search is None
-
-    def _begin(self, paths: WorkerPaths, ranks: Sequence[int], salt: str) -> None:
-        if self._no_shim:
-            log.warning("planned paths are not taken; the network chooses: %s", self._no_shim)
-            sent = (path for path in paths.wanted if path.source in ranks)
-            self._found = {_ends(path): Found(path, fault=PathFault.NO_SHIM) for path in sent}
-            return
-        for path in paths.wanted:
-            if path.destination in ranks and initiates(self._own, path.address):
-                ports = source_ports(path, paths, salt, knocked=True)
-                self._doors.open(path, listen_port(paths, path.source), ports)
-        self._search = asyncio.create_task(asyncio.to_thread(search, paths, ranks, self._own, salt, self._labels))
-        self._search.add_done_callback(self._take)
-
-    def _take(self, search: asyncio.Task[tuple[Found, ...]]) -> None:
-        if search is not self._search:
-            return  # what it has found nobody wants any more
-        self._search = None
-        self._found = {_ends(each.path): each for each in search.result()}
-        for each in self._found.values():
-            way = each.path.spine or f"draw {each.path.draw}"
-            log.info(
-                "path of rank %d to rank %d by %s: %s", *_ends(each.path), way,
-                f"{each.fault}; the network chooses" if each.fault else f"ports {list(each.ports)}",
-            )  # fmt: skip
-        self._on_found()
-
-    def put_in_force(self, plan: WorkerPlan) -> None:
-        """For the round that begins. Knocks where peers are to connect from."""
-        self._plan = plan
-        self._settled = {ends: each.fault for ends, each in self._found.items() if each.fault}
-        self._write()
-        if plan.paths is None or self._no_shim:
-            return
-        for each in self._found.values():
-            if each.ports and not initiates(self._own, each.path.address):
-                here = listen_port(plan.paths, each.path.source)
-                knock(self._own, here, each.path.address, each.ports, KNOCK_SECONDS)
-        self._after(LISTEN_SECONDS, self._end_listening)
-        for source, destination in self._doors.knocked:
-            self._narrow_soon((destination, source))
-
-    def _knocked(self, path: WorkerPath) -> None:
-        if self._plan is not None:  # else the peer was faster
-            self._write()
-            self._narrow_soon((path.destination, path.source))
-
-    def _narrow_soon(self, ends: Ends) -> None:
-        """Of the ports that fit the way back, to those that fit, if that way is planned."""
-        if ends in self._found and not self._found[ends].ports and ends not in self._narrowing:
-            self._narrowing[ends] = None
-            self._after(ALL_KNOCKS_SECONDS, self._narrow, ends)
-
-    def _narrow(self, ends: Ends) -> None:
-        assert self._plan is not None
-        assert self._plan.paths is not None
-        each, knocked = self._found[ends], tuple(self._doors.knocked[ends[::-1]])
-        self._narrowing[ends] = asyncio.create_task(self._narrowed(ends, each, self._plan.paths, knocked))
-
-    async def _narrowed(self, ends: Ends, each: Found, paths: WorkerPaths, knocked: Sequence[int]) -> None:
-        self._found[ends] = each = await asyncio.to_thread(narrow, each, paths, self._own, knocked)
-        if each.fault:
-            self._settled[ends] = each.fault
-        self._write()
-
-    def _end_listening(self) -> None:
-        self._doors.close()
-        for ends, each in self._found.items():
-            if not each.ports and not each.fault:  # nobody has knocked
-                self._settled.setdefault(ends, PathFault.NOT_FOUND)
-
-    def _write(self) -> None:
-        """For the ranks' shims, as far as is known now."""
-        assert self._plan is not None
-        for local, rank in enumerate(self._plan.ranks):
-            file = self._runtime.paths_of(local)
-            if self._plan.paths is None or self._no_shim:
-                file.unlink(missing_ok=True)
-            else:
-                found = tuple(self._found.values())
-                lines = entries(rank, self._plan.paths, self._own, found, self._doors.knocked)
-                write_text(file, "".join(f"{line}\n" for line in lines))
-
-    def look(self, now: float) -> None:
-        """At the ranks' connections, until each is known to be on its path or not. `now`: seconds, monotonic."""
-        waiting = [each for ends, each in self._found.items() if each.ports and ends not in self._settled]
-        if self._plan is None or self._plan.paths is None or not waiting or now < self._look_at:
-            return
-        self._look_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        seen = connections()
-        for each in waiting:
-            ends, fault = _ends(each.path), confirmed(each, self._plan.paths, self._own, seen)
-            if fault is None:
-                continue
-            doubted = now - self._doubted.setdefault(ends, now)
-            if fault is PathFault.NONE or doubted >= CONFIRM_SECONDS:
-                self._settled[ends] = fault
-
-    def reports(self) -> tuple[PathReport, ...]:
-        """Of the paths on which ranks here send."""
-        faults = {ends: self._settled.get(ends) for ends in self._found}
-        return tuple(
-            PathReport(*ends, in_force=fault is PathFault.NONE, fault=fault or PathFault.NONE)
-            for ends, fault in faults.items()
-        )
-
-    def close(self) -> None:
-        """Forgets all of a round."""
-        for running in (self._search, *self._narrowing.values(), *self._timers):
-            if running is not None:
-                running.cancel()
-        self._doors.forget()
-        self._search, self._plan = None, None
-        self._found, self._settled, self._doubted, self._narrowing, self._timers = {}, {}, {}, {}, []
-        self._look_at, self._pause = float("-inf"), FIRST_PAUSE
-
-    def _after(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))
