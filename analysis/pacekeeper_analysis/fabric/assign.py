@@ -383,25 +383,23 @@ class _Planner:
         that it leaves, and there may then be too much at its other end: breadth first over links."""
         ways, ends = self._topology.ways, (self._source, self._destination)
         rooms, on_links = (self._room_up, self._room_down), self._links()
-        came: dict[_Link, _Step | None] = {first: None}
+        came: dict[_Link, tuple[int, _Link] | None] = {first: None}
         queue = deque([first])
         for _ in links_left:
             if not queue:
                 return None
             link = queue.popleft()
-            step, side, (group, way) = came[link], link.side, divmod(link.number, ways)
-            for flow in on_links[side][link.number]:
+            side, (group, way), step = link.side, divmod(link.number, ways), came[link]
+            freed, by = (WITHIN, 0) if step is None else (self._way[step[0]], self._weight[step[0]])
+            for flow in (flow for flow in on_links[side][link.number] if not self._fixed[flow]):
                 weight = self._weight[flow]
-                if self._fixed[flow] or (step is not None and weight < step.over):
-                    continue
                 for to in range(ways):
-                    left = self._weight[step.flow] if step is not None and to == step.way else 0
                     end = _Link(1 - side, ends[1 - side][flow] * ways + to)
-                    if to == way or rooms[side][group * ways + to] + left < weight or end in came:
+                    room = rooms[side][group * ways + to] + (by if to == freed else 0)
+                    if to == way or room < weight or end in came:
                         continue
-                    room = rooms[end.side][end.number]
-                    came[end] = _Step(flow, way, weight - room, link)
-                    if room < weight:
+                    came[end] = flow, link
+                    if rooms[end.side][end.number] < weight:
                         queue.append(end)
                     elif self._fits(chain := list(_steps_back(came, end, ways))):
                         return chain
@@ -427,21 +425,13 @@ class _Link(NamedTuple):
     number: int
 
 
-class _Step(NamedTuple):
-    """`flow` has come from `way`, and there is `over` too much where it is now; `before`: why it had to move."""
-
-    flow: int
-    way: int
-    over: int
-    before: _Link
-
-
-def _steps_back(came: Mapping[_Link, _Step | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
-    """(flow, its new way) of a chain, the last first."""
+def _steps_back(came: Mapping[_Link, tuple[int, _Link] | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
+    """(flow, its new way) of a chain, the last first. came: what has come to a link, and from where it had to move."""
     link, step = end, came[end]
     while step is not None:
-        yield step.flow, link.number % ways
-        link, step = step.before, came[step.before]
+        flow, before = step
+        yield flow, link.number % ways
+        link, step = before, came[before]
 
 
 class _Place(NamedTuple):
