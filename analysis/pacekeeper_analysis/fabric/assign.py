@@ -165,9 +165,10 @@ class _Planner:
 
     def make_room(self) -> None:
         """Takes what is too much at the level that can be reached from its way."""
-        for rooms, on_links in ((self._room_up, 0), (self._room_down, 1)):
-            for link in [link for link, room in enumerate(rooms) if room < 0]:
-                for flow in reversed(self._links()[on_links][link].copy()):
+        rooms_now = self._rooms_at(self._level)
+        for side, rooms in enumerate((self._room_up, self._room_down)):
+            for link in np.flatnonzero(rooms_now[side] < 0).tolist():
+                for flow in reversed(self._links()[side][link].copy()):
                     if rooms[link] < 0 and not self._fixed[flow]:
                         self._take(flow)
 
@@ -238,11 +239,17 @@ class _Planner:
         return up, down
 
     def _set_level(self, level: int) -> None:
-        """Rooms anew, at this level, below what is on the links."""
-        self._level, unit = level, self._topology.unit
+        """Rooms anew, at this level."""
+        self._level = level
+        up, down = self._rooms_at(level)
+        self._room_up: list[int] = up.tolist()
+        self._room_down: list[int] = down.tolist()
+
+    def _rooms_at(self, level: int) -> tuple[Ints, Ints]:
+        """What all uplinks, and downlinks, carry at a level beside what is on them; below 0: there is too much."""
         up, down = self._loads(np.array(self._way, dtype=np.int64))
-        self._room_up: list[int] = (level * self._topology.up.ravel() // unit - up).tolist()
-        self._room_down: list[int] = (level * self._topology.down.ravel() // unit - down).tolist()
+        topology = self._topology
+        return level * topology.up.ravel() // topology.unit - up, level * topology.down.ravel() // topology.unit - down
 
     def _sharpen_bound(self) -> None:
         """To `bound`'s. It takes longer, and is seldom needed."""
