@@ -64,11 +64,11 @@ def assign(
 ) -> Assignment:
     """`present`: each flow's way so far, WITHIN where it has none. `fixed`: those that may not be moved while their way
     is alive: they are another job's, to whom the new round would cost more than it brings."""
-    best = _planned(_Planner(topology, flows, present, fixed), anew=True)
-    if not best.moved:
-        return best
     stays = _planned(_Planner(topology, flows, present, fixed), anew=False)
-    return min(stays, best, key=lambda found: (found.level, len(found.moved)))
+    if stays.level == stays.bound or present is None:
+        return stays
+    better = _planned(_Planner(topology, flows, present, fixed), anew=True)
+    return min(stays, better, key=lambda found: (found.level, len(found.moved)))
 
 
 def _planned(planner: _Planner, anew: bool) -> Assignment:
@@ -174,7 +174,9 @@ class _Planner:
 
     def bear(self) -> None:
         """The level at which nothing has to move."""
-        self._set_level(max(self._bound, self._largest_load(self._before)))
+        level = self._largest_load(self._before)
+        if level > self._level:
+            self._set_level(level)
 
     def place(self) -> None:
         """All that have no way, the heaviest first: they find room hardest."""
@@ -398,8 +400,11 @@ class _Planner:
             link = queue.popleft()
             side, (group, way), step = link.side, divmod(link.number, ways), came[link]
             freed, by = (WITHIN, 0) if step is None else (self._way[step[0]], self._weight[step[0]])
-            for flow in (flow for flow in on_links[side][link.number] if not self._fixed[flow]):
+            over = by - rooms[side][link.number] if step is not None else 0
+            for flow in on_links[side][link.number]:
                 weight = self._weight[flow]
+                if weight < over or self._fixed[flow]:
+                    continue
                 for to in range(ways):
                     end = _Link(1 - side, ends[1 - side][flow] * ways + to)
                     room = rooms[side][group * ways + to] + (by if to == freed else 0)
