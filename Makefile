@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 # Only the trainer is installed beside the oldest torch.
 WITHOUT_OPERATOR := --ignore=tests/distributed/test_deciding.py
+WITHOUT_SCIPY := --ignore=tests/unit/analysis/fabric/test_against_milp.py
 export PYTHONUNBUFFERED := 1
 
 help: ## Show what there is
@@ -63,7 +64,7 @@ test-cluster: venv ## The real cluster
 	$(BIN)/pytest tests/cluster
 
 test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest torch
-	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR)
+	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
 test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters

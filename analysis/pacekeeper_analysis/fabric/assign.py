@@ -64,11 +64,11 @@ def assign(
 ) -> Assignment:
     """`present`: each flow's way so far, WITHIN where it has none. `fixed`: those that may not be moved while their way
     is alive: they are another job's, to whom the new round would cost more than it brings."""
-    best = _planned(_Planner(topology, flows, present, fixed), anew=True)
-    if not best.moved:
-        return best
     stays = _planned(_Planner(topology, flows, present, fixed), anew=False)
-    return min(stays, best, key=lambda found: (found.level, len(found.moved)))
+    if stays.level == stays.bound or present is None:
+        return stays
+    better = _planned(_Planner(topology, flows, present, fixed), anew=True)
+    return min(stays, better, key=lambda found: (found.level, len(found.moved)))
 
 
 def _planned(planner: _Planner, anew: bool) -> Assignment:
@@ -177,15 +177,18 @@ class _Planner:
 
     def make_room(self) -> None:
         """Takes what is too much at the level that can be reached from its way."""
-        for rooms, on_links in ((self._room_up, 0), (self._room_down, 1)):
-            for link in [link for link, room in enumerate(rooms) if room < 0]:
-                for flow in reversed(self._links()[on_links][link].copy()):
+        rooms_now = self._rooms_at(self._level)
+        for side, rooms in enumerate((self._room_up, self._room_down)):
+            for link in np.flatnonzero(rooms_now[side] < 0).tolist():
+                for flow in reversed(self._links()[side][link].copy()):
                     if rooms[link] < 0 and not self._fixed[flow]:
                         self._take(flow)
 
     def bear(self) -> None:
         """The level at which nothing has to move."""
-        self._set_level(max(self._bound, self._largest_load(self._before)))
+        level = self._largest_load(self._before)
+        if level > self._level:
+            self._set_level(level)
 
     def place(self) -> None:
         """All that have no way, the heaviest first: they find room hardest."""
@@ -239,11 +242,17 @@ class _Planner:
         return up, down
 
     def _set_level(self, level: int) -> None:
-        """Rooms anew, at this level, below what is on the links."""
-        self._level, unit = level, self._topology.unit
+        """Rooms anew, at this level."""
+        self._level = level
+        up, down = self._rooms_at(level)
+        self._room_up: list[int] = up.tolist()
+        self._room_down: list[int] = down.tolist()
+
+    def _rooms_at(self, level: int) -> tuple[Ints, Ints]:
+        """What all uplinks, and downlinks, carry at a level beside what is on them; below 0: there is too much."""
         up, down = self._loads(np.array(self._way, dtype=np.int64))
-        self._room_up: list[int] = (level * self._topology.up.ravel() // unit - up).tolist()
-        self._room_down: list[int] = (level * self._topology.down.ravel() // unit - down).tolist()
+        topology = self._topology
+        return level * topology.up.ravel() // topology.unit - up, level * topology.down.ravel() // topology.unit - down
 
     def _sharpen_bound(self) -> None:
         """To `bound`'s. It takes longer, and is seldom needed."""
@@ -384,25 +393,26 @@ class _Planner:
         that it leaves, and there may then be too much at its other end: breadth first over links."""
         ways, ends = self._topology.ways, (self._source, self._destination)
         rooms, on_links = (self._room_up, self._room_down), self._links()
-        came: dict[_Link, _Step | None] = {first: None}
+        came: dict[_Link, tuple[int, _Link] | None] = {first: None}
         queue = deque([first])
         for _ in links_left:
             if not queue:
                 return None
             link = queue.popleft()
-            step, side, (group, way) = came[link], link.side, divmod(link.number, ways)
+            side, (group, way), step = link.side, divmod(link.number, ways), came[link]
+            freed, by = (WITHIN, 0) if step is None else (self._way[step[0]], self._weight[step[0]])
+            over = by - rooms[side][link.number] if step is not None else 0
             for flow in on_links[side][link.number]:
                 weight = self._weight[flow]
-                if self._fixed[flow] or (step is not None and weight < step.over):
+                if weight < over or self._fixed[flow]:
                     continue
                 for to in range(ways):
-                    left = self._weight[step.flow] if step is not None and to == step.way else 0
                     end = _Link(1 - side, ends[1 - side][flow] * ways + to)
-                    if to == way or rooms[side][group * ways + to] + left < weight or end in came:
+                    room = rooms[side][group * ways + to] + (by if to == freed else 0)
+                    if to == way or room < weight or end in came:
                         continue
-                    room = rooms[end.side][end.number]
-                    came[end] = _Step(flow, way, weight - room, link)
-                    if room < weight:
+                    came[end] = flow, link
+                    if rooms[end.side][end.number] < weight:
                         queue.append(end)
                     elif self._fits(chain := list(_steps_back(came, end, ways))):
                         return chain
@@ -428,21 +438,13 @@ class _Link(NamedTuple):
     number: int
 
 
-class _Step(NamedTuple):
-    """`flow` has come from `way`, and there is `over` too much where it is now; `before`: why it had to move."""
-
-    flow: int
-    way: int
-    over: int
-    before: _Link
-
-
-def _steps_back(came: Mapping[_Link, _Step | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
-    """(flow, its new way) of a chain, the last first."""
+def _steps_back(came: Mapping[_Link, tuple[int, _Link] | None], end: _Link, ways: int) -> Iterator[tuple[int, int]]:
+    """(flow, its new way) of a chain, the last first. came: what has come to a link, and from where it had to move."""
     link, step = end, came[end]
     while step is not None:
-        yield step.flow, link.number % ways
-        link, step = step.before, came[step.before]
+        flow, before = step
+        yield flow, link.number % ways
+        link, step = before, came[before]
 
 
 class _Place(NamedTuple):

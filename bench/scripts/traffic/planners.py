@@ -64,8 +64,8 @@ def _assigned(fabric: Fabric, traffic: Traffic) -> Plan:
 
 
 def _hashed(parts: int) -> Planner:
-    """ECMP: each flow anywhere by chance, but not over a dead link. E-ECMP (Meta, SIGCOMM 2024) hashes each of a flow's
-    sub-connections by itself."""
+    """ECMP: each flow anywhere by chance, but not over a dead link; there must be a way that is alive. E-ECMP (Meta,
+    SIGCOMM 2024) hashes each of a flow's sub-connections by itself."""
 
     def plan(case: Case, draws: np.random.Generator) -> Plan:
         topology = case.fabric.topology
@@ -86,7 +86,7 @@ def _cassini(case: Case, draws: np.random.Generator) -> Plan:
 
 
 def _greedy(case: Case, draws: np.random.Generator) -> Plan:
-    """C4P's manner: jobs as they come, each flow over what is loaded least."""
+    """C4P's manner: jobs as they come, each flow over what is loaded least. None of them has ended since."""
     return _least_loaded(case, draws.permutation(len(case.jobs)))
 
 

@@ -136,8 +136,8 @@ def _figures(of_seeds: Sequence[Result]) -> dict[str, Any]:
 def _times(timed: Sequence[Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
     return {
         name: {
-            "plan_seconds": median(of[name].plan for of in timed),
-            "repair_seconds": median(seconds for of in timed for seconds in of[name].repairs),
+            "plan_seconds": round(median(of[name].plan for of in timed), 4),
+            "repair_seconds": round(median(seconds for of in timed for seconds in of[name].repairs), 5),
             "repair_moves": max(moved for of in timed for moved in of[name].moved),
         }
         for name in timed[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.fabric.load import Ports, loads, rates
+from pacekeeper_analysis.fabric.load import Ports, loads, rates, usage
 from pacekeeper_analysis.fabric.topology import WITHIN, Ints, uniform
 
 
@@ -31,6 +31,14 @@ def test_a_ring_is_as_fast_as_its_slowest_edge_and_leaves_the_rest_to_others() -
     assert tied.tolist() == [5.0, 5.0, 5.0, 5.0]
     third = rates(uniform(2, 2, capacity=10), ints(0, 1, 0, 1), ints(1, 0, 1, 0), ints(0, 0, 0, 0), entity=[0, 0, 1, 2])
     assert third.tolist() == [5.0, 5.0, 5.0, 5.0]
+
+
+def test_who_is_silent_leaves_the_link_to_others() -> None:
+    ends = ints(0, 0), ints(1, 1), ints(0, 0)
+    used = usage(uniform(2, 1, capacity=6), *ends, demand=np.array([1.0, 2.0]), entity=ints(0, 1))
+    assert used.rates().tolist() == [2.0, 2.0]
+    assert used.rates(np.array([True, False])).tolist() == [6.0, float("inf")]
+    assert used.rates(np.array([False, True])).tolist() == [float("inf"), 3.0]
 
 
 def test_who_sends_more_gets_more_of_a_link() -> None:
