@@ -507,10 +507,11 @@ def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, fold
                 for job in jobs:
                     job.go()
                 rates[spines] = [job.rate() for job in jobs]
+                told = [job.beat(worker).paths for job in jobs for worker in (0, 1)]
                 for leaf in (0, 1):
                     moved = [after - was for after, was in zip(fabric.sent(leaf), before[leaf], strict=True)]
                     used = {int(spine[1:]) for spine in spines}
-                    assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), moved
+                    assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), (moved, told)
                 for job in jobs:
                     beats = [job.beat(worker) for worker in (0, 1)]
                     assert all(beat.state is LauncherState.RUNNING for beat in beats)

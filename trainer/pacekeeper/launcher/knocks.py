@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import select
 import socket
-import time
 from collections.abc import Callable, Iterable
 
 from pacekeeper_analysis.plan import WorkerPath
 
+from .hops import answers
 from .network import bind
 
 
@@ -18,7 +18,7 @@ def knock(own: str, port: int, address: str, doors: Iterable[int], seconds: floa
     """From one port of ours at several of a peer, and hangs up first. Blocks until all are answered, or so long."""
     poll = select.poll()
     with contextlib.ExitStack() as opened:
-        waiting = set()
+        count = 0
         for door in doors:
             with contextlib.suppress(OSError):
                 knocking = opened.enter_context(bind(own, port))
@@ -26,12 +26,9 @@ def knock(own: str, port: int, address: str, doors: Iterable[int], seconds: floa
                 with contextlib.suppress(BlockingIOError):
                     knocking.connect((address, door))
                 poll.register(knocking, select.POLLOUT)
-                waiting.add(knocking.fileno())
-        deadline = time.monotonic() + seconds
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
-                poll.unregister(descriptor)
-                waiting.discard(descriptor)
+                count += 1
+        for _ in answers(poll, count, seconds):
+            pass
 
 
 class Doors:
