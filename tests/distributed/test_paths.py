@@ -470,6 +470,12 @@ class Job:
         ready = [self.folder / f"ready-{self._membership}-{rank}" for rank in (0, 1)]
         self._wait(lambda: all(file.exists() for file in ready), "ranks")
 
+    def wait_until_in_force(self) -> None:
+        """The launchers have seen their ranks' connections on the paths."""
+        beats = (0, 1)
+        self._wait(lambda: all(path.in_force for worker in beats for path in self.beat(worker).paths), "paths in force")
+        assert all(self.beat(worker).state is LauncherState.RUNNING for worker in beats)
+
     def go(self) -> None:
         (self.folder / "go").touch()
 
@@ -481,7 +487,7 @@ class Job:
 
     def _wait(self, look: Any, what: str) -> None:
         try:
-            eventually(look, what, seconds=120.0)
+            eventually(look, what, seconds=300.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
@@ -513,9 +519,7 @@ def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, fold
                     used = {int(spine[1:]) for spine in spines}
                     assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), (moved, told)
                 for job in jobs:
-                    beats = [job.beat(worker) for worker in (0, 1)]
-                    assert all(beat.state is LauncherState.RUNNING for beat in beats)
-                    assert [report.in_force for beat in beats for report in beat.paths] == [True, True]
+                    job.wait_until_in_force()
             print(f"Mbit/s: {rates}")
             together, apart = rates["s0", "s0"], rates["s1", "s2"]
             assert min(apart) > 1.5 * max(together)

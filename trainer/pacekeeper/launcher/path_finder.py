@@ -15,7 +15,7 @@ from .knocks import Doors, knock
 from .paths import Ends, Found, confirmed, ends_of, entries, initiates, listen_port, narrow, search, source_ports
 from .sockets import connections
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds between two looks at the ranks' connections, for which a script may take its time."""
 KNOCK_SECONDS = 0.2
 """That a round's begin waits for answers of those who listen for a knock."""
