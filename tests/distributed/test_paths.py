@@ -472,9 +472,9 @@ class Job:
 
     def wait_until_in_force(self) -> None:
         """The launchers have seen their ranks' connections on the paths."""
-        beats = (0, 1)
-        self._wait(lambda: all(path.in_force for worker in beats for path in self.beat(worker).paths), "paths in force")
-        assert all(self.beat(worker).state is LauncherState.RUNNING for worker in beats)
+        workers = (0, 1)
+        self._wait(lambda: all(path.in_force for each in workers for path in self.beat(each).paths), "paths in force")
+        assert all(self.beat(each).state is LauncherState.RUNNING and self.beat(each).paths for each in workers)
 
     def go(self) -> None:
         (self.folder / "go").touch()
