@@ -310,6 +310,7 @@ class TestKnocks:
         await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
         assert [await knocked.get(), await knocked.get()] == [self.PATH] * 2
         assert sorted(self.doors.knocked[1, 0]) == sorted([first, third])
+        assert self.doors.expected == {(1, 0): 2}
         with socket.socket() as rank:  # as the shim binds it, and from there towards whom has knocked
             rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             rank.bind(("", first))

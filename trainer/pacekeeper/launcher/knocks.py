@@ -1,4 +1,7 @@
-"""Knocks: connections without content, by which one launcher tells another from which ports its rank is to connect."""
+"""Knocks: connections by which one launcher tells another from which ports its rank is to connect.
+
+All that is said on them is one byte: at how many ports of that path the launcher knocks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from pacekeeper_analysis.plan import WorkerPath
 
@@ -14,21 +17,22 @@ from .hops import answers
 from .network import bind
 
 
-def knock(own: str, port: int, address: str, doors: Iterable[int], seconds: float) -> None:
+def knock(own: str, port: int, address: str, doors: Collection[int], seconds: float) -> None:
     """From one port of ours at several of a peer, and hangs up first. Blocks until all are answered, or so long."""
     poll = select.poll()
     with contextlib.ExitStack() as opened:
-        count = 0
+        knocking: dict[int, socket.socket] = {}
         for door in doors:
             with contextlib.suppress(OSError):
-                knocking = opened.enter_context(bind(own, port))
-                knocking.setblocking(False)
+                each = opened.enter_context(bind(own, port))
+                each.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    knocking.connect((address, door))
-                poll.register(knocking, select.POLLOUT)
-                count += 1
-        for _ in answers(poll, count, seconds):
-            pass
+                    each.connect((address, door))
+                poll.register(each, select.POLLOUT)
+                knocking[each.fileno()] = each
+        for descriptor in answers(poll, len(knocking), seconds):
+            with contextlib.suppress(OSError):  # who is not there is not told
+                knocking[descriptor].send(bytes((len(doors),)))
 
 
 class Doors:
@@ -38,6 +42,8 @@ class Doors:
         """`own`: this worker's address."""
         self.knocked: dict[tuple[int, int], list[int]] = {}
         """Ports, by source and destination of the path for which somebody has knocked there; they are free again."""
+        self.expected: dict[tuple[int, int], int] = {}
+        """How many they will be."""
         self._own, self._on_knock = own, on_knock
         self._sockets: set[socket.socket] = set()
 
@@ -60,7 +66,7 @@ class Doors:
     def forget(self) -> None:
         """Closes all, and is as new."""
         self.close()
-        self.knocked = {}
+        self.knocked, self.expected = {}, {}
 
     def _answer(self, door: socket.socket, path: WorkerPath, knocker: int, port: int) -> None:
         try:
@@ -76,14 +82,18 @@ class Doors:
     def _hear_out(self, guest: socket.socket, path: WorkerPath, port: int) -> None:
         """Who hangs up first keeps the connection in memory for a minute, and the port with it: that must be the guest,
         from whose port nobody connects."""
+        ends = path.source, path.destination
         try:
-            ended = not guest.recv(1)
+            said = guest.recv(1)
         except OSError:
-            ended = False
+            self._drop(guest)
+            return
+        if said:
+            self.expected[ends] = said[0]
+            return
         self._drop(guest)
-        if ended:
-            self.knocked.setdefault((path.source, path.destination), []).append(port)
-            self._on_knock(path)
+        self.knocked.setdefault(ends, []).append(port)
+        self._on_knock(path)
 
     def _watch(self, watched: socket.socket, call: Callable[..., None], *arguments: object) -> None:
         watched.setblocking(False)

@@ -12,17 +12,27 @@ from pacekeeper_analysis.plan import WorkerPath, WorkerPaths, WorkerPlan
 from pacekeeper_analysis.reports import PathFault, PathReport
 
 from .knocks import Doors, knock
-from .paths import Ends, Found, confirmed, ends_of, entries, initiates, listen_port, narrow, search, source_ports
+from .paths import (
+    MOST_KNOCKS,
+    Ends,
+    Found,
+    confirmed,
+    ends_of,
+    entries,
+    initiates,
+    listen_port,
+    narrow,
+    search,
+    source_ports,
+)
 from .sockets import connections
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds between two looks at the ranks' connections, for which a script may take its time."""
 KNOCK_SECONDS = 0.2
 """That a round's begin waits for answers of those who listen for a knock."""
-LISTEN_SECONDS = 1.0
+LISTEN_SECONDS = 3.0
 """After a round's begin, for knocks; ranks that connect meanwhile do so without."""
-ALL_KNOCKS_SECONDS = 0.02
-"""After the first for a path, until the others are there, too."""
 CONFIRM_SECONDS = 10.0
 """After the first connection that is not as it was meant: by then the ranks have made all."""
 
@@ -45,8 +55,8 @@ class PathFinder:
         self._settled: dict[Ends, PathFault] = {}  # what is known of its paths for good
         self._doubted: dict[Ends, float] = {}  # since when a connection is there that is not as it was meant
         self._look_at, self._pause = float("-inf"), FIRST_PAUSE  # seconds, monotonic
-        self._timers: list[asyncio.TimerHandle] = []
-        self._narrowing: dict[Ends, asyncio.Task[None] | None] = {}  # None: as soon as all have knocked
+        self._listening: asyncio.TimerHandle | None = None  # when it ends
+        self._narrowing: dict[Ends, asyncio.Task[None]] = {}
 
     def find(self, plan: WorkerPlan, seen: int) -> bool:
         """Whether all is found out for the round after `seen`; begins with it where that is to be done.
@@ -99,26 +109,25 @@ class PathFinder:
             if each.ports and not initiates(self._own, each.path.address):
                 here = listen_port(plan.paths, each.path.source)
                 knock(self._own, here, each.path.address, each.ports, deadline - time.monotonic())
-        self._after(LISTEN_SECONDS, self._end_listening)
-        for source, destination in self._doors.knocked:
-            self._narrow_soon((destination, source))
+        self._listening = asyncio.get_running_loop().call_later(LISTEN_SECONDS, self._end_listening)
+        for ends in self._doors.knocked:
+            self._narrow(ends, plan.paths)
 
     def _knocked(self, path: WorkerPath) -> None:
-        if self._plan is not None:  # else the peer was faster
+        if self._plan is not None and self._plan.paths is not None:  # else the peer was faster
             self._write()
-            self._narrow_soon((path.destination, path.source))
+            self._narrow(ends_of(path), self._plan.paths)
 
-    def _narrow_soon(self, ends: Ends) -> None:
-        """Of the ports that fit the way back, to those that fit, if that way is planned."""
-        if ends in self._found and not self._found[ends].ports and ends not in self._narrowing:
-            self._narrowing[ends] = None
-            self._after(ALL_KNOCKS_SECONDS, self._narrow, ends)
+    def _narrow(self, coming: Ends, paths: WorkerPaths, *, late: bool = False) -> None:
+        """Of the ports that were knocked at, to those that fit the way back, where that is planned and all are known.
 
-    def _narrow(self, ends: Ends) -> None:
-        assert self._plan is not None
-        assert self._plan.paths is not None
-        each, knocked = self._found[ends], tuple(self._doors.knocked[ends[::-1]])
-        self._narrowing[ends] = asyncio.create_task(self._narrowed(ends, each, self._plan.paths, knocked))
+        `late`: no more will come.
+        """
+        ends, knocked = coming[::-1], self._doors.knocked[coming]
+        waits = ends in self._found and not self._found[ends].ports and ends not in self._narrowing
+        if waits and (late or len(knocked) >= self._doors.expected.get(coming, MOST_KNOCKS)):
+            narrowing = self._narrowed(ends, self._found[ends], paths, tuple(knocked))
+            self._narrowing[ends] = asyncio.create_task(narrowing)
 
     async def _narrowed(self, ends: Ends, each: Found, paths: WorkerPaths, knocked: Sequence[int]) -> None:
         self._found[ends] = each = await asyncio.to_thread(narrow, each, paths, self._own, knocked)
@@ -127,9 +136,13 @@ class PathFinder:
         self._write()
 
     def _end_listening(self) -> None:
+        assert self._plan is not None
+        assert self._plan.paths is not None
         self._doors.close()
+        for ends in self._doors.knocked:
+            self._narrow(ends, self._plan.paths, late=True)
         for ends, each in self._found.items():
-            if not each.ports and not each.fault:  # nobody has knocked
+            if not each.ports and ends not in self._narrowing:  # nobody has knocked
                 self._settled.setdefault(ends, PathFault.NOT_FOUND)
 
     def _write(self) -> None:
@@ -169,13 +182,10 @@ class PathFinder:
 
     def close(self) -> None:
         """Forgets all of a round."""
-        for running in (self._search, *self._narrowing.values(), *self._timers):
+        for running in (self._search, self._listening, *self._narrowing.values()):
             if running is not None:
                 running.cancel()
         self._doors.forget()
-        self._search, self._plan = None, None
-        self._found, self._settled, self._doubted, self._narrowing, self._timers = {}, {}, {}, {}, []
+        self._search, self._listening, self._plan = None, None, None
+        self._found, self._settled, self._doubted, self._narrowing = {}, {}, {}, {}
         self._look_at, self._pause = float("-inf"), FIRST_PAUSE
-
-    def _after(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))
