@@ -310,7 +310,7 @@ class TestPlannedPaths:
         self, fabric: LeafSpine, shim: Shim, folder: Path
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
-        eventually(lambda: all(team.hosts[1].found()), "ports that fit both ways", seconds=10.0)
+        assert all(team.hosts[1].found())
         assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
         assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
         team.end()
@@ -320,7 +320,7 @@ class TestPlannedPaths:
         other way must not have spoiled the ports for it."""
         with leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
-            eventually(lambda: all(team.hosts[1].found()), "ports that fit both ways", seconds=10.0)
+            assert all(team.hosts[1].found())
             before = sent_again(fabric.hosts[1])
             assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
             assert sent_again(fabric.hosts[1]) == before

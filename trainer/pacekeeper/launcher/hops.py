@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,23 +60,22 @@ def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.
                 continue
             waiting[sent.fileno()] = (sent, probe)
             poll.register(sent, select.POLLOUT if kind == socket.SOCK_STREAM else 0)
-        for descriptor in answers(poll, len(waiting), seconds):
-            answered, probe = waiting[descriptor]
+        for descriptor in answers(poll, lambda: bool(waiting), seconds):
+            poll.unregister(descriptor)
+            answered, probe = waiting.pop(descriptor)
             address = _who_answered(answered, probe)
             if address:
                 found.ends[probe] = address
     return found
 
 
-def answers(poll: select.poll, count: int, seconds: float) -> Iterator[int]:
-    """Descriptors, each once, until `count` of them have something to say or the time is over. Who has been answered is
+def answers(poll: select.poll, more: Callable[[], bool], seconds: float) -> Iterator[int]:
+    """Descriptors with something to say, as long as there is `more` to come and the time is not over. What has come is
     heard even by a process that got no processor for so long."""
     deadline = time.monotonic() + seconds
-    while count:
+    while more():
         left = deadline - time.monotonic()
         for descriptor, _ in poll.poll(max(0.0, left * 1000)):
-            poll.unregister(descriptor)
-            count -= 1
             yield descriptor
         if left <= 0:
             return
