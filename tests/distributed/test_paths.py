@@ -522,7 +522,7 @@ def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, fold
                     job.wait_until_in_force()
             print(f"Mbit/s: {rates}")
             together, apart = rates["s0", "s0"], rates["s1", "s2"]
-            assert min(apart) > 1.5 * max(together)
+            assert sum(apart) > 1.5 * sum(together)
         finally:
             for job in jobs:
                 job.end()
