@@ -34,8 +34,8 @@ async def main(address: str, folder: Path) -> None:
     while True:
         finder.look(await _read())
         told = [runtime.paths_of(local).read_text().splitlines() for local in range(len(plan.ranks))]
-        found = [each.ports for each in finder._found.values()]
-        _print({"told": told, "found": found, "reports": [asdict(report) for report in finder.reports()]})
+        ports = [each.ports for each in finder._found.values()]
+        _print({"told": told, "found": ports, "reports": [asdict(report) for report in finder.reports()]})
 
 
 async def _read() -> Any:

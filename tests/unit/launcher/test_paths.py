@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from pacekeeper.launcher.sockets import Connection, connections
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath, WorkerPath, WorkerPaths, WorkerPlan
 from pacekeeper_analysis.reports import PathFault
-from tests.support.launchers import eventually
 
 LOW, HIGH = "10.0.0.9", "10.0.0.10"
 """Two workers' addresses: the higher one connects, and 10 is higher than 9 although it is not in letters."""
@@ -296,50 +296,63 @@ class TestKnocks:
     PATH = path(1, 0, "127.0.0.1")
 
     @pytest.fixture
-    async def knocked(self) -> AsyncIterator[asyncio.Queue[WorkerPath]]:
-        heard: asyncio.Queue[WorkerPath] = asyncio.Queue()
-        self.doors = Doors("127.0.0.2", heard.put_nowait)
-        yield heard
-        self.doors.close()
+    def doors(self) -> Iterator[Doors]:
+        made = Doors("127.0.0.2")
+        yield made
+        made.close()
 
-    async def test_the_ports_that_were_knocked_at_are_known_and_free_again(
-        self, knocked: asyncio.Queue[WorkerPath]
-    ) -> None:
+    def test_the_ports_that_were_knocked_at_are_known_and_all_are_free_again(self, doors: Doors) -> None:
         first, second, third, source = free_ports(4)
-        self.doors.open(self.PATH, source, [first, second, third])
-        await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
-        assert [await knocked.get(), await knocked.get()] == [self.PATH] * 2
-        assert sorted(self.doors.knocked[1, 0]) == sorted([first, third])
-        with socket.socket() as rank:  # as the shim binds it, and from there towards whom has knocked
-            rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            rank.bind(("", first))
-            with socket.create_server(("127.0.0.1", source)):
-                rank.connect(("127.0.0.1", source))
-        with pytest.raises(OSError, match="in use"), socket.socket() as other:
-            other.bind(("127.0.0.2", second))
+        doors.open(self.PATH, source, [first, second, third])
+        knock("127.0.0.1", source, "127.0.0.2", [first, third], 2, 1.0)
+        began = time.monotonic()
+        assert {ends: sorted(ports) for ends, ports in doors.hear(5.0).items()} == {(1, 0): sorted([first, third])}
+        assert time.monotonic() - began < 1.0
+        for port in (first, second):
+            with socket.socket() as rank:  # as the shim binds it, and from there towards whom has knocked
+                rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                rank.bind(("", port))
+                with socket.create_server(("127.0.0.1", source)):
+                    rank.connect(("127.0.0.1", source))
 
-    async def test_others_who_knock_are_sent_away(self, knocked: asyncio.Queue[WorkerPath]) -> None:
+    def test_it_waits_for_all_that_are_announced_and_no_longer_than_it_may(self, doors: Doors) -> None:
+        first, second, source = free_ports(3)
+        doors.open(self.PATH, source, [first, second])
+        late = threading.Timer(0.1, knock, ("127.0.0.1", source, "127.0.0.2", [second], 2, 1.0))
+        knock("127.0.0.1", source, "127.0.0.2", [first], 2, 1.0)
+        late.start()
+        assert doors.hear(5.0) == {(1, 0): [first, second]}
+        late.join()
+        doors.open(self.PATH, source, [first])
+        knock("127.0.0.1", source, "127.0.0.2", [first], 2, 1.0)
+        assert doors.hear(0.2) == {(1, 0): [first]}
+
+    def test_who_has_found_none_says_so_and_nobody_waits(self, doors: Doors) -> None:
+        door, source = free_ports(2)
+        doors.open(self.PATH, source, [door])
+        knock("127.0.0.1", source, "127.0.0.2", [door], 0, 1.0)
+        began = time.monotonic()
+        assert doors.hear(5.0) == {}
+        assert time.monotonic() - began < 1.0
+
+    def test_others_who_knock_are_sent_away(self, doors: Doors) -> None:
         door, source, elsewhere = free_ports(3)
-        self.doors.open(self.PATH, source, [door])
-        await asyncio.to_thread(knock, "127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
-        await asyncio.to_thread(knock, "127.0.0.3", source, "127.0.0.2", [door], 1.0)
-        await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [door], 1.0)
-        await knocked.get()
-        assert self.doors.knocked == {(1, 0): [door]}
-        assert knocked.empty()
+        doors.open(self.PATH, source, [door])
+        knock("127.0.0.1", elsewhere, "127.0.0.2", [door], 1, 1.0)
+        knock("127.0.0.3", source, "127.0.0.2", [door], 1, 1.0)
+        assert doors.hear(0.2) == {}
 
-    async def test_taken_doors_stay_shut(self, knocked: asyncio.Queue[WorkerPath]) -> None:
+    def test_taken_doors_stay_shut(self, doors: Doors) -> None:
         taken, free, source = free_ports(3)
         with socket.create_server(("127.0.0.2", taken)):
-            self.doors.open(self.PATH, source, [taken, free])
-            await asyncio.to_thread(knock, "127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
-            await knocked.get()
-        assert self.doors.knocked == {(1, 0): [free]}
+            doors.open(self.PATH, source, [taken, free])
+            knock("127.0.0.1", source, "127.0.0.2", [taken, free], 2, 1.0)
+            assert doors.hear(0.2) == {(1, 0): [free]}
 
     def test_where_nobody_listens_a_knock_ends_at_once(self) -> None:
         door, source = free_ports(2)
         began = time.monotonic()
-        knock("127.0.0.1", source, "127.0.0.2", [door], 5.0)
+        knock("127.0.0.1", source, "127.0.0.2", [door], 1, 5.0)
         assert time.monotonic() - began < 1.0
 
 
@@ -446,30 +459,24 @@ class TestFinder:
         for finder, member in zip(finders, members, strict=True):
             finder.put_in_force(plan.part(member.worker))
 
-        def ports() -> list[int]:
-            line = runtimes[1].paths_of(0).read_text().splitlines()[-1]
-            return [int(port) for port in line.split()[3:]] if line.startswith("connect") else []
-
-        assert await asyncio.to_thread(eventually, ports, "knocks")
-        assert {port % SPINES for port in ports()} == {1}
+        line = runtimes[1].paths_of(0).read_text().splitlines()[-1]
+        ports = [int(port) for port in line.split()[3:]]
+        assert line.startswith("connect 127.0.0.1 20000 ")
+        assert {port % SPINES for port in ports} == {1}
         assert runtimes[0].paths_of(0).read_text() == "listen 127.0.0.1 0 20000\n"
-        await asyncio.to_thread(eventually, lambda: finders[1]._found[1, 0].ports, "ports that fit both ways")
-        assert set(finders[1]._found[1, 0].ports) <= set(ports())
-        for finder in finders:
-            finder.close()
+        assert list(finders[1]._found[1, 0].ports) == ports[: paths.PORTS], "those that fit both ways come first"
 
     async def test_who_waits_for_a_knock_that_never_comes_says_so(
         self, runtime: Runtime, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(path_finder, "LISTEN_SECONDS", 0.01)
+        monkeypatch.setattr(path_finder, "HEAR_SECONDS", 0.01)
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
         plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).part("w1")
         finder = PathFinder(runtime, "127.0.0.2", "", labels=False, on_found=ended.set)
         await self.found(finder, ended, plan)
         finder.put_in_force(plan)
-        assert [each.fault for each in finder.reports()] == [PathFault.NONE]
-        await asyncio.to_thread(eventually, lambda: finder.reports()[0].fault is PathFault.NOT_FOUND, "the fault")
+        assert [each.fault for each in finder.reports()] == [PathFault.NOT_FOUND]
         assert runtime.paths_of(0).read_text() == "listen 127.0.0.2 0 25001\n"
 
     async def test_a_path_is_in_force_when_its_connection_is_seen(

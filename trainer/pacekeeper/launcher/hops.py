@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,15 +60,25 @@ def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.
                 continue
             waiting[sent.fileno()] = (sent, probe)
             poll.register(sent, select.POLLOUT if kind == socket.SOCK_STREAM else 0)
-        deadline = time.monotonic() + seconds
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
-                poll.unregister(descriptor)
-                answered, probe = waiting.pop(descriptor)
-                address = _who_answered(answered, probe)
-                if address:
-                    found.ends[probe] = address
+        for descriptor in answers(poll, lambda: bool(waiting), seconds):
+            poll.unregister(descriptor)
+            answered, probe = waiting.pop(descriptor)
+            address = _who_answered(answered, probe)
+            if address:
+                found.ends[probe] = address
     return found
+
+
+def answers(poll: select.poll, more: Callable[[], bool], seconds: float) -> Iterator[int]:
+    """Descriptors with something to say, as long as there is `more` to come and the time is not over. What has come is
+    heard even by a process that got no processor for so long."""
+    deadline = time.monotonic() + seconds
+    while more():
+        left = deadline - time.monotonic()
+        for descriptor, _ in poll.poll(max(0.0, left * 1000)):
+            yield descriptor
+        if left <= 0:
+            return
 
 
 def _send(own: str, probe: Probe, kind: int) -> socket.socket:

@@ -1,99 +1,115 @@
-"""Knocks: connections without content, by which one launcher tells another from which ports its rank is to connect."""
+"""Knocks: connections by which one launcher tells another from which ports its rank is to connect.
+
+All that is said on them is one byte: at how many ports of that path the launcher knocks; 0: it has found none.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import select
 import socket
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from pacekeeper_analysis.plan import WorkerPath
 
+from .hops import answers
 from .network import bind
 
 
-def knock(own: str, port: int, address: str, doors: Iterable[int], seconds: float) -> None:
+def knock(own: str, port: int, address: str, doors: Collection[int], count: int, seconds: float) -> None:
     """From one port of ours at several of a peer, and hangs up first. Blocks until all are answered, or so long."""
     poll = select.poll()
     with contextlib.ExitStack() as opened:
-        waiting = set()
+        knocking: dict[int, socket.socket] = {}
         for door in doors:
             with contextlib.suppress(OSError):
-                knocking = opened.enter_context(bind(own, port))
-                knocking.setblocking(False)
+                each = opened.enter_context(bind(own, port))
+                each.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    knocking.connect((address, door))
-                poll.register(knocking, select.POLLOUT)
-                waiting.add(knocking.fileno())
-        deadline = time.monotonic() + seconds
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
-                poll.unregister(descriptor)
-                waiting.discard(descriptor)
+                    each.connect((address, door))
+                poll.register(each, select.POLLOUT)
+                knocking[each.fileno()] = each
+        for descriptor in answers(poll, lambda: bool(knocking), seconds):
+            poll.unregister(descriptor)
+            with contextlib.suppress(OSError):  # who is not there is not told
+                knocking.pop(descriptor).send(bytes((count,)))
+
+
+@dataclass
+class _Expected:
+    """Who may knock for a path, and what has come of it."""
+
+    path: WorkerPath
+    knocker: int  # port
+    count: int | None = None  # of knocks; None: nobody has said
+    ports: list[int] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.count is not None and len(self.ports) >= self.count
 
 
 class Doors:
-    """Ports at which peers may knock."""
+    """Ports at which peers may knock. Who knocks before anybody listens to it waits in the kernel."""
 
-    def __init__(self, own: str, on_knock: Callable[[WorkerPath], None]) -> None:
+    def __init__(self, own: str) -> None:
         """`own`: this worker's address."""
-        self.knocked: dict[tuple[int, int], list[int]] = {}
-        """Ports, by source and destination of the path for which somebody has knocked there; they are free again."""
-        self._own, self._on_knock = own, on_knock
-        self._sockets: set[socket.socket] = set()
+        self._own = own
+        self._expected: list[_Expected] = []
+        self._sockets: dict[int, tuple[socket.socket, int, _Expected, bool]] = {}
+        """By descriptor: whose port, for what, and whether it is a door rather than a guest."""
 
     def open(self, path: WorkerPath, knocker: int, ports: Iterable[int]) -> None:
         """For the peer of a path to here, who knocks from its port `knocker`. Leaves out those that are taken."""
+        expected = _Expected(path, knocker)
+        self._expected.append(expected)
         for port in ports:
             with contextlib.suppress(OSError):
                 door = bind(self._own, port)
-                try:
-                    door.listen(1)
-                except OSError:
-                    door.close()
-                    raise
-                self._watch(door, self._answer, path, knocker, port)
+                self._sockets[door.fileno()] = door, port, expected, True
+                door.setblocking(False)
+                door.listen(1)
+
+    def hear(self, seconds: float) -> dict[tuple[int, int], list[int]]:
+        """Ports at which was knocked, by source and destination of their paths. Closes all, so that they are free.
+
+        Blocks until all have knocked who may, or so long.
+        """
+        poll = select.poll()
+        for descriptor in self._sockets:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor in answers(poll, lambda: not all(each.done for each in self._expected), seconds):
+            self._answer(descriptor, poll)
+        heard = {(each.path.source, each.path.destination): each.ports for each in self._expected if each.ports}
+        self.close()
+        return heard
 
     def close(self) -> None:
-        for each in tuple(self._sockets):
-            self._drop(each)
+        for each, *_ in self._sockets.values():
+            each.close()
+        self._expected, self._sockets = [], {}
 
-    def forget(self) -> None:
-        """Closes all, and is as new."""
-        self.close()
-        self.knocked = {}
-
-    def _answer(self, door: socket.socket, path: WorkerPath, knocker: int, port: int) -> None:
+    def _answer(self, descriptor: int, poll: select.poll) -> None:
+        each, port, expected, is_door = self._sockets[descriptor]
         try:
-            guest, (address, source, *_) = door.accept()
+            if is_door:
+                guest, (address, source, *_) = each.accept()
+                if (address, source) != (expected.path.address, expected.knocker):
+                    guest.close()
+                    return
+                self._sockets[guest.fileno()] = guest, port, expected, False
+                guest.setblocking(False)
+                poll.register(guest, select.POLLIN)
+            elif said := each.recv(1):
+                expected.count = said[0]
+                return
+            elif expected.count:
+                expected.ports.append(port)
         except OSError:
-            return
-        if (address, source) != (path.address, knocker):
-            guest.close()
-            return
-        self._drop(door)
-        self._watch(guest, self._hear_out, path, port)
-
-    def _hear_out(self, guest: socket.socket, path: WorkerPath, port: int) -> None:
-        """Who hangs up first keeps the connection in memory for a minute, and the port with it: that must be the guest,
-        from whose port nobody connects."""
-        try:
-            ended = not guest.recv(1)
-        except OSError:
-            ended = False
-        self._drop(guest)
-        if ended:
-            self.knocked.setdefault((path.source, path.destination), []).append(port)
-            self._on_knock(path)
-
-    def _watch(self, watched: socket.socket, call: Callable[..., None], *arguments: object) -> None:
-        watched.setblocking(False)
-        self._sockets.add(watched)
-        asyncio.get_running_loop().add_reader(watched, call, watched, *arguments)
-
-    def _drop(self, dropped: socket.socket) -> None:
-        asyncio.get_running_loop().remove_reader(dropped)
-        self._sockets.discard(dropped)
-        dropped.close()
+            pass
+        # Who hangs up first keeps the connection in memory for a minute, and the port with it. That is the guest: it
+        # does so from a port from which nobody connects.
+        poll.unregister(descriptor)
+        del self._sockets[descriptor]
+        each.close()

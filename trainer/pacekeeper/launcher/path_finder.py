@@ -8,21 +8,30 @@ import time
 from collections.abc import Callable, Sequence
 
 from pacekeeper.runtime import Runtime, write_text
-from pacekeeper_analysis.plan import WorkerPath, WorkerPaths, WorkerPlan
+from pacekeeper_analysis.plan import WorkerPaths, WorkerPlan
 from pacekeeper_analysis.reports import PathFault, PathReport
 
 from .knocks import Doors, knock
-from .paths import Ends, Found, confirmed, ends_of, entries, initiates, listen_port, narrow, search, source_ports
+from .paths import (
+    Ends,
+    Found,
+    confirmed,
+    ends_of,
+    entries,
+    initiates,
+    listen_port,
+    narrow,
+    search,
+    source_ports,
+)
 from .sockets import connections
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds between two looks at the ranks' connections, for which a script may take its time."""
 KNOCK_SECONDS = 0.2
 """That a round's begin waits for answers of those who listen for a knock."""
-LISTEN_SECONDS = 1.0
-"""After a round's begin, for knocks; ranks that connect meanwhile do so without."""
-ALL_KNOCKS_SECONDS = 0.02
-"""After the first for a path, until the others are there, too."""
+HEAR_SECONDS = 1.0
+"""That it waits for knocks of those who have not been told yet that it begins."""
 CONFIRM_SECONDS = 10.0
 """After the first connection that is not as it was meant: by then the ranks have made all."""
 
@@ -40,13 +49,12 @@ class PathFinder:
         self._sought: tuple[WorkerPaths | None, int, int] | None = None  # for which plan, membership and round
         self._search: asyncio.Task[tuple[Found, ...]] | None = None
         self._found: dict[Ends, Found] = {}  # of the paths on which ranks here send
-        self._doors = Doors(own, self._knocked)
+        self._doors = Doors(own)
+        self._salt = ""
         self._plan: WorkerPlan | None = None  # of the round in force
         self._settled: dict[Ends, PathFault] = {}  # what is known of its paths for good
         self._doubted: dict[Ends, float] = {}  # since when a connection is there that is not as it was meant
         self._look_at, self._pause = float("-inf"), FIRST_PAUSE  # seconds, monotonic
-        self._timers: list[asyncio.TimerHandle] = []
-        self._narrowing: dict[Ends, asyncio.Task[None] | None] = {}  # None: as soon as all have knocked
 
     def find(self, plan: WorkerPlan, seen: int) -> bool:
         """Whether all is found out for the round after `seen`; begins with it where that is to be done.
@@ -58,10 +66,11 @@ class PathFinder:
             self.close()
             self._sought = wanted
             if plan.paths is not None and plan.paths.wanted:
-                self._begin(plan.paths, plan.ranks, f"{plan.membership} {seen}")
+                self._salt = f"{plan.membership} {seen}"
+                self._begin(plan.paths, plan.ranks)
         return self._search is None
 
-    def _begin(self, paths: WorkerPaths, ranks: Sequence[int], salt: str) -> None:
+    def _begin(self, paths: WorkerPaths, ranks: Sequence[int]) -> None:
         if self._no_shim:
             log.warning("planned paths are not taken; the network chooses: %s", self._no_shim)
             sent = (path for path in paths.wanted if path.source in ranks)
@@ -69,9 +78,9 @@ class PathFinder:
             return
         for path in paths.wanted:
             if path.destination in ranks and initiates(self._own, path.address):
-                ports = source_ports(path, paths, salt, knocked=True)
+                ports = source_ports(path, paths, self._salt, knocked=True)
                 self._doors.open(path, listen_port(paths, path.source), ports)
-        self._search = asyncio.create_task(asyncio.to_thread(search, paths, ranks, self._own, salt, self._labels))
+        self._search = asyncio.create_task(asyncio.to_thread(search, paths, ranks, self._own, self._salt, self._labels))
         self._search.add_done_callback(self._take)
 
     def _take(self, search: asyncio.Task[tuple[Found, ...]]) -> None:
@@ -88,61 +97,38 @@ class PathFinder:
         self._on_found()
 
     def put_in_force(self, plan: WorkerPlan) -> None:
-        """For the round that begins. Knocks where peers are to connect from."""
+        """For the round that begins: knocks where peers are to connect from, hears who knocks here, tells the ranks.
+
+        Blocks for a few milliseconds; where peers or switches are silent, for up to the sum of the times above.
+        """
         self._plan = plan
-        self._settled = {ends: each.fault for ends, each in self._found.items() if each.fault}
-        self._write()
-        if plan.paths is None or self._no_shim:
-            return
-        deadline = time.monotonic() + KNOCK_SECONDS
-        for each in self._found.values():
-            if each.ports and not initiates(self._own, each.path.address):
-                here = listen_port(plan.paths, each.path.source)
-                knock(self._own, here, each.path.address, each.ports, deadline - time.monotonic())
-        self._after(LISTEN_SECONDS, self._end_listening)
-        for source, destination in self._doors.knocked:
-            self._narrow_soon((destination, source))
-
-    def _knocked(self, path: WorkerPath) -> None:
-        if self._plan is not None:  # else the peer was faster
-            self._write()
-            self._narrow_soon((path.destination, path.source))
-
-    def _narrow_soon(self, ends: Ends) -> None:
-        """Of the ports that fit the way back, to those that fit, if that way is planned."""
-        if ends in self._found and not self._found[ends].ports and ends not in self._narrowing:
-            self._narrowing[ends] = None
-            self._after(ALL_KNOCKS_SECONDS, self._narrow, ends)
-
-    def _narrow(self, ends: Ends) -> None:
-        assert self._plan is not None
-        assert self._plan.paths is not None
-        each, knocked = self._found[ends], tuple(self._doors.knocked[ends[::-1]])
-        self._narrowing[ends] = asyncio.create_task(self._narrowed(ends, each, self._plan.paths, knocked))
-
-    async def _narrowed(self, ends: Ends, each: Found, paths: WorkerPaths, knocked: Sequence[int]) -> None:
-        self._found[ends] = each = await asyncio.to_thread(narrow, each, paths, self._own, knocked)
-        if each.fault:
-            self._settled[ends] = each.fault
-        self._write()
-
-    def _end_listening(self) -> None:
-        self._doors.close()
+        knocked: dict[Ends, list[int]] = {}
+        if plan.paths is not None and not self._no_shim:
+            self._knock(plan.paths)
+            knocked = self._doors.hear(HEAR_SECONDS)
+            for (source, destination), ports in knocked.items():
+                back = self._found.get((destination, source))
+                if back is not None and not back.ports:
+                    self._found[destination, source] = narrow(back, plan.paths, self._own, ports)
         for ends, each in self._found.items():
-            if not each.ports and not each.fault:  # nobody has knocked
-                self._settled.setdefault(ends, PathFault.NOT_FOUND)
-
-    def _write(self) -> None:
-        """For the ranks' shims, as far as is known now."""
-        assert self._plan is not None
-        for local, rank in enumerate(self._plan.ranks):
+            if each.fault or not each.ports:
+                self._settled[ends] = each.fault or PathFault.NOT_FOUND
+        for local, rank in enumerate(plan.ranks):
             file = self._runtime.paths_of(local)
-            if self._plan.paths is None or self._no_shim:
+            if plan.paths is None or self._no_shim:
                 file.unlink(missing_ok=True)
             else:
-                found = tuple(self._found.values())
-                lines = entries(rank, self._plan.paths, self._own, found, self._doors.knocked)
+                lines = entries(rank, plan.paths, self._own, tuple(self._found.values()), knocked)
                 write_text(file, "".join(f"{line}\n" for line in lines))
+
+    def _knock(self, paths: WorkerPaths) -> None:
+        deadline = time.monotonic() + KNOCK_SECONDS
+        for each in self._found.values():
+            path = each.path
+            if not initiates(self._own, path.address):
+                doors = each.ports or source_ports(path, paths, self._salt, knocked=True)[:1]
+                here, left = listen_port(paths, path.source), deadline - time.monotonic()
+                knock(self._own, here, path.address, doors, len(each.ports), left)
 
     def look(self, now: float) -> None:
         """At the ranks' connections, until each is known to be on its path or not. `now`: seconds, monotonic."""
@@ -169,13 +155,9 @@ class PathFinder:
 
     def close(self) -> None:
         """Forgets all of a round."""
-        for running in (self._search, *self._narrowing.values(), *self._timers):
-            if running is not None:
-                running.cancel()
-        self._doors.forget()
+        if self._search is not None:
+            self._search.cancel()
+        self._doors.close()
         self._search, self._plan = None, None
-        self._found, self._settled, self._doubted, self._narrowing, self._timers = {}, {}, {}, {}, []
+        self._found, self._settled, self._doubted = {}, {}, {}
         self._look_at, self._pause = float("-inf"), FIRST_PAUSE
-
-    def _after(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *arguments))

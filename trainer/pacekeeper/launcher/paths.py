@@ -4,7 +4,7 @@ Switches choose among equal paths by a hash of addresses and ports. The plan nam
 to use; which ports lead there nobody knows, so the launcher of the sending rank tries some (`hops.trace`): the ones
 that its connection could have, in the direction in which it is going to send. gloo connects from the side with the
 higher address. Where that is the receiver, the sender's launcher knocks at the ports that fit: its peer listens there
-from before it is ready until the round has begun, and has its rank connect from where it was knocked at.
+from before it is ready until the round begins, and has its rank connect from where it was knocked at.
 
 A knock also clears the way. Nodes that follow connections (conntrack) take a packet that was tried for the beginning of
 one, and drop what then comes from the other side as part of none; one that was made and ended well is forgotten.
