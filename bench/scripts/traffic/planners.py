@@ -16,8 +16,7 @@ from .shifts import shifted
 from .speeds import Plan
 
 LEAST_PARTS, MOST_PARTS = 4, 16
-"""Sub-connections of a flow. With four, jobs that take turns meet others on a link with a small part each: who is busy
-alone for a while has more of it."""
+"""Sub-connections of a flow. With four, more jobs have a small part each of a link, and seldom all want it at once."""
 NEAR = 0.99
 """Part of the best speed that is near enough: nobody needs more sub-connections for the rest."""
 
