@@ -1,6 +1,6 @@
 """What planning the traffic of a fabric wins over ECMP and others' planning, and how near it is to what is best.
 
-    make bench NAME=traffic                    # 3 seeds
+    make bench NAME=traffic                    # 5 seeds
     QUICK=1 make bench NAME=traffic            # one seed
 
 In a simulator at 10,240 GPUs: `scripts/traffic` has its fabrics, jobs, planners and goals.
@@ -15,7 +15,7 @@ import time
 
 from .scripts.traffic.simulator import simulated
 
-SEEDS = 3
+SEEDS = 5
 
 
 def main() -> int:
