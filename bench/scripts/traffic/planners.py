@@ -15,7 +15,8 @@ from .clusters import Fabric, Job, Traffic
 from .shifts import shifted
 from .speeds import Plan
 
-MOST_PARTS = 16
+LEAST_PARTS, MOST_PARTS = 4, 16
+"""Sub-connections of a flow. With four, more jobs have a small part each of a link, and seldom all want it at once."""
 NEAR = 0.99
 """Part of the best speed that is near enough: nobody needs more sub-connections for the rest."""
 
@@ -47,7 +48,7 @@ def _ours_in_parts(case: Case, _: np.random.Generator) -> Plan:
 def enough_parts(case: Case) -> int:
     """The fewest sub-connections of each flow with which the integer bound is near to the best speed."""
     speeds = {}
-    for parts in range(1, MOST_PARTS // case.traffic.parts + 1):
+    for parts in range(LEAST_PARTS // case.traffic.parts, MOST_PARTS // case.traffic.parts + 1):
         traffic, topology = case.traffic.in_parts(parts), case.fabric.topology
         load = bound(topology, traffic.flows) * traffic.unit * case.fabric.port / topology.unit
         speeds[parts] = min(1.0, 1.0 / load) if load else 1.0
