@@ -29,6 +29,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, dataloader
 
 from pacekeeper.observe import collectives, watching
+from pacekeeper.observe.behaviour import watch as behaviour
 from pacekeeper.observe.behaviour.sampler import Sampler
 from pacekeeper.observe.hooks import hook, unhook
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
@@ -82,6 +83,7 @@ def cost_of_a_record(path: Path) -> float:
 
 def compare(ring: Path) -> dict[str, Any]:
     """Both sides, and what recording adds."""
+    behaviour.EARLY_AFTER_STEPS = sys.maxsize  # a window's cost is measured on its own
     plain = saved_functions()
     watching.watch_steps()
     watched = saved_functions()

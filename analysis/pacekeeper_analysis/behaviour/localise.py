@@ -11,7 +11,7 @@ of the time; a share falls where anything else grows.) A job's excess has three 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -45,6 +45,7 @@ FOLLOWS = 0.7
 """Correlation of a rank's own work with its samples' lengths."""
 LIBRARY = "torch/"
 """What computes there is slow by how it is set up, where that has changed."""
+RAISE_THE_LIMIT = "raise the CPU limit of the worker, or take it away"
 OF_MACHINES = frozenset({FaultClass.HARDWARE, FaultClass.CONFIGURATION})
 MOST_EXPLANATIONS = 8
 MOST_TOLD = 3
@@ -110,10 +111,10 @@ def judge(table: Table, expected: int) -> Localisation:
     )
     if view.excess < LEAST_EXCESS * view.step:
         return replace(frame, finding=_nothing(view))
-    one, common = _ranks(view), _everywhere(view)
-    held_up = any(e.finding.fault in OF_MACHINES for e in (*one, *common))
+    one, common, late = _ranks(view), _everywhere(view), _late(view)
+    held_up = bool(late) or any(e.finding.fault in OF_MACHINES for e in (*one, *common))
     # Who has not answered may be whom the others wait for.
-    transfer = _transfer(view) if heard == expected or held_up else []
+    transfer = _transfer(view, late) if heard == expected or held_up else []
     follows = transfer if held_up else []  # whose processors are late, its transfers are, too
     found = sorted([*one, *common, *transfer], key=lambda e: (e in follows, -e.saved_seconds))[:MOST_EXPLANATIONS]
     explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))
@@ -338,7 +339,17 @@ def _errors(table: Table, own: NDArray[np.bool_], known: NDArray[np.bool_]) -> N
 # The transfer
 
 
-def _transfer(view: _View) -> list[Explanation]:
+def _late(view: _View) -> dict[int, Witness]:
+    """By row: whose quota holds it up so often, and did not in its early steps, that its transfers are late."""
+    pairs = enumerate(zip(view.table.setups, view.table.early_setups, strict=True))
+    found = {
+        row: setups.throttled(now, () if early is None else [early], setups.HELD_UP_OFTEN)
+        for row, (now, early) in pairs
+    }
+    return {row: witness for row, witness in found.items() if witness is not None}
+
+
+def _transfer(view: _View, late: Mapping[int, Witness]) -> list[Explanation]:
     """Waits of the rank that waits least, beyond what slow work of each rank in its turn would make of them."""
     turns = (len(view.table.ranks) - 1) * max(view.grown, 0.0)
     saved = view.waited - (turns if turns > LEAST_SPREAD * view.step else 0.0)
@@ -348,16 +359,18 @@ def _transfer(view: _View) -> list[Explanation]:
     growth = np.median((view.table.now.seconds - view.table.early.seconds)[view.known][:, waits], axis=0)
     name = view.table.functions[int(waits[int(np.argmax(growth))])][0]
     words = f"even the rank that waits least waits {saved:.3f} s a step more than in the job's early steps"
-    finding = Finding(
-        FaultClass.NETWORK,
-        f"{name} on all ranks",
-        (
-            Witness(WitnessKind.HISTORY, words),
-            Witness(WitnessKind.BEHAVIOUR, f"{name} has grown most, and no rank's own work has"),
-        ),
-        advice="look at the links: the delay matrix and a probe tell which one",
-    )
-    return [Explanation(finding, name, (), saved, min(1.0, saved / view.excess))]
+    waits_longer = Witness(WitnessKind.HISTORY, words)
+    ranks: tuple[int, ...] = ()
+    if late:
+        ranks = tuple(int(view.table.ranks[row]) for row in late) if len(late) < len(view.table.ranks) else ()
+        grown = Witness(WitnessKind.BEHAVIOUR, f"{name} has grown most")
+        who, witnesses = _who(ranks) if ranks else "all ranks", (waits_longer, grown, next(iter(late.values())))
+        finding = Finding(FaultClass.CONFIGURATION, who, witnesses, advice=RAISE_THE_LIMIT)
+    else:
+        grown = Witness(WitnessKind.BEHAVIOUR, f"{name} has grown most, and no rank's own work has")
+        advice = "look at the links: the delay matrix and a probe tell which one"
+        finding = Finding(FaultClass.NETWORK, f"{name} on all ranks", (waits_longer, grown), advice=advice)
+    return [Explanation(finding, name, ranks, saved, min(1.0, saved / view.excess))]
 
 
 # What kind of fault it is
@@ -431,8 +444,7 @@ def _everything_slower(work: _Work, factor: float, part: float) -> _Cause:
         longer = Witness(WitnessKind.HISTORY, f"its samples are {work.longer_lengths:.2f} × as long in sum")
         return _Cause(FaultClass.DATA, "", part, (words, longer), "balance the lengths over the ranks")
     if work.held_up is not None:
-        advice = "raise the CPU limit of the worker, or take it away"
-        return _Cause(FaultClass.CONFIGURATION, "", part, (words, work.held_up), advice)
+        return _Cause(FaultClass.CONFIGURATION, "", part, (words, work.held_up), RAISE_THE_LIMIT)
     if work.static:
         return _Cause(FaultClass.CONFIGURATION, "", part, (words, *work.static), work.setting_advice)
     if work.delayed is not None:

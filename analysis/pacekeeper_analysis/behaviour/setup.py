@@ -10,6 +10,8 @@ from .pattern import Setup
 
 HELD_UP = 0.05
 """Share of the periods (throttled) or of the time (delayed) from which it explains something."""
+HELD_UP_OFTEN = 0.25
+"""Share of the periods from which a quota that holds a worker up holds up what its ranks send and receive, too."""
 SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
@@ -34,9 +36,9 @@ def unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> tuple[Witness, .
     return tuple(Witness(WitnessKind.SETTINGS, words) for words in _unlike(setup, usual, whose))
 
 
-def throttled(setup: Setup, usual: Sequence[Setup] = ()) -> Witness | None:
-    """Its processor quota holds it up, more than it does `usual`."""
-    if setup.throttled < HELD_UP + _median([other.throttled for other in usual]):
+def throttled(setup: Setup, usual: Sequence[Setup] = (), least: float = HELD_UP) -> Witness | None:
+    """Its processor quota holds it up, by `least` more than it does `usual`."""
+    if setup.throttled < least + _median([other.throttled for other in usual]):
         return None
     quota = f" of {setup.processors:g} processors" if setup.processors else ""
     words = f"the processor quota{quota} has held its worker up in {setup.throttled:.0%} of the periods"

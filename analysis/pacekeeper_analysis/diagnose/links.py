@@ -333,7 +333,7 @@ def _hot_spots(polished: Mapping[int, Sequence[_Matrix]]) -> tuple[HotSpot, ...]
     found = sorted(found, key=lambda spot: -spot.ratio)[:MOST_COMPARED]
     found.sort(key=lambda spot: spot.bytes_per_second)
     causes = [spot for place, spot in enumerate(found) if not any(_answers(spot, cause) for cause in found[:place])]
-    ratios = {(spot.source, spot.destination): spot.ratio for spot in found}
+    ratios = {place[1:]: max(spot.ratio for spot in spots) for place, spots in seen.items()}
     causes = [
         # Which of two ways that are about as hot answers the other one, busy times alone do not tell.
         replace(spot, kind=SpotKind.PAIR)

@@ -27,10 +27,11 @@ from .hosts import Job, job
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
 """The job's first steady steps, which are its baseline."""
-BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 5.0, 32.0, 10.0
-STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 8.0, 16.0
-"""After which windows of steps, and of connections, hold nothing of the fault before."""
-HEALTHY_SECONDS = 60.0
+BEFORE_SECONDS, SLOW_SECONDS, HANG_SECONDS = 3.0, 32.0, 10.0
+STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 6.0, 16.0
+"""After which windows of steps, and of connections, hold nothing of the fault before. A hang's end is a new round, with
+new connections."""
+HEALTHY_SECONDS = 40.0
 PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
 """Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
 PROBE_AFTER = 24.0
@@ -130,7 +131,7 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
     if fault.hangs:
         running.train()
     running.give(profile=None, probe=None)
-    time.sleep(LINKS_FLUSH_SECONDS if fault.of_links else STEPS_FLUSH_SECONDS)
+    time.sleep(LINKS_FLUSH_SECONDS if fault.of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
     return made
 
 

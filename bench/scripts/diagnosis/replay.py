@@ -60,17 +60,24 @@ class Outcome:
     naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
 
 
+Beginnings = Mapping[str, Sequence[Beginning]]
+"""By fault, of all its recordings."""
+Case = tuple[str, int]
+"""Fault and place."""
+
+
 def outcomes(places: int, copies: int) -> list[Outcome]:
     """Of all recordings that there are, the faults in the catalogue's order."""
-    faults = catalogue()
-    beginnings = _beginnings(faults, places)
     with ProcessPoolExecutor() as pool:
-        cases = [(fault.name, place) for fault in faults for place in range(places)]
-        found = list(pool.map(_of_recording, cases, repeat(beginnings), repeat(copies)))
+        found = list(pool.map(of_recording, cases(places), repeat(beginnings(places)), repeat(copies)))
     return [outcome for of in found for outcome in of]
 
 
-def _of_recording(case: tuple[str, int], beginnings: Mapping[str, Sequence[Beginning]], copies: int) -> list[Outcome]:
+def cases(places: int) -> list[Case]:
+    return [(fault.name, place) for fault in catalogue() for place in range(places)]
+
+
+def of_recording(case: Case, beginnings: Beginnings, copies: int) -> list[Outcome]:
     logging.disable(logging.CRITICAL)
     name, place = case
     fault = next(fault for fault in catalogue() if fault.name == name)
@@ -79,9 +86,9 @@ def _of_recording(case: tuple[str, int], beginnings: Mapping[str, Sequence[Begin
     return [_outcome(fault, place, copy, recording, others) for copy in range(copies)]
 
 
-def _beginnings(faults: Iterable[Fault], places: int) -> dict[str, list[Beginning]]:
-    found = defaultdict(list)
-    for fault in faults:
+def beginnings(places: int) -> Beginnings:
+    found: dict[str, list[Beginning]] = defaultdict(list)
+    for fault in catalogue():
         for place in range(places):
             beginning = None if fault.hangs else Beginning.of(Recording.load_from(path_of(fault.name, place)))
             if beginning is not None:

@@ -117,6 +117,33 @@ class TestJudge:
         in_turn = ring(8, lambda s, _: {3: 9.0, 2: 5.0, 4: 5.0}.get(s, 1.0))
         assert places(judge(in_turn).hot) == [(SpotKind.PAIR, 3, 4)]
 
+    @pytest.mark.parametrize("seed", range(10))
+    def test_one_slow_side_of_a_ring_of_four_is_half_of_its_cells(self, seed: int) -> None:
+        """What the rank sends, and what it acknowledges: held against each connection's own first windows both stand
+        out, of which the middle of all would be the middle."""
+        slow = ring(4, lambda s, d: 10 if s == 1 else 6 if d == 1 else 1, seed)
+        known = [replace(cell, early_bytes=20 * MB, early_busy_seconds=SECONDS) for cell in slow]
+        assert places(judge(known).hot) == [(SpotKind.PAIR, 1, 2)]
+        alike = [replace(cell, busy_seconds=3 * cell.busy_seconds) for cell in ring(4, lambda *_: 1, seed)]
+        assert judge([replace(c, early_bytes=20 * MB, early_busy_seconds=SECONDS) for c in alike]).hot == ()
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_link_that_has_become_faster_makes_the_others_no_slower(self, seed: int) -> None:
+        now = ring(4, lambda *_: 1, seed)
+        early = [10 * SECONDS if cell.source == 2 else SECONDS for cell in now]
+        known = zip(now, early, strict=True)
+        assert judge([replace(c, early_bytes=20 * MB, early_busy_seconds=was) for c, was in known]).hot == ()
+
+    def test_a_way_back_that_was_hot_once_leaves_the_direction_open(self) -> None:
+        """It is the slower way itself, of which the newest window alone tells yet."""
+
+        def factor(cell: Cell) -> float:
+            back = 9.0 if (cell.source, cell.destination) == (2, 1) and cell.age == 0 else 1.0
+            return 8.0 if (cell.source, cell.destination) == (1, 2) else back
+
+        cells = [replace(c, busy_seconds=c.busy_seconds * factor(c)) for c in matrix(6, lambda *_: 1)]
+        assert places(judge(cells).hot) == [(SpotKind.PAIR, 1, 2)]
+
     def test_little_traffic_tells_nothing(self) -> None:
         """Single messages wait for their acknowledgements, however fast the link is."""
         quiet = [Cell(5, 6, age, MB // 2, 4.0) for age in range(3)]

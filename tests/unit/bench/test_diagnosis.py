@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from bench.scripts.diagnosis.hosts import RANKS, RANKS_A_HOST
 from bench.scripts.diagnosis.perturb import perturbed
 from bench.scripts.diagnosis.record import Recording
 from bench.scripts.diagnosis.replay import Outcome, Verdict, confident_and_wrong, measured, quantile, succession
+from bench.scripts.diagnosis.thresholds import AS_IT_IS, TRIED, Threshold, choose
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
 
 NETWORK, CODE = frozenset({FaultClass.NETWORK}), frozenset({FaultClass.CODE})
@@ -142,3 +144,23 @@ class TestConfidence:
     def test_quantiles_of_what_may_never_come(self) -> None:
         assert quantile([1.0, float("inf"), 2.0], 0.5) == 2.0
         assert quantile([], 0.5) == float("inf")
+
+
+class TestThresholds:
+    def test_the_one_that_is_best_for_the_others_judges_a_fault(self) -> None:
+        """Doubled it is made for the one fault that has been left out, and halved it is as good as it is."""
+        half, twice = Threshold("m", "LIMIT", 0.5), Threshold("m", "LIMIT", 2.0)
+        found = choose(
+            {
+                half: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
+                AS_IT_IS: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
+                twice: {"a": [1.0, 1.0], "b": [-1.0, 0.0], "c": [1.0, 1.0]},
+            }
+        )
+        assert found.as_it_is == pytest.approx(4 / 6)
+        assert found.left_out == pytest.approx(2 / 6)
+        assert found.chosen == {"as they are": 2, "LIMIT × 2": 1}
+
+    def test_each_is_there(self) -> None:
+        for threshold in TRIED[1:]:
+            assert getattr(import_module(threshold.module), threshold.name) > 0

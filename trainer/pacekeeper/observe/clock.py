@@ -66,17 +66,23 @@ class Clock(Protocol):
 class Spans:
     """Stretches of the rank's work, each from one mark to another, and how long they are altogether."""
 
+    __slots__ = ("_coming", "_ns")
+
     def __init__(self) -> None:
-        self._coming: deque[tuple[Mark, Mark]] = deque()
+        self._coming: deque[tuple[Mark, Mark]] | None = None
         self._ns = 0
 
     def add(self, start: Mark, end: Mark) -> None:
+        if self._coming is None:
+            self._coming = deque()
         self._coming.append((start, end))
 
     @property
     def reached(self) -> bool:
         """Whether the work has come to the end of all of them."""
         coming = self._coming
+        if coming is None:  # the usual case, at the end of every step
+            return True
         while coming and coming[0][0].reached and coming[0][1].reached:
             start, end = coming.popleft()
             self._ns += end.ns - start.ns

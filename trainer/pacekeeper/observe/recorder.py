@@ -68,6 +68,8 @@ class _Step:
         # In the order of the work, by which the times of a device's marks are counted.
         if not (self.start.reached and self.waits.reached and self.away.reached and self.end.reached):
             return False
+        if not self.garbage:
+            return True
         return all(begun.reached and ended.reached for begun, ended in self.garbage)  # may come just behind the end
 
 

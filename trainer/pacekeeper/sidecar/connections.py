@@ -78,7 +78,7 @@ class _Early:
 
     @property
     def usual(self) -> tuple[int, float]:
-        """The fast side's quarter: a fault may begin in the first half minute, and slowness be luck, but speed is not."""
+        """Of the fast ones: a fault may begin in the first half minute, and slowness be luck, but speed is not."""
         return self.windows[len(self.windows) // 4] if self.windows else (0, 0.0)
 
     def look(self, info: bytes) -> None:

@@ -209,9 +209,32 @@ class TestAllRanks:
         now = [pattern(rank, work, 1.3, setup=throttled.get(rank, USUAL)) for rank, work in enumerate(works)]
         early = [pattern(rank, WORK, 0.395) for rank in range(4)]
         found = localise(answers(now, early), 4)
-        assert [each.finding.fault for each in found.explanations] == [FaultClass.CONFIGURATION, FaultClass.NETWORK]
+        assert [each.finding.fault for each in found.explanations] == [FaultClass.CONFIGURATION] * 2
         assert found.explanations[1].saved_seconds > found.explanations[0].saved_seconds
         assert found.finding.culprit == "rank 1"
+
+    @pytest.mark.parametrize(
+        ("throttled", "fault", "culprit"),
+        [
+            ((0.0, 0.0, 0.9, 0.9), FaultClass.CONFIGURATION, "ranks 2, 3"),
+            ((0.5, 0.3, 0.9, 0.9), FaultClass.CONFIGURATION, "all ranks"),
+            ((0.0, 0.0, 0.1, 0.1), FaultClass.NETWORK, "all_reduce on all ranks"),
+        ],
+    )
+    @pytest.mark.parametrize("heard", [4, 3])
+    def test_a_quota_whose_ranks_mostly_wait_shows_in_transfers_alone(
+        self, throttled: tuple[float, ...], fault: FaultClass, culprit: str, heard: int
+    ) -> None:
+        """Who has not answered may be the slow one: then a network is not blamed, and a quota is all the same."""
+        setup = [replace(USUAL, throttled=part, processors=0.5) for part in throttled]
+        now = [pattern(rank, WORK, 0.9, setup=setup[rank]) for rank in range(4)][4 - heard :]
+        early = [pattern(rank, WORK, 0.395) for rank in range(4)][4 - heard :]
+        found = localise(answers(now, early), 4)
+        if heard < 4 and fault is FaultClass.NETWORK:
+            assert found.finding.fault is FaultClass.UNKNOWN
+        else:
+            assert (found.finding.fault, found.finding.culprit) == (fault, culprit)
+            assert len(found.finding.kinds) >= 2
 
     def test_waits_for_a_slow_rank_are_nobodys_transfer(self) -> None:
         found = job(WORK, WORK, {**WORK, SLOW: 0.2}, WORK)

@@ -144,9 +144,9 @@ def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
     assert file.profile(0.0) is None
     write_plan(path, WorkerPlan(profile=Profile("profile-1", 5)))
     assert file.profile(0.05) is None
-    assert file.profile(0.2) == Profile("profile-1", 5)
+    assert file.profile(0.3) == Profile("profile-1", 5)
     path.write_text("{")
-    assert file.profile(0.5) is None
+    assert file.profile(0.6) is None
 
 
 def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(

@@ -33,8 +33,8 @@ from . import machine, sources
 from .sampler import Sampler
 from .spans import Kernels, spans_between, steps_between
 
-LOOK_SECONDS = 0.1
-"""Between two looks at the plan's file."""
+LOOK_SECONDS = 0.25
+"""Between two looks at what windows depend on, while none is open or soon to be: most steps end without one."""
 EARLY = Profile("", first_step=0, steps=2**20, seconds=5.0)
 """The window of a rank's early steps. No other has an empty name."""
 EARLY_AFTER_STEPS, EARLY_AFTER_SECONDS = 10, 3.0
@@ -95,11 +95,16 @@ class BehaviourWatch:
         """That were begun under these."""
         self._early_due = 0.0
         self._sources = sources.SourceNames()
+        self._look_due = 0.0
 
     def step_ended(self) -> None:
         """In the training thread. What fails here must not fail the training: it is the end of the rank's windows."""
+        self._steps += 1
+        now = time.monotonic()
+        if now < self._look_due:
+            return
         try:
-            self._follow(time.monotonic())
+            self._follow(now)
         except Exception:
             log.exception("this rank has no behaviour windows from now on")
             self._recorder.step_ended = _nothing
@@ -107,8 +112,8 @@ class BehaviourWatch:
 
     def _follow(self, now: float) -> None:
         self._since = self._since or now
-        self._steps += 1
-        asked = self._asked(self._plan.profile(now))
+        profile = self._plan.profile(now)
+        asked = self._asked(profile)
         window = self._open
         if window is not None:
             conditions = self._conditions()
@@ -119,6 +124,8 @@ class BehaviourWatch:
             self._begin(asked, now)
         elif self._open is None and self._wants_early(now):
             self._begin(EARLY, now)
+        soon = profile is not None and profile.name != self._told
+        self._look_due = 0.0 if soon or self._open is not None else now + LOOK_SECONDS
 
     def _asked(self, profile: Profile | None) -> Profile | None:
         """The window that is to begin here and now; one that is over before it was heard of is let be."""

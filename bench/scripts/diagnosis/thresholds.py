@@ -1,0 +1,117 @@
+"""Are the product's thresholds fitted to the faults that they are tried on? Each is found anew with one fault left out.
+
+What scores best on all other faults judges the one that was left out; a threshold is tried at half and at twice what it
+is (of a ratio, what is above 1), the others as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product, repeat
+from statistics import mean
+
+from . import replay
+from .replay import Beginnings, Case, Outcome
+
+COPIES = 1
+WRONG = -1.0
+"""Score of a last verdict that is wrong; one that is right has 1, silence 0."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    module: str
+    name: str
+    factor: float = 1.0  # of what the product has
+
+    def __str__(self) -> str:
+        return f"{self.name} × {self.factor:g}"
+
+
+AS_IT_IS = Threshold("", "", 1.0)
+DIAGNOSE, BEHAVIOUR = "pacekeeper_analysis.diagnose", "pacekeeper_analysis.behaviour"
+TRIED = (
+    AS_IT_IS,
+    *(
+        Threshold(module, name, factor)
+        for (module, name), factor in product(
+            (
+                (f"{DIAGNOSE}.blame", "LEAST_SHARE"),
+                (f"{DIAGNOSE}.links", "HOT"),
+                (f"{BEHAVIOUR}.localise", "SUSPECT"),
+                (f"{BEHAVIOUR}.localise", "WEIGHT"),
+            ),
+            (0.5, 2.0),
+        )
+    ),
+)
+RATIOS = frozenset({"HOT"})
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Shares of copies whose last verdict is right, culprit and class."""
+
+    as_it_is: float
+    left_out: float
+    chosen: Mapping[str, int]  # by how many of the choices
+
+
+def left_out(places: int) -> LeftOut:
+    tries = list(product(TRIED, replay.cases(places)))
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_under, *zip(*tries, strict=True), repeat(replay.beginnings(places))))
+    scores: dict[Threshold, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (threshold, (fault, _)), outcomes in zip(tries, found, strict=True):
+        scores[threshold][fault] += [_score(outcome) for outcome in outcomes]
+    return choose(scores)
+
+
+def choose(scores: Mapping[Threshold, Mapping[str, Sequence[float]]]) -> LeftOut:
+    """`scores`: threshold → fault → of its copies. Where others score no better, the product's own is chosen."""
+
+    def best_without(fault: str) -> Threshold:
+        def score(threshold: Threshold) -> tuple[float, bool]:
+            others = (mean(of) for name, of in scores[threshold].items() if name != fault)
+            return round(mean(others), 6), threshold == AS_IT_IS
+
+        return max(scores, key=score)
+
+    best = {fault: best_without(fault) for fault in scores[AS_IT_IS]}
+    return LeftOut(
+        as_it_is=_right(score for of in scores[AS_IT_IS].values() for score in of),
+        left_out=_right(score for fault, threshold in best.items() for score in scores[threshold][fault]),
+        chosen=Counter(str(threshold) if threshold != AS_IT_IS else "as they are" for threshold in best.values()),
+    )
+
+
+def _right(scores: Iterable[float]) -> float:
+    return mean(score == 1.0 for score in scores)
+
+
+def _score(outcome: Outcome) -> float:
+    return 0.0 if outcome.last is None else 1.0 if outcome.last.right else WRONG
+
+
+def _under(threshold: Threshold, case: Case, beginnings: Beginnings) -> list[Outcome]:
+    with _in_force(threshold):
+        return replay.of_recording(case, beginnings, COPIES)
+
+
+@contextmanager
+def _in_force(threshold: Threshold) -> Iterator[None]:
+    if threshold == AS_IT_IS:
+        yield
+        return
+    module, base = import_module(threshold.module), 1.0 if threshold.name in RATIOS else 0.0
+    usual = getattr(module, threshold.name)
+    setattr(module, threshold.name, base + threshold.factor * (usual - base))
+    try:
+        yield
+    finally:
+        setattr(module, threshold.name, usual)
