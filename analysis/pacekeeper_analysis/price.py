@@ -29,6 +29,7 @@ class Option:
     slowdown_after: float  # what is left of the slowdown under it, by simulation; 1: nothing
     refused: str = ""  # why it may not be taken (not allowed, no spare, budget spent); "": it may
     exact: bool = True  # the job stays synchronous SGD; False: it trains by Local-SGD
+    awaited: bool = False  # dear, and so good that nothing inexact is taken before it, where it mends nearly as well
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,19 @@ def choose(
 
     What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due
     once the loss has reached its cost, if it wins something beside what is free; of several, the one with the least
-    cost plus remaining loss is taken.
+    cost plus remaining loss is taken. Nothing inexact is taken while an exact one is `awaited`.
     """
     horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
     free = [_free_price(option, slowdown, horizon) for option in options if option.cost_seconds == 0]
     best_free = _best_free([price for price in free if price.due], mended)
     left = slowdown if best_free is None else best_free.option.slowdown_after
-    dear = [_dear_price(option, slowdown, left, lost_seconds, horizon) for option in options if option.cost_seconds]
+    inexact = best_free is not None and not best_free.option.exact
+    dear = [
+        # What is awaited is taken instead of what is free and inexact, not beside it.
+        _dear_price(option, slowdown, slowdown if option.awaited and inexact else left, lost_seconds, horizon)
+        for option in options
+        if option.cost_seconds
+    ]
 
     def whole_cost(price: Price) -> float:
         return price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
@@ -101,8 +108,20 @@ def choose(
     best_dear = min((price for price in dear if price.due), key=whole_cost, default=None)
     by_kind = iter(free), iter(dear)
     prices = tuple(next(by_kind[option.cost_seconds > 0]) for option in options)
+    awaited = [price for price in dear if inexact and _is_awaited(price, slowdown, left)]
+    if awaited:
+        return Choice(min((price for price in awaited if price.due), key=whole_cost, default=None), prices)
     is_free = best_free is not None and (best_dear is None or left < bearable)
     return Choice(best_free if is_free else best_dear, prices)
+
+
+def _is_awaited(price: Price, slowdown: float, left: float) -> bool:
+    """It keeps the job exact, mends nearly as well as the best of what is free, which leaves `left`, and will win more
+    than it costs."""
+    option = price.option
+    if not (option.awaited and option.exact) or option.refused or not wins(slowdown, option.slowdown_after):
+        return False
+    return option.slowdown_after <= NEARLY * max(1.0, left) and price.gain_seconds > option.cost_seconds
 
 
 _LONG = 86_400.0

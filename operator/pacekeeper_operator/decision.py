@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pacekeeper_analysis.adapt import Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding
 
 from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
+from .network import Pair
 from .observation import GpuValue
 from .subject import Subject
 
@@ -48,9 +50,11 @@ class Adapt:
 @dataclass(frozen=True)
 class PlanTraffic:
     """The next round, by the same workers, over the ways that joint planning wants by now; or, where nobody plans any,
-    with other ports for one pair."""
+    with other ports for one pair; or over the ways of before."""
 
-    reroll: tuple[int, int] | None = None  # the rank that sends, and the one that receives
+    reroll: Pair | None = None
+    back: bool = False
+    paces: Mapping[Pair, float] = field(default_factory=dict)  # bytes a second by the ways so far, where that is known
 
 
 @dataclass(frozen=True)

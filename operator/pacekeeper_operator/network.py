@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pacekeeper_analysis.fabric.topology import Ints, Topology
 
 from .api import FabricSpec
+from .state import WaySeen
 
 Ports = tuple[int, int]
 """The first and the last."""
@@ -16,6 +17,10 @@ Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
 JobName = tuple[str, str]
 """Namespace and name of a job."""
+Link = tuple[str, str]
+"""Leaf and spine."""
+Shares = Mapping[Link, float]
+"""What links carry now, as parts of what they are built for; 0: nothing."""
 
 
 class Seat(NamedTuple):
@@ -36,6 +41,8 @@ class JobTraffic:
     ports: Ports | None = None  # that its connections take; None: any
     waiting: float = 0.0  # share of its steps that its ranks wait in
     round_seconds: float = 0.0  # what a round for other ways costs it; 0: it does not train yet; inf: it is not due yet
+    acts: bool = True  # False: it is moved by nobody, that is only recommended
+    seen: tuple[WaySeen, ...] = ()  # what its flows have shown of their ways
 
     @property
     def ranks(self) -> int:
@@ -52,6 +59,7 @@ class Replanned:
     """A job that should begin a round for other ways, which outweigh the rounds of all that change together."""
 
     slowdown: float  # of its steps by the ways that are in force, over those by the ones that are planned
+    mends: float  # part of what its ways cost it, beside a fabric that it has to itself, that is won back
     gain_seconds: float  # of all jobs, in seconds of ranks, over the horizon
     cost_seconds: float  # of all rounds, likewise
 
@@ -69,6 +77,7 @@ class Traffic:
     up: Ints  # loads, (leaves, ways)
     down: Ints
     due: Mapping[JobName, Replanned]  # of jobs that train; the others take their ways in their next round
+    recommended: Mapping[JobName, Replanned] = field(default_factory=dict)  # of those that nobody may move
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +88,8 @@ class Wiring:
     leaf_of: Mapping[str, int]  # node → group; without nodes that do not say
     topology: Topology | None
     strange: tuple[str, ...] = ()  # links that something was said of, and that there are not
+    slow: Shares = field(default_factory=dict)  # by what jobs' flows have shown
+    views: Mapping[str, Topology] = field(default_factory=dict)  # namespace → with what its flows alone have shown, too
 
     @property
     def dead(self) -> int:

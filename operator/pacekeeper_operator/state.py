@@ -26,6 +26,7 @@ MAX_CURRENT, MAX_TELLING = 100, 16
 """Incidents that are kept until they are written into the cluster, and how many of them keep their evidence until then:
 where Incidents cannot be written for long, the bookkeeping must not grow with them."""
 MAX_LINK_VERDICTS = 16
+MAX_WAYS_SEEN, MAX_WAY_CHANGES, MAX_WAYS_TRIED = 128, 128, 128
 HOLD_SECONDS = 15.0
 """So long a mode stays at least; longer where changes follow each other."""
 
@@ -157,6 +158,7 @@ class LinkLook:
     hot: tuple[str, ...] = ()  # all hot places, for people, hottest first
     known: bool = False  # enough connections could be told apart to be compared
     sides: tuple[LinkSide, ...] = ()  # slowest ones
+    bytes_per_second: float = 0.0  # of the hottest place while it was busy; 0: none is hot
     incident: str = ""  # for which it is, or was, probed
     probe: str = ""  # that is out; "": none
     probed_at: float = 0.0
@@ -182,6 +184,56 @@ class LinkVerdict:
 
 
 @dataclass(frozen=True)
+class WaySeen:
+    """What one of the job's flows has shown of the planned way that it took."""
+
+    at: float
+    source: str  # leaf that it leaves
+    spine: str
+    destination: str  # leaf that it comes to
+    sender: str  # node
+    receiver: str  # node
+    ratio: float = 1.0  # its time for a byte over the usual, beside what its way is shared by plan; 0: nothing passes
+
+
+@dataclass(frozen=True)
+class WayChange:
+    """Another way for what one rank sends to another, by a round that was begun for it. A spine "" with draw 0: the
+    network chose."""
+
+    source: int
+    destination: int
+    spine_before: str = ""
+    draw_before: int = 0
+    spine: str = ""
+    draw: int = 0
+    bytes_per_second: float = 0.0  # of its connections before, while they were busy; 0: not known
+
+
+@dataclass(frozen=True)
+class WayTrial:
+    """Ways that a round was begun for, until it is known what they are worth."""
+
+    incident: str  # "": they are those of before, put back, and nothing is to be found out
+    membership: int  # that goes by them
+    step_seconds: float  # of the job before
+    changes: tuple[WayChange, ...] = ()  # (): more than are kept, so there is no way back
+    since: float = 0.0  # the first step by them; 0: it has not come
+    slower: float = 0.0  # steps by them over those before, once that is known; 0: it is not
+
+
+@dataclass(frozen=True)
+class WayTried:
+    """What was no better: it is not tried again for a while."""
+
+    at: float
+    source: int
+    destination: int
+    spine: str = ""
+    draw: int = 0
+
+
+@dataclass(frozen=True)
 class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
@@ -190,6 +242,9 @@ class Adaptation:
     vain: Vain | None = None
     link: LinkLook | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
+    ways_seen: tuple[WaySeen, ...] = ()  # the newest word of each flow and way, oldest first
+    way_trial: WayTrial | None = None
+    ways_tried: tuple[WayTried, ...] = ()  # oldest first
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
     mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
     mode_reason: str = ""  # of the last change of mode
@@ -264,6 +319,7 @@ class Incident:
     finding: Finding | None = None  # the diagnosis, which may become better while the incident is open
     quarantine: str = ""  # what has become of the node, for people
     verdict: Verdict | None = None  # the same, for decisions
+    shown: str = ""  # what its remedy has shown, for people; "": the figures say all
 
 
 @dataclass(frozen=True)

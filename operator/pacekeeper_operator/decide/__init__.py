@@ -34,7 +34,9 @@ from . import (
     straggler,
     treat,
     verify,
+    verify_ways,
     way_back,
+    ways_seen,
     wish,
     worker_lost,
     workforce,
@@ -55,6 +57,8 @@ CHECKS: tuple[Check, ...] = (
     gpu_warning.check,
     # Exact, and so before another way to train.
     replan.check,
+    # Of ways that were tried, and have made it worse.
+    verify_ways.check,
     straggler.check,
     reroll.check,
     links.check,
@@ -75,11 +79,15 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("verify", verify.step),
     # What the ranks' connections show, before a decision names it.
     ("links", links.see),
+    # And what that says of the fabric's links, for the joint plan of all jobs.
+    ("ways", ways_seen.step),
     # The checks above, and what their answers do.
     ("treat", partial(treat.step, checks=CHECKS)),
     # Whether there is a straggler to be looked into, and the way back from a Local-SGD mode.
     ("suspect", straggler.suspect),
     ("way back", way_back.step),
+    # The connections again, where other ways are being tried.
+    ("ways tried", verify_ways.step),
     # A probe of what is slow between workers, for the incident that has just been written down.
     ("link probe", links.probe),
     # Behaviour windows: what the last one has come to is written down by now.

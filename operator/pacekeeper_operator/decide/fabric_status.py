@@ -112,7 +112,9 @@ def _links(fabric: Fabric, seen: Seen) -> _Found:
     if fabric.spec.path_control.mode is PathControl.PROBE and (spines := silent_spines(fabric.spec)):
         words = f"spec.hops have no address of {listed(spines)}: flows planned there go where the network puts them"
         return _Found(FabricCondition.LINKS_KNOWN, False, FabricReason.UNKNOWN_SPINES, words)
-    return _Found(FabricCondition.LINKS_KNOWN, True, FabricReason.FITS)
+    slow = [f"{leaf}–{spine} ({share:.0%})" for (leaf, spine), share in sorted(seen.wiring.slow.items())]
+    words = f"by what jobs' flows have shown, links carry less than they should: {listed(slow)}" if slow else ""
+    return _Found(FabricCondition.LINKS_KNOWN, True, FabricReason.FITS, words)
 
 
 def _planned(traffic: Traffic | None, mode: PathControl) -> _Found:
@@ -122,7 +124,10 @@ def _planned(traffic: Traffic | None, mode: PathControl) -> _Found:
     if traffic is None:
         return found(False, FabricReason.NOT_PLANNED, "there are no leaves to plan flows between")
     if mode is PathControl.OFF:
-        words = "ranks are ordered by leaf; flows go where the network puts them (spec.pathControl.mode is Off)"
+        words = (
+            "ranks are ordered by leaf; flows go where the network puts them (spec.pathControl.mode is Off, or "
+            "policy.traffic.planning of the installation is false)"
+        )
         return found(None, FabricReason.PATH_CONTROL_OFF, words)
     if mode is PathControl.REROLL:
         words = "flows go where the network puts them; slow pairs are given other ports"
@@ -132,10 +137,13 @@ def _planned(traffic: Traffic | None, mode: PathControl) -> _Found:
         return found(False, FabricReason.NO_WAY, f"no way is alive for {len(pairs)} flows: {listed(pairs)}")
     if not traffic.flows:
         return found(True, FabricReason.NO_FLOWS, "no job has flows between leaves")
+    jobs = listed(["/".join(name) for name in sorted(traffic.recommended)])
+    recommended = f". Other ways are recommended, and nobody may take them (mode Recommend): {jobs}" if jobs else ""
     if traffic.level > traffic.bound:
-        words = f"the fullest link carries {traffic.level}, and no plan is below {traffic.bound}"
+        words = f"the fullest link carries {traffic.level}, and no plan is below {traffic.bound}{recommended}"
         return found(True, FabricReason.ABOVE_THE_BOUND, words)
-    return found(True, FabricReason.AT_THE_BOUND, f"the fullest link carries {traffic.level}: no plan is below that")
+    words = f"the fullest link carries {traffic.level}: no plan is below that{recommended}"
+    return found(True, FabricReason.AT_THE_BOUND, words)
 
 
 def _shown(fabric: Fabric, wiring: Wiring, traffic: Traffic | None) -> Iterator[FabricLink]:

@@ -10,8 +10,10 @@ named as a suspect once its side was slow in two probes, and the operator's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pacekeeper_analysis import price
@@ -19,11 +21,12 @@ from pacekeeper_analysis.adapt import Diagnosis, Trouble
 from pacekeeper_analysis.diagnose import link_probe, links
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.link_probe import Judgement, Party, Verdict
-from pacekeeper_analysis.diagnose.links import Links, SpotKind
+from pacekeeper_analysis.diagnose.links import SLOW_BYTES, Cell, Links, SpotKind
 from pacekeeper_analysis.plan import EvidencePart
 
 from ..api import Cause, Class, Remedy
 from ..decision import Decision, ReplaceWorker
+from ..network import Pair
 from ..observation import FRESH_SECONDS, Observation, Policy, WorkerView
 from ..state import MAX_LINK_VERDICTS, Draft, Incident, LinkLook, LinkSide, LinkVerdict
 from ..subject import Subject
@@ -41,6 +44,8 @@ ANSWER_SECONDS = 10.0
 PRIOR_SECONDS = 1440.0
 """Mean duration of slow communication before this cluster has a history (Greyhound, ATC'25)."""
 HOUR = 3600.0
+PACE_WINDOWS = 2
+"""Newest windows by which a pair is called slow or fast: what is so in one of them may be luck."""
 REPEATED = 2
 """Probes that found a node's side slow make it a suspect."""
 MOST_SIDES = 8
@@ -70,6 +75,7 @@ def see(observation: Observation, _policy: Policy) -> Draft:
         source=source,
         destination=destination,
         hot=tuple(links.describe(spot) for spot in shown.hot),
+        bytes_per_second=hottest.bytes_per_second if hottest else 0.0,
         known=shown.known,
         sides=tuple(sorted(sides, key=lambda side: -side.ratio)[:MOST_SIDES]),
     )
@@ -78,8 +84,44 @@ def see(observation: Observation, _policy: Policy) -> Draft:
 
 def look(observation: Observation) -> Links:
     """The delay matrix of the evidence that has come."""
-    nodes = tuple((view.name, view.node) for view in observation.workers)
-    return _judged(Answers(observation.evidence), nodes)
+    return _judged(Answers(observation.evidence), _nodes(observation))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of what one rank sends to another, in the two newest windows. Ratios: time for a byte over that of the
+    connections' own first windows."""
+
+    bytes_per_second: float  # while it was busy, in the newest
+    least_ratio: float
+    most_ratio: float
+
+
+def paces(observation: Observation) -> Mapping[Pair, Pace]:
+    """Of the pairs on different nodes, of which both windows are known and say enough; {}: not all have told yet."""
+    if not _is_told(observation):
+        return {}
+    cells, _ = _joined(Answers(observation.evidence), _nodes(observation))
+    ratios: dict[Pair, list[float]] = defaultdict(list)
+    rate: dict[Pair, float] = {}
+    for cell in sorted(cells, key=lambda cell: cell.age):
+        if cell.age < PACE_WINDOWS and not cell.same_node and cell.early_bytes and cell.acked_bytes >= SLOW_BYTES:
+            pair = cell.source, cell.destination
+            ratios[pair].append(math.exp(cell.delay - cell.early_delay))
+            rate.setdefault(pair, cell.bytes_per_second)
+    return {
+        pair: Pace(rate[pair], min(known), max(known)) for pair, known in ratios.items() if len(known) == PACE_WINDOWS
+    }
+
+
+def rates(observation: Observation) -> Mapping[Pair, float]:
+    """Bytes a second of the same pairs."""
+    return {pair: pace.bytes_per_second for pair, pace in paces(observation).items()}
+
+
+def hot_pairs(observation: Observation) -> Mapping[Pair, float]:
+    """Pairs of the hot places, and their time for a byte over the usual."""
+    return {pair: spot.ratio for spot in look(observation).hot for pair in spot.pairs}
 
 
 def look_ahead(observation: Observation) -> None:
@@ -91,17 +133,31 @@ def look_ahead(observation: Observation) -> None:
 def _is_due(observation: Observation) -> bool:
     """All have told of their connections, and that has not been looked at. What is being probed stays until it is
     told."""
-    plan, before = observation.plan, observation.state.adaptation.link
-    if EvidencePart.LINKS not in plan.evidence_parts or not plan.evidence_request:
+    before = observation.state.adaptation.link
+    if before is not None and (before.probe or before.request == observation.plan.evidence_request):
         return False
-    if before is not None and (before.probe or before.request == plan.evidence_request):
-        return False
-    return len(observation.evidence) >= len(plan.members)
+    return _is_told(observation)
+
+
+def _is_told(observation: Observation) -> bool:
+    """The connections have been asked for, and all members have answered."""
+    plan = observation.plan
+    asked = bool(plan.evidence_request) and EvidencePart.LINKS in plan.evidence_parts
+    return asked and len(observation.evidence) >= len(plan.members)
+
+
+def _nodes(observation: Observation) -> tuple[tuple[str, str], ...]:
+    return tuple((view.name, view.node) for view in observation.workers)
 
 
 @lru_cache(maxsize=2)
 def _judged(answers: Answers, nodes: tuple[tuple[str, str], ...]) -> Links:
-    return links.judge(*links.join(answers.evidence, dict(nodes)))
+    return links.judge(*_joined(answers, nodes))
+
+
+@lru_cache(maxsize=2)
+def _joined(answers: Answers, nodes: tuple[tuple[str, str], ...]) -> tuple[Sequence[Cell], int]:
+    return links.join(answers.evidence, dict(nodes))
 
 
 def wanted(observation: Observation) -> bool:

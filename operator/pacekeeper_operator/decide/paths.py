@@ -7,16 +7,16 @@ is a remedy with a price (`replan`).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pacekeeper_analysis.plan import LEAST_PORTS, Hop, Paths, Plan, PlannedPath
-from pacekeeper_analysis.reports import PathFault
+from pacekeeper_analysis.reports import PathFault, PathReport
 
 from ..api import FabricSpec, PathControl
 from ..manifests import uses_gpus
-from ..network import JobTraffic, Network, Pair, Ports, Seat
+from ..network import JobTraffic, Network, Pair, Ports, Replanned, Seat
 from ..observation import Observation, Policy
-from ..state import Draft
+from ..state import Draft, WayChange
 from . import traffic
 from .wiring import spine_of, way_of
 
@@ -42,13 +42,90 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     if network is None:
         return draft  # this operator has not looked yet
     mode, plan = network.spec.path_control.mode, draft.plan
-    if mode is PathControl.PROBE and plan.members:
+    if mode is PathControl.PROBE and plan.members and _are_put_back(draft):
+        wanted = plan.paths
+    elif mode is PathControl.PROBE and plan.members:
         wanted = plan.paths if observation.training_since is not None else planned(observation, network)
     elif mode is PathControl.REROLL and plan.paths is not None:
         wanted = None if any(path.spine for path in plan.paths.wanted) else plan.paths
     else:
         wanted = None
     return draft if wanted == plan.paths else draft.with_plan(paths=wanted)
+
+
+def due(observation: Observation) -> Replanned | None:
+    """What joint planning has found for this very membership, and what of it can be followed; None: nothing is."""
+    network, name = observation.surroundings.network, (observation.job.namespace, observation.job.name)
+    if network is None or network.traffic is None or network.spec.path_control.mode is not PathControl.PROBE:
+        return None
+    looked_at = network.jobs.get(name)
+    if looked_at is None or looked_at.membership != observation.plan.membership:
+        return None
+    found = network.traffic.due.get(name) or network.traffic.recommended.get(name)
+    # For want of ports, or of a spine's address; what is only recommended stands in no plan.
+    followed = name not in network.traffic.due or planned(observation, network) != observation.plan.paths
+    return found if followed else None
+
+
+def told(observation: Observation) -> Mapping[Pair, PathReport]:
+    """What has become of the plan's paths, as senders' launchers tell it of this membership."""
+    wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()
+    pairs = {(path.source, path.destination) for path in wanted}
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    reports = (one for beat in beats if beat.membership == observation.plan.membership for one in beat.paths)
+    return {(one.source, one.destination): one for one in reports if (one.source, one.destination) in pairs}
+
+
+def changes(before: Paths | None, after: Paths | None) -> Iterator[WayChange]:
+    """Of each pair whose path is another one."""
+    was, now = _by_pair(before), _by_pair(after)
+    for pair in sorted(was.keys() | now.keys()):
+        one, other = was.get(pair, PlannedPath(*pair)), now.get(pair, PlannedPath(*pair))
+        if one != other:
+            yield WayChange(*pair, one.spine, one.draw, other.spine, other.draw)
+
+
+def put_back(observation: Observation, changed: tuple[WayChange, ...]) -> Paths | None:
+    """The plan's paths as they were before these changes, as far as they can be followed."""
+    present, network = observation.plan.paths, observation.surroundings.network
+    if present is None or network is None:
+        return present
+    before = (PlannedPath(one.source, one.destination, one.spine_before, one.draw_before) for one in changed)
+    alive = _living(network, _own(observation))
+    spines = {hop.spine for hop in present.hops}
+    wanted = _by_pair(present) | {pair: path for pair, path in _by_pair_of(before).items() if alive(path)}
+    kept = tuple(path for _, path in sorted(wanted.items()) if path.spine in spines or path.draw)
+    return Paths(kept, present.hops, present.first_port, present.last_port) if kept else None
+
+
+def _living(network: Network, own: JobTraffic) -> Callable[[PlannedPath], bool]:
+    """Whether what a path goes by carries anything; what names no spine goes by whatever does."""
+    topology, leaf_of = network.wiring.topology, network.wiring.leaf_of
+    leaf = {rank: leaf_of.get(seat.node) for seat in own.seats for rank in seat.ranks}
+
+    def alive(path: PlannedPath) -> bool:
+        way, source, destination = way_of(path.spine), leaf.get(path.source), leaf.get(path.destination)
+        if way is None:
+            return True
+        if topology is None or source is None or destination is None or way >= topology.ways:
+            return False
+        return bool(topology.up[source, way] and topology.down[destination, way])
+
+    return alive
+
+
+def _by_pair(paths: Paths | None) -> dict[Pair, PlannedPath]:
+    return {} if paths is None else _by_pair_of(paths.wanted)
+
+
+def _by_pair_of(paths: Iterable[PlannedPath]) -> dict[Pair, PlannedPath]:
+    return {(path.source, path.destination): path for path in paths}
+
+
+def _are_put_back(draft: Draft) -> bool:
+    """This membership goes by the ways of before, whatever is planned by now."""
+    trial = draft.state.adaptation.way_trial
+    return trial is not None and not trial.incident and trial.membership == draft.plan.membership
 
 
 def rerolled(observation: Observation, pair: Pair) -> Paths | None:
@@ -58,14 +135,15 @@ def rerolled(observation: Observation, pair: Pair) -> Paths | None:
     if ports is None:
         return None
     others = [path for path in (present.wanted if present else ()) if (path.source, path.destination) != pair]
-    path = PlannedPath(*pair, draw=draws(observation.plan, pair) + 1)
+    path = PlannedPath(*pair, draw=draws(observation, pair) + 1)
     return Paths((*others, path)[-MOST:], present.hops if present else (), *ports)
 
 
-def draws(plan: Plan, pair: Pair) -> int:
-    """How often ports have been drawn for it."""
-    wanted = plan.paths.wanted if plan.paths is not None else ()
-    return next((path.draw for path in wanted if (path.source, path.destination) == pair), 0)
+def draws(observation: Observation, pair: Pair) -> int:
+    """How often ports have been drawn for it, those that were put back counted."""
+    wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()
+    tried = observation.state.adaptation.ways_tried
+    return max((path.draw for path in (*wanted, *tried) if (path.source, path.destination) == pair), default=0)
 
 
 def ways_of(plan: Plan) -> Mapping[Pair, int]:

@@ -49,9 +49,13 @@ def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
 
-def plan_traffic_option(observation: Observation, policy: Policy) -> Option:
-    """A round by the same workers, whose connections take the ways that are planned now. The job stays exact."""
-    return Option(Remedy.PLAN_TRAFFIC, observation.restart_cost(), 1.0, policy.refusal(Remedy.PLAN_TRAFFIC))
+def plan_traffic_option(
+    observation: Observation, policy: Policy, *, slowdown_after: float = 1.0, refused: str = ""
+) -> Option:
+    """A round by the same workers, whose connections take the ways that are planned now. The job stays exact: what
+    would make it otherwise is not taken meanwhile."""
+    refused = policy.refusal(Remedy.PLAN_TRAFFIC) or refused
+    return Option(Remedy.PLAN_TRAFFIC, observation.restart_cost(), slowdown_after, refused, awaited=True)
 
 
 def slowdown_of_traffic(waiting: float, before: float, after: float) -> float:

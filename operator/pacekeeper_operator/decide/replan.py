@@ -7,23 +7,19 @@ from dataclasses import replace
 
 from pacekeeper_analysis.price import Price
 
-from ..api import Cause, Class, PathControl, Remedy
+from ..api import Cause, Class, Remedy
 from ..decision import Decision, PlanTraffic
-from ..network import Network, Replanned
 from ..observation import Observation, Policy
 from ..subject import Subject
-from . import paths
+from . import links, paths, ways_seen
 from .pricing import plan_traffic_option, written
 from .straggler import steady
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
-    network = observation.surroundings.network
-    due = None if network is None else _due(observation, network)
-    if network is None or due is None or not steady(observation):
-        return None
-    if paths.planned(observation, network) == observation.plan.paths:
-        return None  # what is planned cannot be followed: for want of ports, or of a spine's address
+    due = paths.due(observation)
+    if due is None or not steady(observation) or ways_seen.blamed(observation):
+        return None  # what the connections show is weighed with the ranks' own evidence, against other ways to train
     option = plan_traffic_option(observation, policy)
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
     known = observation.state.incidents.names()
@@ -38,7 +34,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         class_=Class.PERFORMANCE,
         message=f"its flows share links of the fabric while others are free: other ways {words}",
         first_sign=observation.now,
-        actions=(PlanTraffic(),),
+        actions=(PlanTraffic(paces=links.rates(observation)),),
         remedy=Remedy.PLAN_TRAFFIC,
         remedies=written((price,), price),
         last_step=observation.step,
@@ -46,14 +42,3 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         slowdown_after=1.0,
         predicted_gain=of_this_job,
     )
-
-
-def _due(observation: Observation, network: Network) -> Replanned | None:
-    """What has been planned for this very membership."""
-    name = observation.job.namespace, observation.job.name
-    if network.traffic is None or network.spec.path_control.mode is not PathControl.PROBE:
-        return None
-    looked_at = network.jobs.get(name)
-    if looked_at is None or looked_at.membership != observation.plan.membership:
-        return None
-    return network.traffic.due.get(name)

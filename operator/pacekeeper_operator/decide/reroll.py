@@ -1,7 +1,7 @@
 """A slow link in a fabric that nobody knows: other ports for that pair, which may lead another way.
 
-Whether they do, the next rounds' steps and connections show, as they show any slow link: where it stays slow, it is
-probed and rolled again, a few times.
+Whether they do, the next round shows (`verify_ways`): where it is no better, the link is probed and rolled again, a few
+times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     pair = seen.source, seen.destination
     if told is None or told.verdict is not Verdict.LINK or incident is None:
         return None
-    if paths.draws(observation.plan, pair) >= MOST_DRAWS or paths.rerolled(observation, pair) is None:
+    if paths.draws(observation, pair) >= MOST_DRAWS or paths.rerolled(observation, pair) is None:
         return None
     now = links.left(incident)
     elapsed = observation.now - incident.first_sign
@@ -46,7 +46,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         class_=Class.PERFORMANCE,
         message=f"the link {pair[0]} → {pair[1]} is slow, and other ports may lead another way: {told.words}",
         first_sign=incident.first_sign,
-        actions=(PlanTraffic(reroll=pair),),
+        actions=(PlanTraffic(reroll=pair, paces={pair: seen.bytes_per_second}),),
         remedy=Remedy.PLAN_TRAFFIC,
         remedies=(*incident.remedies, *written(choice.prices, choice.chosen)),
         evidence=incident.evidence,

@@ -169,22 +169,14 @@ def _hindered(observation: Observation) -> _Found:
 
 def _paths(planned: Paths, observation: Observation) -> _Found:
     """What has become of the planned paths, as senders' launchers tell it of this membership."""
-    wanted = {(path.source, path.destination) for path in planned.wanted}
-    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
-    told = {
-        (one.source, one.destination): one
-        for beat in beats
-        if beat.membership == observation.plan.membership
-        for one in beat.paths
-        if (one.source, one.destination) in wanted
-    }
+    flows, told = len(planned.wanted), paths.told(observation)
     faults = Counter(one.fault for one in told.values() if one.fault is not PathFault.NONE)
     if faults:
         why = "; ".join(f"{fault} ({count}): {paths.FAULTS[fault]}" for fault, count in faults.most_common())
-        words = f"{faults.total()} of {len(wanted)} flows go where the network puts them: {why}"
+        words = f"{faults.total()} of {flows} flows go where the network puts them: {why}"
         return _Found(Condition.PATHS_IN_FORCE, False, Reason.LEFT_TO_THE_NETWORK, words)
-    if sum(one.in_force for one in told.values()) == len(wanted):
-        return _Found(Condition.PATHS_IN_FORCE, True, Reason.ALL_ON_THEIR_WAY, f"{len(wanted)} flows")
+    if sum(one.in_force for one in told.values()) == flows:
+        return _Found(Condition.PATHS_IN_FORCE, True, Reason.ALL_ON_THEIR_WAY, f"{flows} flows")
     return _Found(Condition.PATHS_IN_FORCE, None, Reason.NOT_TOLD, "workers have not told of all flows yet")
 
 

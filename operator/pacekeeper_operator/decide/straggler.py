@@ -21,11 +21,11 @@ from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
-from ..decision import Action, Adapt, Decision, ReplaceWorker
+from ..decision import Action, Adapt, Decision, PlanTraffic, ReplaceWorker
 from ..observation import Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
-from . import gpu_warning, links, waits
+from . import gpu_warning, links, other_ways, waits
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
@@ -319,7 +319,7 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    slow_links = suspicion.shown is Trouble.COMMUNICATION
+    slow_links = suspicion.shown is Trouble.COMMUNICATION or draft.state.adaptation.way_trial is not None
     most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
     collectives = draft.plan.world_size <= most
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
@@ -345,6 +345,8 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
     choice, action = _weigh(observation, policy, found, culprit)
     chosen = choice.chosen
+    if other_ways.are_awaited(observation, choice):
+        return None
     unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _mode_held(observation)
     if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, subject)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
@@ -364,7 +366,7 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         worker=worker,
         node=None if view is None else view.record.node or None,
         continues=_open_incident(observation, subject.cause, culprit),
-        live=not isinstance(action, ReplaceWorker),
+        live=not isinstance(action, ReplaceWorker | PlanTraffic),
         last_step=observation.step,
         slowdown_before=found.slowdown,
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
@@ -405,7 +407,8 @@ def _function(observation: Observation, culprit: int | None) -> Finding | None:
 def _weigh(
     observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
 ) -> tuple[Choice, Action | None]:
-    """All remedies with their prices, and what the chosen one does: the ways to train, and a spare for a culprit."""
+    """All remedies with their prices, and what the chosen one does: the ways to train, a spare for a culprit, other ways
+    through the fabric for slow communication."""
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
     since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
@@ -434,6 +437,10 @@ def _weigh(
         options.append(_spare(observation, policy, culprit))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
+    around = other_ways.option(observation, policy, found.slowdown)
+    if around is not None and found.trouble is Trouble.COMMUNICATION:
+        options.append(around)
+        actions.append(PlanTraffic(paces=links.rates(observation)))
     measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
     choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]

@@ -2,7 +2,8 @@
 
 All jobs' plans go in, with the ways that stand in them, and the ways that shall stand there come out. Who has a way
 that is alive keeps it, unless what all jobs win by moving flows outweighs the rounds that this costs. Whoever stops in
-the middle has changed some plans and others not: the next look ends the same.
+the middle has changed some plans and others not: the next look ends the same. A namespace that alone calls links slow
+has its own flows led around them, as far as that slows nobody else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ HORIZON_SECONDS = 600.0
 """What a better plan wins is reckoned over so long: jobs come and go, and change it again."""
 DRAWS = 8
 """Guesses at where hashing has put what is not planned."""
+MOST_AROUND = 32
+"""Flows of one namespace that are led around slow links in one look: for each, all rates are found anew."""
 FINEST = 16
 """The heaviest flow counts for so many of the lightest; between them, powers of two."""
 
@@ -38,14 +41,20 @@ def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
     topology = wiring.topology
     table = _table(wiring, topology, jobs)
     before = _present_pace(topology, table)
-    chosen = _weighed(topology, table, before, _assigned(topology, table, frozenset()))
-    if chosen.assignment.level > chosen.assignment.bound:
-        for movable in _movable(jobs):
-            found = _weighed(topology, table, before, _assigned(topology, table, movable))
-            fewer_lost = len(found.assignment.lost) <= len(chosen.assignment.lost)
-            if found.net_seconds > max(0.0, chosen.net_seconds) and fewer_lost:
-                chosen = found
-    return _told(topology, table, chosen.assignment, _due(table, before, chosen))
+    settled = _weighed(topology, table, before, _assigned(topology, table, frozenset()))
+    movable = [place for place, job in enumerate(jobs) if _is_movable(wiring, job)]
+    chosen = _best(topology, table, before, settled, [place for place in movable if jobs[place].acts])
+    recommended = dict[JobName, Replanned]()
+    if not all(jobs[place].acts for place in movable):
+        best = _best(topology, table, before, settled, movable)
+        recommended = {name: one for name, one in _due(topology, table, before, best).items() if not _acts(jobs, name)}
+    assignment, due = chosen.assignment, _due(topology, table, before, chosen)
+    for tenant, view in sorted(wiring.views.items()):
+        around = _around(topology, view, table, tenant, assignment)
+        if around is not None:
+            assignment = around.assignment
+            due |= _due(view, table, _present_pace(view, table), around)
+    return _told(topology, table, assignment, due, recommended)
 
 
 def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapping[Pair, int]:
@@ -54,13 +63,40 @@ def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapp
         return {}
     table = _table(wiring, wiring.topology, [*others, own])
     found = _assigned(wiring.topology, table, frozenset())
+    tenant = own.name[0]
+    if tenant in wiring.views:
+        around = _around(wiring.topology, wiring.views[tenant], table, tenant, found, only=own.name)
+        found = found if around is None else around.assignment
     return _ways(table, found)[own.name]
 
 
-def _movable(jobs: Sequence[JobTraffic]) -> Iterator[frozenset[int]]:
-    """Which of the jobs may be moved, by their places: those whose rounds cost least, ever more of them."""
-    due = [place for place, job in enumerate(jobs) if math.isfinite(job.round_seconds)]
-    cheapest = sorted(due, key=lambda place: jobs[place].round_cost)
+def _is_movable(wiring: Wiring, job: JobTraffic) -> bool:
+    """Who has a view of its own is led by that: what all others see would bring it back."""
+    return math.isfinite(job.round_seconds) and job.name[0] not in wiring.views
+
+
+def _acts(jobs: Sequence[JobTraffic], name: JobName) -> bool:
+    return next(job.acts for job in jobs if job.name == name)
+
+
+def _best(
+    topology: Topology, table: _Table, before: Mapping[int, float], settled: _Weighed, movable: Sequence[int]
+) -> _Weighed:
+    """The plan that wins most, if some of the movable jobs move; `settled`: nobody does."""
+    chosen = settled
+    if settled.assignment.level == settled.assignment.bound:
+        return chosen
+    for some in _some(table.jobs, movable):
+        found = _weighed(topology, table, before, _assigned(topology, table, some))
+        fewer_lost = len(found.assignment.lost) <= len(chosen.assignment.lost)
+        if found.net_seconds > max(0.0, chosen.net_seconds) and fewer_lost:
+            chosen = found
+    return chosen
+
+
+def _some(jobs: Sequence[JobTraffic], movable: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Those whose rounds cost least, ever more of them."""
+    cheapest = sorted(movable, key=lambda place: jobs[place].round_cost)
     count = 1
     while cheapest:
         yield frozenset(cheapest[:count])
@@ -174,29 +210,83 @@ class _Weighed(NamedTuple):
         return self.gain_seconds - self.cost_seconds
 
 
-def _weighed(topology: Topology, table: _Table, before: Mapping[int, float], found: Assignment) -> _Weighed:
+def _weighed(
+    topology: Topology, table: _Table, before: Mapping[int, float], found: Assignment, tenant: str | None = None
+) -> _Weighed:
+    """`tenant`: whose jobs alone count; None: all."""
+    counted = {number for number, job in enumerate(table.jobs) if tenant in (None, job.name[0])}
     after = _pace(topology, table, found.ways)
-    changed = {int(table.job[flow]) for flow in np.flatnonzero(found.ways != table.living)}
+    changed = {int(table.job[flow]) for flow in np.flatnonzero(found.ways != table.living)} & counted
     training = frozenset(number for number in changed if 0 < table.jobs[number].round_seconds < math.inf)
     gain = sum(
         HORIZON_SECONDS * job.ranks * job.waiting * (1.0 - before[number] / after[number])
         for number, job in enumerate(table.jobs)
-        if after[number] > 0
+        if after[number] > 0 and number in counted
     )
     return _Weighed(found, after, gain, sum(table.jobs[number].round_cost for number in training), training)
 
 
-def _due(table: _Table, before: Mapping[int, float], chosen: _Weighed) -> dict[JobName, Replanned]:
+def _due(topology: Topology, table: _Table, before: Mapping[int, float], chosen: _Weighed) -> dict[JobName, Replanned]:
     if chosen.net_seconds <= 0:
         return {}
     return {
         table.jobs[number].name: Replanned(
             pricing.slowdown_of_traffic(table.jobs[number].waiting, before[number], chosen.after[number]),
+            _mended(topology, table, number, before[number], chosen.after[number]),
             chosen.gain_seconds,
             chosen.cost_seconds,
         )
         for number in sorted(chosen.changed)
     }
+
+
+def _mended(topology: Topology, table: _Table, number: int, before: float, after: float) -> float:
+    """Part of what a job's ways cost it that the planned ones win back, beside links that it has to itself."""
+    alone = topology.unit / int(table.flows.weight[table.job == number].max())
+    if not before < alone:
+        return 1.0
+    if not before or not after:
+        return 1.0 if after else 0.0
+    return min(1.0, max(0.0, (1 / before - 1 / after) / (1 / before - 1 / alone)))
+
+
+def _around(
+    topology: Topology, view: Topology, table: _Table, tenant: str, found: Assignment, only: JobName | None = None
+) -> _Weighed | None:
+    """The flows of one namespace (`only`: of one of its jobs) around links that it alone calls slow: nobody else is
+    moved for it, nor slowed, whether it is true or not. None: nothing is to be won."""
+    flows, jobs = table.flows, table.jobs
+    free = [job.name[0] == tenant and job.acts and math.isfinite(job.round_seconds) for job in jobs]
+    free = [may and only in (None, job.name) for may, job in zip(free, jobs, strict=True)]
+    at = np.maximum(found.ways, 0)
+    slow = (view.up < topology.up)[flows.source, at] | (view.down < topology.down)[flows.destination, at]
+    leaving = np.flatnonzero(slow & (found.ways != WITHIN) & np.array(free, dtype=bool)[table.job])
+    others = [number for number, job in enumerate(jobs) if job.name[0] != tenant]
+    usual, ways = _pace(topology, table, found.ways), found.ways
+    for flow in leaving.tolist()[:MOST_AROUND]:
+        tried = _on_the_emptiest(view, flows, ways, flow)
+        now = _pace(topology, table, tried)
+        if all(now[number] >= usual[number] * (1 - load.ALIKE) for number in others):
+            ways = tried
+    moved = tuple(np.flatnonzero((table.living != WITHIN) & (ways != table.living)).tolist())
+    assignment = replace(found, ways=ways, moved=moved)
+    weighed = _weighed(view, table, _present_pace(view, table), assignment, tenant)
+    if (ways == found.ways).all() or (weighed.changed and weighed.net_seconds <= 0):
+        return None
+    return weighed
+
+
+def _on_the_emptiest(view: Topology, flows: Flows, ways: Ints, flow: int) -> Ints:
+    """All ways, with this flow's where it would have most room."""
+    others, source, destination = ways.copy(), int(flows.source[flow]), int(flows.destination[flow])
+    others[flow] = WITHIN
+    up, down = load.loads(view, flows.source, flows.destination, others, flows.weight.astype(float))
+    room = np.minimum(
+        view.up[source] / (up[source] + flows.weight[flow]),
+        view.down[destination] / (down[destination] + flows.weight[flow]),
+    )
+    others[flow] = int(np.argmax(room)) if room.max() > room[ways[flow]] else ways[flow]
+    return others
 
 
 def _present_pace(topology: Topology, table: _Table) -> Mapping[int, float]:
@@ -231,19 +321,35 @@ def _pace(topology: Topology, table: _Table, ways: Ints) -> dict[int, float]:
     return pace
 
 
-def _told(topology: Topology, table: _Table, found: Assignment, due: Mapping[JobName, Replanned]) -> Traffic:
+def _told(
+    topology: Topology,
+    table: _Table,
+    found: Assignment,
+    due: Mapping[JobName, Replanned],
+    recommended: Mapping[JobName, Replanned],
+) -> Traffic:
     flows = table.flows
     up, down = load.loads(topology, flows.source, flows.destination, found.ways, flows.weight.astype(float))
     return Traffic(
         ways=_ways(table, found),
         flows=len(flows),
-        level=found.level,
+        level=_level(topology, up, down),
         bound=found.bound,
         moved=len(found.moved),
         lost=tuple((table.jobs[int(table.job[flow])].name, table.pairs[flow]) for flow in found.lost),
         up=up.astype(np.int64),
         down=down.astype(np.int64),
         due=due,
+        recommended=recommended,
+    )
+
+
+def _level(topology: Topology, *loads: NDArray[np.float64]) -> int:
+    """Load of the fullest link, counted as if all were as the best one."""
+    each = zip((topology.up, topology.down), loads, strict=True)
+    return max(
+        int(np.ceil(carried[carried > 0] * topology.unit / links[carried > 0]).max(initial=0))
+        for links, carried in each
     )
 
 

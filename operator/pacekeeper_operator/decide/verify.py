@@ -10,8 +10,8 @@ from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
 from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
-from ..state import MAX_PAST, Draft, Incident, Past
-from . import gpu_warning
+from ..state import MAX_PAST, Draft, Incident, Past, WayTrial
+from . import gpu_warning, verify_ways
 from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
@@ -34,8 +34,12 @@ def step(observation: Observation, policy: Policy) -> Draft:
         if now == incident:
             continue
         draft = draft.with_incident(now)
+        trial = _trial(observation, now)
+        if trial is not None and now.live and not incident.live:
+            draft = verify_ways.went_on(draft, now)
         if now.outcome is not None:
-            draft = _take_back(draft, now, observation) if now.live else draft
+            draft = _take_back(draft, now, observation) if now.live and trial is None else draft
+            draft = draft if trial is None else verify_ways.conclude(observation, draft, now, trial)
             draft = _close(draft, now, policy, observation.now)
     return draft
 
@@ -51,7 +55,18 @@ def judge(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=Outcome.RECOMMENDED)
     if incident.cause is Cause.GPU_WARNING:
         return _judge_warning(observation, incident)
-    return _judge_live(observation, incident) if incident.live else _judge_round(observation, incident)
+    trial = _trial(observation, incident)
+    if incident.live:
+        return _judge_live(observation, incident) if trial is None else verify_ways.judge(observation, incident, trial)
+    over = _judge_round(observation, incident)
+    # A round for other ways is over when it is known what they are worth.
+    return over if over.outcome is None or trial is None else replace(over, outcome=None, live=True)
+
+
+def _trial(observation: Observation, incident: Incident) -> WayTrial | None:
+    """Of the ways that this incident's round was begun for."""
+    trial = observation.state.adaptation.way_trial
+    return trial if trial is not None and trial.incident == incident.name else None
 
 
 def _judge_warning(observation: Observation, incident: Incident) -> Incident:

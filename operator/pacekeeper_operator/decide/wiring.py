@@ -12,9 +12,10 @@ from pacekeeper_analysis.fabric.order import Place
 from pacekeeper_analysis.fabric.topology import Ints, Topology
 
 from ..api import FabricSpec, LinkState
-from ..network import Wiring
+from ..network import Shares, Wiring
 from ..observation import NodeView
 from ..words import listed
+from .link_state import NO_DOUBTS, Doubts
 
 MOST_LINKS = 2**18
 """Leaves × ways: of a larger fabric nothing is planned."""
@@ -26,9 +27,10 @@ LinkRates = Mapping[tuple[str, str], float]
 """Bits a second that links carry now, by leaf and spine; 0: it is down."""
 
 
-def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates) -> Wiring:
-    """`told`: what is measured of links. Exceptions go before it; a link of which nobody says anything is as it is
-    built, and none carries more than that."""
+def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates, doubts: Doubts = NO_DOUBTS) -> Wiring:
+    """`told`: what is measured of links; `doubts`: what jobs' flows have shown, which only ever takes from it.
+    Exceptions go before both; a link of which nobody says anything is as it is built, and none carries more than that.
+    """
     where = _where(spec, nodes)
     leaves = tuple(sorted({leaf for leaf in where.values() if leaf}))
     group = {leaf: number for number, leaf in enumerate(leaves)}
@@ -40,7 +42,24 @@ def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates) -> Wiring
     links = np.full((len(leaves), ways), full, dtype=np.int64)
     strange = _set(links, group, told) + _set(links, group, _excepted(spec))
     links = np.minimum(links, full)
-    return Wiring(leaves, leaf_of, Topology(links, links, spec.planes), tuple(dict.fromkeys(strange)))
+    excepted = frozenset((one.leaf, one.spine) for one in spec.exceptions)
+
+    def doubted(links: Ints, shares: Shares) -> Ints:
+        less = links.copy()
+        rates = {link: share * full * UNIT for link, share in shares.items() if link not in excepted}
+        _set(less, group, rates)  # a link that has gone meanwhile is nobody's
+        return np.minimum(links, less)
+
+    links = doubted(links, doubts.of_all)
+    views = {tenant: doubted(links, shares) for tenant, shares in doubts.of_one.items()}
+    return Wiring(
+        leaves,
+        leaf_of,
+        Topology(links, links, spec.planes),
+        tuple(dict.fromkeys(strange)),
+        slow={link: share for link, share in doubts.of_all.items() if link not in excepted},
+        views={tenant: Topology(view, view, spec.planes) for tenant, view in views.items() if (view < links).any()},
+    )
 
 
 def spine_of(way: int) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pacekeeper_analysis.diagnose import links
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import Evidence
 
-from ..api import Cause, Job, JobPhase, Remedy
+from ..api import Cause, Job, JobPhase, Mode, Remedy
 from ..decide.paths import ports_of, ways_of
+from ..decide.verify_ways import TRY_AGAIN_SECONDS
 from ..manifests import uses_gpus
 from ..network import JobName, JobTraffic, Pair, Seat
-from ..state import State
+from ..state import State, WaySeen
 from .memory import JobMemory, Memory
 
 HOLD_SECONDS, REMEMBERED_SECONDS = 30.0, 3600.0
@@ -23,12 +25,12 @@ GUESSED_ROUND_SECONDS = 5.0
 """What a new round takes of a job of which none was measured."""
 
 
-def of_jobs(memory: Memory, now: float) -> dict[JobName, JobTraffic]:
-    """Of those that have members, by name."""
-    return {name: found for name, job in memory if (found := of_job(name, job, now)) is not None}
+def of_jobs(memory: Memory, now: float, *, acts: bool = True) -> dict[JobName, JobTraffic]:
+    """Of those that have members, by name. `acts`: whether the platform lets anything be done."""
+    return {name: found for name, job in memory if (found := of_job(name, job, now, acts=acts)) is not None}
 
 
-def of_job(name: JobName, memory: JobMemory, now: float) -> JobTraffic | None:
+def of_job(name: JobName, memory: JobMemory, now: float, *, acts: bool = True) -> JobTraffic | None:
     """None: it sends nothing."""
     job, draft = memory.job, memory.draft
     if (
@@ -50,13 +52,21 @@ def of_job(name: JobName, memory: JobMemory, now: float) -> JobTraffic | None:
         ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.
         waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
-        round_seconds=_round_seconds(job, draft.state, now) if trains else 0.0,
+        round_seconds=_round_seconds(job, draft.state, now, trains=trains),
+        acts=acts and job.spec.remediation.mode is Mode.ACT,
+        seen=draft.state.adaptation.ways_seen,
     )
 
 
-def _round_seconds(job: Job, state: State, now: float) -> float:
-    """Endless where its user forbids it, and for a while after a round that slow communication has called for, twice as
-    long after each further one: what others say of their waits does not keep a job restarting."""
+def _round_seconds(job: Job, state: State, now: float, *, trains: bool) -> float:
+    """Endless while other ways are being tried, or were lately in vain; where its user forbids it; and for a while after
+    a round that slow communication has called for, twice as long after each further one: what others say of their waits
+    does not keep a job restarting."""
+    adaptation = state.adaptation
+    if adaptation.way_trial is not None or any(now - tried.at < TRY_AGAIN_SECONDS for tried in adaptation.ways_tried):
+        return math.inf
+    if not trains:
+        return 0.0
     if Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
         return math.inf
     since = now - REMEMBERED_SECONDS
@@ -64,6 +74,14 @@ def _round_seconds(job: Job, state: State, now: float) -> float:
     if times and now - max(times) < HOLD_SECONDS * 2.0 ** (len(times) - 1):
         return math.inf
     return state.budget.restart_seconds or GUESSED_ROUND_SECONDS
+
+
+def words_of(jobs: Mapping[JobName, JobTraffic]) -> dict[str, tuple[WaySeen, ...]]:
+    """What all flows have shown of their ways, by namespace; of those, too, whose flows have shown nothing."""
+    words: dict[str, tuple[WaySeen, ...]] = {}
+    for (namespace, _), job in sorted(jobs.items()):
+        words[namespace] = (*words.get(namespace, ()), *job.seen)
+    return words
 
 
 def answers_of(memory: Memory) -> dict[JobName, Answers]:

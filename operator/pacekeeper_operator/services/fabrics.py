@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import kopf
 
@@ -17,6 +17,7 @@ from .. import metrics
 from ..api import API_VERSION, FIELD_MANAGER_FABRIC, Fabric, FabricSpec, FabricStatus, PathControl
 from ..cluster import FABRICS, Conflict, NotFound
 from ..decide import fabric_status, traffic
+from ..decide.link_state import Doubts, judge
 from ..decide.wiring import LinkRates, wire
 from ..network import NO_FABRIC, JobName, JobTraffic, Network
 from ..observation import NodeView
@@ -54,6 +55,7 @@ class _Inputs:
 
     spec: FabricSpec
     rates: LinkRates
+    doubts: Doubts
     nodes: tuple[NodeView, ...]
     jobs: Mapping[JobName, JobTraffic]
     answers: Mapping[JobName, sent.Answers]
@@ -86,10 +88,15 @@ class Keeper:
         return IDLE_SECONDS if fabric is None else LOOK_SECONDS
 
     async def _keep(self, fabric: Fabric) -> None:
+        if not self._operator.settings.traffic_planning:
+            control = replace(fabric.spec.path_control, mode=PathControl.OFF)
+            fabric = replace(fabric, spec=replace(fabric.spec, path_control=control))
         operator, memory = self._operator, self._operator.memory
         answer = await self._ask(fabric)
-        jobs, answers = sent.of_jobs(memory, operator.runtime.now()), sent.answers_of(memory)
-        network = await self._plan(_Inputs(fabric.spec, self._rates, tuple(operator.nodes), jobs, answers))
+        now = operator.runtime.now()
+        jobs, answers = sent.of_jobs(memory, now, acts=operator.acts), sent.answers_of(memory)
+        doubts = judge(sent.words_of(jobs), now)
+        network = await self._plan(_Inputs(fabric.spec, self._rates, doubts, tuple(operator.nodes), jobs, answers))
         operator.network = network
         if fabric.spec.path_control.mode is PathControl.PROBE:
             self._wake(network)
@@ -136,6 +143,6 @@ class Keeper:
 
 
 def _plan(inputs: _Inputs) -> Network:
-    wiring = wire(inputs.spec, inputs.nodes, inputs.rates)
+    wiring = wire(inputs.spec, inputs.nodes, inputs.rates, inputs.doubts)
     jobs = {name: sent.with_bytes(job, inputs.answers.get(name, ())) for name, job in inputs.jobs.items()}
     return Network(inputs.spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))

@@ -102,7 +102,7 @@ def status(incident: Incident) -> IncidentStatus:
         measured_gain=incident.measured_gain,
         diagnosis=incident.finding,
         outcome=incident.outcome,
-        message=incident.quarantine or None,
+        message="; ".join(filter(None, (incident.shown, incident.quarantine))) or None,
     )
 
 

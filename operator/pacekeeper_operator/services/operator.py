@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, Fabric, Job, JobPhase
+from ..api import LABEL_JOB, Fabric, Job, JobPhase, Mode
 from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
@@ -84,6 +84,11 @@ class Operator:
             raise kopf.TemporaryError("the Lease is not held: another operator may be acting", delay=1)
 
     @property
+    def acts(self) -> bool:
+        """Whether the platform lets any remedy be applied."""
+        return self.settings.mode is Mode.ACT and not self.paused
+
+    @property
     def fabric(self) -> Fabric | None:
         """The one in force."""
         return in_force(list(self.fabrics))
@@ -98,16 +103,20 @@ class Operator:
         name = job.namespace, job.name
         if self.network is None:
             return
-        known, found = self.network.jobs.get(name), traffic.of_job(name, self.memory.of(job), self.runtime.now())
-        if found is not None and known is not None:
-            found = replace(found, sent=known.sent)
+        known = self.network.jobs.get(name)
+        found = traffic.of_job(name, self.memory.of(job), self.runtime.now(), acts=self.acts)
+        if found is not None:  # as far as it has been looked at
+            found = replace(found, sent=known.sent, seen=known.seen) if known is not None else replace(found, seen=())
         if found == known:
             return
         jobs = {other: known for other, known in self.network.jobs.items() if other != name}
         planned = self.network.traffic
         if planned is not None:  # for it, that was planned before
-            ways = {other: of for other, of in planned.ways.items() if other != name}
-            planned = replace(planned, ways=ways, due={other: of for other, of in planned.due.items() if other != name})
+            ways, due, recommended = (
+                {other: of for other, of in mapping.items() if other != name}
+                for mapping in (planned.ways, planned.due, planned.recommended)
+            )
+            planned = replace(planned, ways=ways, due=due, recommended=recommended)
         jobs |= {} if found is None else {name: found}
         self.network = replace(self.network, jobs=jobs, traffic=planned)
 

@@ -1,0 +1,179 @@
+"""Whether other ways are better: a round that was begun for them is measured, and what is no better is not kept.
+
+first step by them  → from then on it is measured: what the round itself took is none of its slowness
+steady, and told    → the pace of the connections that go another way beside that of before, where it is known, and
+                      else the time of a step: `judge`
+better              → they stay
+no better           → they are not tried again for a while (`conclude`), and where steps have become longer by them,
+                      the ways of before come back, once that pays: `check`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+from pacekeeper_analysis import price
+from pacekeeper_analysis.plan import EvidencePart
+
+from ..api import Cause, Class, Outcome, Remedy
+from ..decision import Decision, PlanTraffic
+from ..observation import Observation, Policy
+from ..state import MAX_WAYS_TRIED, Draft, Incident, WayTrial, WayTried
+from ..subject import Subject
+from . import links, paths
+from .pricing import plan_traffic_option, written
+from .straggler import steady
+from .traffic import HORIZON_SECONDS
+
+BETTER = 1.1
+"""× the pace of before, for a way to be better."""
+NOISE = 0.02
+"""Steps that have changed by less are as they were."""
+LINKS_SECONDS = 30.0
+"""So long the connections may take to tell their pace: afterwards the steps alone say how it goes."""
+MEASURE_SECONDS = 120.0
+TRY_AGAIN_SECONDS = 1800.0
+"""So long what was no better is not tried again, and so long the way back is open."""
+REQUEST = "ways-"
+
+
+def went_on(draft: Draft, incident: Incident) -> Draft:
+    """With the first step by other ways: what the round has cost, and since when they are measured."""
+    trial = draft.state.adaptation.way_trial
+    assert trial is not None
+    assert incident.recovered is not None
+    seconds = incident.recovered - incident.decided
+    lost = draft.state.budget.lost_seconds + seconds
+    draft = draft.with_budget(lost_seconds=lost, restart_seconds=seconds)
+    return draft.with_adaptation(way_trial=replace(trial, since=incident.recovered))
+
+
+def judge(observation: Observation, incident: Incident, trial: WayTrial) -> Incident:
+    """The incident with what is known by now, since its round's first step; with an outcome once that is enough."""
+    if observation.plan.membership != trial.membership:
+        return replace(incident, outcome=Outcome.SUPERSEDED, shown="another round began before it was measured")
+    found, before = _measured(observation, trial), incident.slowdown_before or 1.0
+    if found is None:
+        if observation.now - trial.since <= MEASURE_SECONDS or observation.metrics.untold:
+            return incident
+        return replace(incident, outcome=Outcome.MITIGATED, shown="what they are worth could not be measured")
+    after = max(1.0, before * found.slower)
+    limit = observation.job.spec.detection.straggler_slowdown
+    outcome = Outcome.RECOVERED if after < limit else Outcome.MITIGATED
+    return replace(
+        incident,
+        slowdown_after=after,
+        measured_gain=(price.loss_rate(before) - price.loss_rate(after)) * HORIZON_SECONDS,
+        outcome=outcome if found.better else Outcome.NOT_HELPED,
+        shown=f"{found.words}: {'kept' if found.better else 'no better, and not tried again for a while'}",
+    )
+
+
+def conclude(observation: Observation, draft: Draft, incident: Incident, trial: WayTrial) -> Draft:
+    """With what follows from the outcome for ways to come."""
+    if draft.plan.evidence_request.startswith(REQUEST):
+        draft = draft.with_plan(evidence_request="")
+    found = _measured(observation, trial) if incident.outcome is Outcome.NOT_HELPED else None
+    if found is None:
+        return draft.with_adaptation(way_trial=None)
+    tried = tuple(WayTried(observation.now, c.source, c.destination, c.spine, c.draw) for c in trial.changes)
+    is_worse = found.slower > 1 + NOISE and trial.changes
+    return draft.with_adaptation(
+        ways_tried=(*draft.state.adaptation.ways_tried, *tried)[-MAX_WAYS_TRIED:],
+        way_trial=replace(trial, slower=found.slower) if is_worse else None,
+    )
+
+
+def step(observation: Observation, _policy: Policy) -> Draft:
+    """Asks for the connections where they are to be measured and nobody has asked; forgets what is too old."""
+    draft, now, adaptation = observation.draft, observation.now, observation.state.adaptation
+    tried = tuple(one for one in adaptation.ways_tried if now - one.at < TRY_AGAIN_SECONDS)
+    if tried != adaptation.ways_tried:
+        draft = draft.with_adaptation(ways_tried=tried)
+    trial = adaptation.way_trial
+    if trial is None:
+        return draft
+    if _is_over(observation, trial):
+        return draft.with_adaptation(way_trial=None)
+    asked = bool(draft.plan.evidence_request) or adaptation.suspicion is not None
+    if trial.since and not trial.slower and _knows_paces(trial) and not asked and steady(observation):
+        parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
+        return draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
+    return draft
+
+
+def check(observation: Observation, policy: Policy) -> Decision | None:
+    """The ways of before, where steps have become longer without them, and have lost by now what a round costs."""
+    trial = observation.state.adaptation.way_trial
+    if trial is None or not trial.slower or trial.membership != observation.plan.membership or not steady(observation):
+        return None
+    if paths.put_back(observation, trial.changes) == observation.plan.paths:
+        return None
+    choice = price.choose(
+        (plan_traffic_option(observation, policy),),
+        slowdown=trial.slower,
+        lost_seconds=(observation.now - trial.since) * price.loss_rate(trial.slower),
+        remaining_seconds=HORIZON_SECONDS,
+    )
+    if choice.chosen is None:
+        return None
+    subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
+    known = observation.state.incidents.names()
+    earlier = max((subject.number_of(name, observation.job) for name in known), default=0)
+    return Decision(
+        subject=replace(subject, number=1 + earlier),
+        class_=Class.PERFORMANCE,
+        message=f"steps take {trial.slower:.2f} × as long by the ways that were tried: those of before come back",
+        first_sign=trial.since,
+        actions=(PlanTraffic(back=True),),
+        remedy=Remedy.PLAN_TRAFFIC,
+        remedies=written(choice.prices, choice.chosen),
+        last_step=observation.step,
+        slowdown_before=trial.slower,
+        slowdown_after=1.0,
+        predicted_gain=choice.chosen.gain_seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    slower: float  # the time of a step over that of before
+    faster: float | None  # the pace of the connections over that of before, in the middle; None: not known
+    words: str
+
+    @property
+    def better(self) -> bool:
+        return self.slower < 1 - NOISE if self.faster is None else self.faster >= BETTER
+
+
+def _measured(observation: Observation, trial: WayTrial) -> _Measured | None:
+    """None: not yet."""
+    if not trial.since or not steady(observation) or not trial.step_seconds or not observation.step_seconds:
+        return None
+    slower = observation.step_seconds / trial.step_seconds
+    words = f"steps took {trial.step_seconds:.3g} s before, and {observation.step_seconds:.3g} s now"
+    now = links.paces(observation)
+    pairs = [(c, now[c.source, c.destination]) for c in trial.changes if (c.source, c.destination) in now]
+    known = [(change, pace.bytes_per_second) for change, pace in pairs if change.bytes_per_second]
+    if known:
+        change, pace = min(known, key=lambda pair: pair[0].bytes_per_second)
+        slowest = f"from rank {change.source} to rank {change.destination}"
+        rates = f"{change.bytes_per_second / 1e6:.3g} MB/s before, and {pace / 1e6:.3g} MB/s now"
+        faster = median(pace / change.bytes_per_second for change, pace in known)
+        return _Measured(slower, faster, f"{slowest} {rates}; {words}")
+    awaited = _knows_paces(trial) and observation.now - trial.since <= LINKS_SECONDS
+    return None if awaited else _Measured(slower, None, words)
+
+
+def _knows_paces(trial: WayTrial) -> bool:
+    return any(change.bytes_per_second for change in trial.changes)
+
+
+def _is_over(observation: Observation, trial: WayTrial) -> bool:
+    """Another membership goes by other ways; those of before are in force again; or nobody has needed the way back."""
+    if trial.membership != observation.plan.membership:
+        return True
+    if not trial.incident:
+        return observation.training_since is not None
+    return bool(trial.slower) and observation.now - trial.since > TRY_AGAIN_SECONDS
