@@ -77,7 +77,7 @@ class Settings:
     """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
 
     traffic_planning: bool = True
-    """Whether flows may be put on ways that are planned, as far as a Fabric says so; False: ranks are ordered, no more."""
+    """Whether flows may be put on planned ways, as far as a Fabric says so; False: ranks are ordered, no more."""
 
     profiles_an_hour: int = 2
     """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""

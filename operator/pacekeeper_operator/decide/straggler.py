@@ -407,8 +407,8 @@ def _function(observation: Observation, culprit: int | None) -> Finding | None:
 def _weigh(
     observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
 ) -> tuple[Choice, Action | None]:
-    """All remedies with their prices, and what the chosen one does: the ways to train, a spare for a culprit, other ways
-    through the fabric for slow communication."""
+    """All remedies with their prices, and what the chosen one does: the ways to train, a spare for a culprit, for slow
+    communication other ways through the fabric."""
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
     since = _since(observation, found)
     past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())

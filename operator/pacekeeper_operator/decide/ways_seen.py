@@ -35,8 +35,14 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     """The draft with what is new, and without what is too old."""
     draft, known = observation.draft, observation.state.adaptation.ways_seen
     heard = () if (flows := _planned(observation)) is None else (*_dead(flows), *_measured(flows))
-    words = fresh_words((*known, *heard), observation.now)[-MAX_WAYS_SEEN:]
+    words = _most_telling(fresh_words((*known, *heard), observation.now))
     return draft if words == known else draft.with_adaptation(ways_seen=words)
+
+
+def _most_telling(words: tuple[WaySeen, ...]) -> tuple[WaySeen, ...]:
+    """As many as are kept: who is fast goes first, then who is slow for longest."""
+    kept = sorted(words, key=lambda word: (0 < word.ratio < FAST, -word.at))[:MAX_WAYS_SEEN]
+    return words if len(kept) == len(words) else tuple(sorted(kept, key=lambda word: word.at))
 
 
 def blamed(observation: Observation) -> bool:

@@ -59,9 +59,9 @@ def of_job(name: JobName, memory: JobMemory, now: float, *, acts: bool = True) -
 
 
 def _round_seconds(job: Job, state: State, now: float, *, trains: bool) -> float:
-    """Endless while other ways are being tried, or were lately in vain; where its user forbids it; and for a while after
-    a round that slow communication has called for, twice as long after each further one: what others say of their waits
-    does not keep a job restarting."""
+    """Endless while other ways are being tried, or were lately in vain; where its user forbids it; and for a while
+    after a round that slow communication has called for, twice as long after each further one: what others say of their
+    waits does not keep a job restarting."""
     adaptation = state.adaptation
     if adaptation.way_trial is not None or any(now - tried.at < TRY_AGAIN_SECONDS for tried in adaptation.ways_tried):
         return math.inf
