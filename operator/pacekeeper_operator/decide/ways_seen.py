@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pacekeeper_analysis.diagnose.links import HOT
-from pacekeeper_analysis.fabric.topology import Topology
 from pacekeeper_analysis.reports import PathFault
 
 from ..api import PathControl
-from ..network import JobName, Network, Pair
+from ..network import Network, Pair
 from ..observation import Observation, Policy
 from ..state import MAX_WAYS_SEEN, Draft, WaySeen
 from . import links, paths
@@ -68,7 +67,6 @@ class _Flows:
 
     observation: Observation
     network: Network
-    topology: Topology
     ways: Mapping[Pair, int]
 
     def word(self, pair: Pair, ratio: float) -> WaySeen | None:
@@ -89,7 +87,7 @@ def _planned(observation: Observation) -> _Flows | None:
     if network is None or network.wiring.topology is None or network.spec.path_control.mode is not PathControl.PROBE:
         return None
     ways = paths.ways_of(observation.plan)
-    return _Flows(observation, network, network.wiring.topology, ways) if ways else None
+    return _Flows(observation, network, ways) if ways else None
 
 
 def _dead(flows: _Flows) -> Iterator[WaySeen]:
@@ -132,10 +130,9 @@ def _measured(flows: _Flows) -> Iterator[WaySeen]:
 def _shared(network: Network) -> Counter[tuple[str, str, bool]]:
     """How many planned flows each uplink (True) and downlink carries."""
     found = Counter[tuple[str, str, bool]]()
-    planned: Mapping[JobName, Mapping[Pair, int]] = {name: job.ways for name, job in network.jobs.items()}
-    for name, ways in planned.items():
-        node = {rank: seat.node for seat in network.jobs[name].seats for rank in seat.ranks}
-        for pair, way in ways.items():
+    for job in network.jobs.values():
+        node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
+        for pair, way in job.ways.items():
             for rank, sends in zip(pair, (True, False), strict=True):
                 leaf = network.wiring.leaf_of.get(node.get(rank, ""))
                 if leaf is not None:

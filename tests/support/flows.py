@@ -1,0 +1,94 @@
+"""A job whose flows have planned ways through a fabric: what its connections and launchers say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pacekeeper_analysis.plan import EvidencePart, Hop, Paths, PlannedPath
+from pacekeeper_analysis.reports import Evidence, LinkWindow, PathFault, PathReport
+from pacekeeper_operator.api import FabricSpec, LevelSpec, PathControl, PathControlSpec
+from pacekeeper_operator.decide import traffic
+from pacekeeper_operator.decide.link_state import NO_DOUBTS, Doubts
+from pacekeeper_operator.decide.wiring import wire
+from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
+from pacekeeper_operator.observation import NodeView, Observation
+from tests.support.worlds import change_worker, training
+
+MB = 1_000_000
+LEAVES = "abcd"
+HOPS = {"10.98.0.1": "s1", "10.98.0.2": "s2", "10.98.0.3": "s3"}
+RING: Sequence[Pair] = ((0, 3), (1, 0), (2, 1), (3, 2))
+"""Of gloo: each rank sends to the one before; rank n is in the n-th leaf."""
+ALL_ON_THE_FIRST: Mapping[Pair, int] = dict.fromkeys(RING, 0)
+
+
+def network(
+    ways: Mapping[Pair, int] = ALL_ON_THE_FIRST,
+    *others: JobTraffic,
+    doubts: Doubts = NO_DOUBTS,
+    mode: PathControl = PathControl.PROBE,
+    waiting: float = 0.5,
+    hops: Mapping[str, str] = HOPS,
+    **own: Any,
+) -> Network:
+    """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning has looked at them."""
+    spec = FabricSpec(3, levels=(LevelSpec("leaf"),), hops=hops, path_control=PathControlSpec(mode))
+    nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": LEAVES[n % 4]}) for n in range(8)]
+    wiring = wire(spec, nodes, {}, doubts)
+    seats = tuple(Seat(f"node-{n}", (n,)) for n in range(4))
+    mine = JobTraffic(("ns", "j"), seats, 1, ways, waiting=waiting, **{"round_seconds": 5.0, **own})
+    jobs = (mine, *others)
+    return Network(spec, wiring, {job.name: job for job in jobs}, traffic.plan(wiring, jobs))
+
+
+def paths_by(ways: Mapping[Pair, int]) -> Paths:
+    wanted = tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in sorted(ways.items()))
+    return Paths(wanted, tuple(Hop(address, spine) for address, spine in HOPS.items()), 20000, 20511)
+
+
+def world(
+    seen: Network | None,
+    ways: Mapping[Pair, int] = ALL_ON_THE_FIRST,
+    *,
+    in_force: Collection[Pair] = RING,
+    black_holes: Collection[Pair] = (),
+) -> Observation:
+    """The job trains by these ways, as far as its launchers say so."""
+    found = training(4, 0)
+    found = found.with_draft(found.draft.with_plan(paths=paths_by(ways)))
+    for source, destination in RING:
+        pair = source, destination
+        fault = PathFault.BLACK_HOLE if pair in black_holes else PathFault.NONE
+        report = PathReport(*pair, in_force=pair in in_force and pair not in black_holes, fault=fault)
+        found = change_worker(found, f"j-w{source}-0", heartbeat={"paths": (report,)})
+    return replace(found, surroundings=replace(found.surroundings, network=seen))
+
+
+def connections(
+    slow: Mapping[Pair, float] | None = None, *, early: float = 0.4, request: str = "ask", times: float = 1.0
+) -> tuple[Evidence, ...]:
+    """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or so many times that.
+
+    `early`: busy time in their first windows. `times`: of all.
+    """
+
+    def ends(rank: int) -> tuple[LinkWindow, ...]:
+        to, by = (rank - 1) % 4, (rank + 1) % 4
+        here = f"10.0.0.{rank}"
+        busy = 0.4 * times * (slow or {}).get((rank, to), 1.0)
+        out = LinkWindow(
+            f"{here}:40", f"10.0.0.{to}:50", rank, 0, 5.0, 50 * MB, busy, early_bytes=50 * MB, early_busy_seconds=early
+        )
+        back = LinkWindow(f"{here}:50", f"10.0.0.{by}:40", rank, 0, 5.0)
+        return tuple(replace(end, age=age) for end in (out, back) for age in range(3))
+
+    return tuple(Evidence(request, f"j-w{rank}-0", 1, links=ends(rank)) for rank in range(4))
+
+
+def asked(found: Observation, evidence: Sequence[Evidence]) -> Observation:
+    """The connections have been asked for, and answered so."""
+    parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
+    found = found.with_draft(found.draft.with_plan(evidence_request="ask", evidence_parts=parts))
+    return replace(found, evidence=tuple(evidence))
