@@ -1,0 +1,277 @@
+"""Other ways are measured: kept where they are better, put back where they have made it worse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import EvidencePart, PlannedPath
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import Cause, Class, JobPhase, JobStatus, Outcome, PathControl, Remedy
+from pacekeeper_operator.decide import paths, verify_ways
+from pacekeeper_operator.decide.paths import ways_of
+from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.decide.think import Thought, think
+from pacekeeper_operator.decide.verify_ways import LINKS_SECONDS, MEASURE_SECONDS, TRY_AGAIN_SECONDS
+from pacekeeper_operator.network import Pair
+from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.services import incidents
+from pacekeeper_operator.state import Incident, WayChange, WayTrial, WayTried
+from tests.support.flows import ALL_ON_THE_FIRST, asked, connections, network, paths_by, world
+from tests.support.worlds import NOW, change_members, policy
+
+NEW = {**ALL_ON_THE_FIRST, (1, 0): 1}
+CHANGE = WayChange(1, 0, "s1", 0, "s2", 0)
+INCIDENT = Incident(
+    "i",
+    Cause.SLOW_COMMUNICATION,
+    Class.PERFORMANCE,
+    1,
+    "m",
+    NOW - 30,
+    NOW - 20,
+    NOW - 10,
+    remedy=Remedy.PLAN_TRAFFIC,
+    applied=NOW - 10,
+    last_step=400,
+    slowdown_before=2.0,
+    predicted_after=1.0,
+)
+BEFORE = 0.2
+"""Seconds of a step."""
+
+
+def tried(
+    step_seconds: float = 0.1,
+    *,
+    pace: float = 0.0,
+    first_step_at: float = NOW - 5,
+    ways: Mapping[Pair, int] = NEW,
+    incident: Incident = INCIDENT,
+    changes: tuple[WayChange, ...] | None = None,
+    **trial: Any,
+) -> Observation:
+    """The second round, by other ways; `pace`: bytes a second of what goes by them before."""
+    found = world(network(ways), ways)
+    changed = (replace(CHANGE, bytes_per_second=pace),) if changes is None else changes
+    open_ = WayTrial("i", 2, BEFORE, changed, **trial)
+    draft = found.draft.with_plan(membership=2, round=2).with_incident(incident).with_adaptation(way_trial=open_)
+    found = replace(found.with_draft(draft), metrics=Metrics(step_seconds=step_seconds))
+    return change_members(found, membership=2, round=2, first_step_at=first_step_at, steps_in_round=100)
+
+
+def begun(*args: Any, **changes: Any) -> Observation:
+    """The first step by them has been seen, and the round is too young to be measured."""
+    found, _ = goes_on(change_members(tried(*args, **changes), steps_in_round=3))
+    return found
+
+
+def goes_on(found: Observation) -> tuple[Observation, Thought]:
+    thought = think(found, policy())
+    assert not thought.failures
+    return found.with_draft(thought.draft), thought
+
+
+def incident(found: Observation, name: str = "i") -> Incident:
+    known = found.state.incidents.find(name)
+    assert known is not None
+    return known
+
+
+class TestMeasured:
+    def test_the_round_is_over_with_its_first_step_and_what_it_took_is_its_price(self) -> None:
+        found = begun()
+        now = incident(found)
+        assert (now.outcome, now.live, now.recovered) == (None, True, NOW - 5)
+        assert (found.state.budget.restart_seconds, found.state.budget.lost_seconds) == (5.0, 5.0)
+        assert found.state.adaptation.way_trial is not None
+        assert found.state.adaptation.way_trial.since == NOW - 5
+        assert report(found, policy(), JobStatus()).phase is JobPhase.RUNNING, "meanwhile it trains"
+
+    def test_before_the_first_step_nothing_is_known(self) -> None:
+        found, _ = goes_on(tried(first_step_at=0.0))
+        assert (incident(found).outcome, incident(found).live) == (None, False)
+
+    def test_steps_that_have_become_shorter_keep_the_ways(self) -> None:
+        found, _ = goes_on(tried(0.1))
+        now = incident(found)
+        assert (now.outcome, now.slowdown_before, now.slowdown_after) == (Outcome.RECOVERED, 2.0, 1.0)
+        assert now.measured_gain == pytest.approx(300.0)
+        assert now.shown == "steps took 0.2 s before, and 0.1 s now: kept"
+        assert found.state.adaptation.way_trial is None
+        assert found.state.adaptation.ways_tried == ()
+        assert ways_of(found.plan)[1, 0] == 1
+        assert found.state.incidents.past[-1].cause is Cause.SLOW_COMMUNICATION
+
+    def test_what_is_left_of_the_slowdown_says_how_well(self) -> None:
+        found, _ = goes_on(tried(0.15))
+        assert (incident(found).outcome, incident(found).slowdown_after) == (Outcome.MITIGATED, pytest.approx(1.5))
+
+    def test_people_are_told(self) -> None:
+        found, _ = goes_on(tried(0.1))
+        shown = incidents.status(incident(found))
+        assert (shown.message, shown.slowdown_after) == (incident(found).shown, 1.0)
+
+    def test_another_round_ends_it(self) -> None:
+        found = change_members(begun(), steps_in_round=100)
+        later = found.with_draft(found.draft.with_plan(membership=3))
+        assert verify_ways.judge(later, incident(found), trial_of(found)).outcome is Outcome.SUPERSEDED
+
+    def test_what_cannot_be_measured_stays_and_says_so(self) -> None:
+        dark = replace(begun(), now=NOW - 5 + MEASURE_SECONDS)
+        assert verify_ways.judge(dark, incident(dark), trial_of(dark)).outcome is None
+        over = verify_ways.judge(replace(dark, now=dark.now + 1), incident(dark), trial_of(dark))
+        assert (over.outcome, "could not be measured" in over.shown) == (Outcome.MITIGATED, True)
+        untold = replace(dark, now=dark.now + 1000, metrics=Metrics(untold=("j-w1-0",)))
+        assert verify_ways.judge(untold, incident(dark), trial_of(dark)).outcome is None
+
+
+def trial_of(found: Observation) -> WayTrial:
+    assert found.state.adaptation.way_trial is not None
+    return found.state.adaptation.way_trial
+
+
+class TestPace:
+    """Where the pace of the connections was known before, it decides."""
+
+    def measured(self, before: float, times: float = 1.0, step_seconds: float = 0.2) -> Incident:
+        """Now each connection moves 50 MB in 0.4 s, or so many times that."""
+        found, _ = goes_on(tried(step_seconds, pace=before))
+        told = asked(found, connections(times=times))
+        return verify_ways.judge(told, incident(told), trial_of(told))
+
+    def test_a_faster_pair_keeps_its_way_whatever_else_holds_the_steps_up(self) -> None:
+        found = self.measured(30e6)
+        assert found.outcome is Outcome.MITIGATED
+        assert found.shown.startswith("from rank 1 to rank 0 30 MB/s before, and 125 MB/s now; steps took 0.2 s")
+
+    def test_one_that_is_not_does_not(self) -> None:
+        assert self.measured(120e6, step_seconds=0.1).outcome is Outcome.NOT_HELPED
+        assert self.measured(125e6 / 1.11).outcome is Outcome.MITIGATED
+
+    def test_it_is_asked_for_and_awaited(self) -> None:
+        found, thought = goes_on(tried(pace=30e6))
+        plan = thought.draft.plan
+        assert plan.evidence_request.startswith("ways-")
+        assert EvidencePart.LINKS in plan.evidence_parts
+        again, _ = goes_on(replace(found, now=NOW + 1))
+        assert again.plan.evidence_request == plan.evidence_request
+        assert incident(again).outcome is None
+        told = replace(again, evidence=connections(request=plan.evidence_request))
+        over, _ = goes_on(told)
+        assert incident(over).outcome is Outcome.RECOVERED
+        assert over.plan.evidence_request == "", "nobody asks any more"
+
+    def test_not_for_ever(self) -> None:
+        found, _ = goes_on(tried(0.1, pace=30e6))
+        late = replace(found, now=NOW - 5 + LINKS_SECONDS)
+        assert verify_ways.judge(late, incident(late), trial_of(late)).outcome is None
+        later = replace(late, now=late.now + 1)
+        assert verify_ways.judge(later, incident(later), trial_of(later)).outcome is Outcome.RECOVERED
+
+    def test_nobody_asks_where_it_was_not_known_before(self) -> None:
+        found, _ = goes_on(tried(step_seconds=0.1))
+        assert found.plan.evidence_request == ""
+
+
+class TestNoBetter:
+    def worse(self, step_seconds: float = 0.4) -> Observation:
+        return goes_on(tried(step_seconds))[0]
+
+    def test_it_is_not_tried_again_for_a_while(self) -> None:
+        found = self.worse(0.2)
+        assert incident(found).outcome is Outcome.NOT_HELPED
+        assert "no better, and not tried again for a while" in incident(found).shown
+        assert found.state.adaptation.ways_tried == (WayTried(NOW, 1, 0, "s2"),)
+        assert found.state.adaptation.way_trial is None, "as it was: a way back wins nothing"
+        assert ways_of(found.plan)[1, 0] == 1
+        late = replace(found, now=NOW + TRY_AGAIN_SECONDS)
+        assert verify_ways.step(late, policy()).state.adaptation.ways_tried == ()
+
+    def test_worse_ones_go_back_once_that_pays(self) -> None:
+        """Half of all time is lost; a round costs 5 s, and 10 steps of 0.4 s since the last checkpoint."""
+        found = self.worse()
+        assert trial_of(found).slower == pytest.approx(2.0)
+        early, _ = goes_on(replace(found, now=NOW + 12.9))
+        assert early.plan.membership == 2
+        back, thought = goes_on(replace(found, now=NOW + 13.1))
+        assert (back.plan.membership, ways_of(back.plan)) == (3, dict(ALL_ON_THE_FIRST))
+        (decided,) = [one for one in thought.draft.state.incidents.current if one.decided == NOW + 13.1]
+        assert (decided.remedy, decided.slowdown_before) == (Remedy.PLAN_TRAFFIC, pytest.approx(2.0))
+        assert "come back" in decided.message
+        (price,) = decided.remedies
+        assert price.chosen
+
+    def test_what_is_put_back_stays_whatever_is_planned(self) -> None:
+        back, _ = goes_on(replace(self.worse(), now=NOW + 14))
+        waiting = change_members(replace(back, now=NOW + 15), first_step_at=0.0)
+        again, _ = goes_on(waiting)
+        assert again.plan.paths == back.plan.paths
+        done = change_members(replace(again, now=NOW + 17), membership=3, round=3, first_step_at=NOW + 16)
+        over, _ = goes_on(done)
+        assert over.state.adaptation.way_trial is None
+        (last,) = [one for one in over.state.incidents.current if one.name != "i"]
+        assert last.outcome is Outcome.RECOVERED
+        assert ways_of(over.plan) == dict(ALL_ON_THE_FIRST)
+
+    def test_nobody_goes_back_to_a_dead_link(self) -> None:
+        found = self.worse()
+        seen = found.surroundings.network
+        assert seen is not None
+        assert seen.wiring.topology is not None
+        cut = replace(seen.wiring, topology=seen.wiring.topology.without(up=[(1, 0)]))
+        dead = replace(found.surroundings, network=replace(seen, wiring=cut))
+        assert verify_ways.check(replace(found, now=NOW + 60, surroundings=dead), policy()) is None
+
+    def test_nor_where_remedies_are_not_allowed(self) -> None:
+        late = replace(self.worse(), now=NOW + 60)
+        assert verify_ways.check(late, policy()) is not None
+        assert verify_ways.check(late, policy(allow=frozenset())) is None
+
+    def test_a_way_back_that_nobody_needed_is_forgotten(self) -> None:
+        late = replace(self.worse(), now=NOW + TRY_AGAIN_SECONDS)
+        assert verify_ways.step(late, policy()).state.adaptation.way_trial is None
+
+    def test_nor_does_it_outlive_its_membership(self) -> None:
+        found = self.worse()
+        other = found.with_draft(found.draft.with_plan(membership=3))
+        assert verify_ways.check(replace(other, now=NOW + 60), policy()) is None
+        assert verify_ways.step(other, policy()).state.adaptation.way_trial is None
+
+    def test_where_more_has_changed_than_is_kept_there_is_no_way_back(self) -> None:
+        found, _ = goes_on(tried(0.4, changes=()))
+        assert (incident(found).outcome, found.state.adaptation.way_trial) == (Outcome.NOT_HELPED, None)
+
+    def test_all_of_it_is_written_and_read_back(self) -> None:
+        draft = self.worse().draft
+        assert ledger.read(ledger.write(draft, "j"), "j").draft == draft
+
+
+class TestDrawn:
+    """Where nobody knows the fabric."""
+
+    def drawn(self, draw: int, tried: tuple[WayTried, ...] = ()) -> Observation:
+        found = world(network(mode=PathControl.REROLL))
+        path = replace(paths_by({}), wanted=(PlannedPath(1, 0, draw=draw),) if draw else ())
+        return found.with_draft(found.draft.with_plan(paths=path).with_adaptation(ways_tried=tried))
+
+    def test_a_draw_that_was_no_better_is_not_drawn_again(self) -> None:
+        after = paths.rerolled(self.drawn(1, (WayTried(NOW, 1, 0, draw=2),)), (1, 0))
+        assert after is not None
+        assert after.wanted == (PlannedPath(1, 0, draw=3),)
+
+    def test_the_one_before_comes_back(self) -> None:
+        change = WayChange(1, 0, draw_before=1, draw=2)
+        after = paths.put_back(self.drawn(2), (change,))
+        assert after is not None
+        assert after.wanted == (PlannedPath(1, 0, draw=1),)
+        assert paths.put_back(self.drawn(1), (WayChange(1, 0, draw=1),)) is None, "the network chose"
+
+
+def test_what_has_changed_between_two_plans() -> None:
+    found = tuple(paths.changes(paths_by({(1, 0): 0, (2, 1): 0}), paths_by({(1, 0): 1, (2, 1): 0, (3, 2): 2})))
+    assert found == (WayChange(1, 0, "s1", 0, "s2", 0), WayChange(3, 2, "", 0, "s3", 0))
+    assert list(paths.changes(None, None)) == []
