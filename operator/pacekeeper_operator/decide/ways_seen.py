@@ -54,11 +54,11 @@ def blamed(observation: Observation) -> bool:
 
 
 def to_be_looked_at(observation: Observation) -> bool:
-    """The same, and joint planning has not seen it yet."""
-    network = observation.surroundings.network
+    """The same, and joint planning has not heard of it yet."""
+    network, words = observation.surroundings.network, observation.state.adaptation.ways_seen
     known = None if network is None else network.jobs.get((observation.job.namespace, observation.job.name))
-    planned = known is not None and known.seen == observation.state.adaptation.ways_seen
-    return not planned and blamed(observation)
+    heard = accuse(() if known is None else known.seen, observation.now)
+    return heard.keys() != accuse(words, observation.now).keys() and blamed(observation)
 
 
 @dataclass(frozen=True)
