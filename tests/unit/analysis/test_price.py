@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -219,3 +220,40 @@ def test_synchronous_training_is_not_left_for_little() -> None:
 def test_shares_that_have_done_what_they_can_do_not_lead_to_local_sgd() -> None:
     """What is chosen once stays chosen: from 1.9 to 1.12 by shares, and from there nowhere."""
     assert choose([local_sgd(1.0), Option("Rebalance", 0.0, 1.12)], 1.12, lost_seconds=1e6).chosen is None
+
+
+class TestAwaited:
+    """What is dear, exact and mends nearly as well: nothing inexact is taken meanwhile."""
+
+    def taken(self, lost_seconds: float, remaining: float = 600.0, after: float = 1.0, **ways: Any) -> str | None:
+        around = Option("PlanTraffic", 5.0, after, **{"awaited": True, **ways})
+        chosen = choose([local_sgd(0.9), around], 2.0, lost_seconds, remaining).chosen
+        return None if chosen is None else chosen.option.remedy
+
+    def test_it_comes_first_once_it_is_due(self) -> None:
+        assert self.taken(4.9) is None
+        assert self.taken(5.0) == "PlanTraffic"
+
+    def test_where_it_mends_nearly_as_well(self) -> None:
+        assert self.taken(5.0, after=1.15) == "PlanTraffic"
+        assert self.taken(5.0, after=1.16) == "LocalSGD"
+
+    def test_not_where_it_costs_more_than_it_wins(self) -> None:
+        assert self.taken(5.0, remaining=11.0) == "PlanTraffic"
+        assert self.taken(5.0, remaining=9.0) == "LocalSGD"
+
+    @pytest.mark.parametrize("ways", [{"awaited": False}, {"exact": False}, {"refused": "no"}, {"after": 1.99}])
+    def test_all_else_is_as_ever(self, ways: dict[str, Any]) -> None:
+        assert self.taken(5.0, **ways) == "LocalSGD"
+
+    def test_what_is_free_and_exact_is_taken_at_once(self) -> None:
+        around = Option("PlanTraffic", 5.0, 1.0, awaited=True)
+        chosen = choose([SHARES, around], 2.0, 0.0).chosen
+        assert chosen is not None
+        assert chosen.option is SHARES
+
+    def test_what_wins_next_to_nothing_is_not_awaited(self) -> None:
+        around = Option("PlanTraffic", 0.1, 1.15, awaited=True)
+        chosen = choose([local_sgd(1.0), around], 1.17, 100.0).chosen
+        assert chosen is not None
+        assert chosen.option.remedy == "LocalSGD"

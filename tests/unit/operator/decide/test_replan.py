@@ -18,7 +18,6 @@ from pacekeeper_operator.api import (
     LinkException,
     LinkState,
     Mode,
-    Outcome,
     PathControl,
     PathControlSpec,
     Remedy,
@@ -31,6 +30,7 @@ from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
 from pacekeeper_operator.observation import NodeView, Observation
+from pacekeeper_operator.state import WayChange
 from tests.support.worlds import NOW, change_members, decisions, policy, training
 
 HOPS = {"10.0.0.1": "s1", "10.0.0.2": "s2"}
@@ -43,6 +43,7 @@ def network(
     mode: PathControl = PathControl.PROBE,
     waiting: float = 0.4,
     membership: int = 1,
+    acts: bool = True,
     **changes: Any,
 ) -> Network:
     """The job of `training` on node-0 and node-1 beside another one that uses the first of two spines."""
@@ -50,7 +51,7 @@ def network(
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": "ab"[n % 2]}) for n in range(4)]
     wiring = wire(spec, nodes, {})
     mine = JobTraffic(("ns", "j"), (Seat("node-0", (0,)), Seat("node-1", (1,))), membership, own)
-    mine = replace(mine, waiting=waiting, round_seconds=5.0)
+    mine = replace(mine, waiting=waiting, round_seconds=5.0, acts=acts)
     other = JobTraffic(
         ("ns", "o"), (Seat("node-2", (0,)), Seat("node-3", (1,))), 1, COLLIDING, waiting=0.4, round_seconds=900.0
     )
@@ -99,16 +100,30 @@ class TestDecided:
         assert incident.slowdown_before == pytest.approx(1 / 0.8)
         assert "wins all jobs 480 s" in incident.message
 
-    def test_it_is_over_with_the_first_step_by_the_new_ways(self) -> None:
+    def test_its_round_is_over_with_the_first_step_and_then_it_is_measured(self) -> None:
         before = world(network())
         thought = think(before, policy())
         later = replace(before.with_draft(thought.draft), now=NOW + 3)
         waiting = think(later, policy())
         assert not decisions(waiting)
-        done = change_members(later, membership=2, round=2, first_step_at=NOW + 2)
-        (incident,) = think(done, policy()).draft.state.incidents.current
-        assert incident.outcome is Outcome.RECOVERED
-        assert think(done, policy()).draft.state.budget.restart_seconds == pytest.approx(2.0)
+        done = change_members(later, membership=2, round=2, first_step_at=NOW + 2, steps_in_round=1)
+        draft = think(done, policy()).draft
+        (incident,) = draft.state.incidents.current
+        assert (incident.outcome, incident.live, incident.recovered) == (None, True, NOW + 2)
+        assert draft.state.budget.restart_seconds == pytest.approx(2.0)
+
+    def test_what_is_to_be_found_out_is_kept_with_the_way_back(self) -> None:
+        trial = think(world(network()), policy()).draft.state.adaptation.way_trial
+        assert trial is not None
+        assert (trial.membership, trial.step_seconds) == (2, 0.1)
+        assert trial.changes == (WayChange(0, 1, "s1", 0, "s2", 0), WayChange(1, 0, "s1", 0, "s2", 0))
+
+    def test_nothing_of_a_job_that_makes_way_for_others(self) -> None:
+        seen = network()
+        assert seen.traffic is not None
+        due = {name: replace(one, slowdown=1.0) for name, one in seen.traffic.due.items()}
+        thought = think(world(replace(seen, traffic=replace(seen.traffic, due=due))), policy())
+        assert (thought.draft.plan.membership, thought.draft.state.adaptation.way_trial) == (2, None)
 
     def test_a_slow_link_is_gone_around(self) -> None:
         slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 1e11) for leaf in "ab")
@@ -175,6 +190,18 @@ class TestLeftAlone:
             thought = think(replace(again, now=NOW + 1 + n), policy(mode=Mode.RECOMMEND))
             assert not decisions(thought)
             again = again.with_draft(thought.draft)
+
+    def test_what_is_recommended_for_it_alone_is_said_and_not_done(self) -> None:
+        """Its plan holds the ways that it has: nobody plans around a move that will not come."""
+        seen = network(acts=False)
+        assert seen.traffic is not None
+        assert seen.traffic.due == {}
+        assert seen.traffic.ways["ns", "j"] == COLLIDING
+        thought = think(world(seen), policy(mode=Mode.RECOMMEND))
+        (incident,) = decisions(thought)
+        assert (incident.remedy, incident.applied) == (Remedy.PLAN_TRAFFIC, None)
+        assert "wins all jobs 480 s" in incident.message
+        assert thought.draft.plan.membership == 1
 
     def test_beside_an_incident_of_the_round_it_gets_a_name_of_its_own(self) -> None:
         before = world(network())

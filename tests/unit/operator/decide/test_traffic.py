@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
-from pacekeeper_operator.decide.traffic import edges, plan
+from pacekeeper_operator.decide.link_state import Doubts
+from pacekeeper_operator.decide.traffic import edges, place, plan
 from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import JobTraffic, Seat, Traffic, Wiring
+from pacekeeper_operator.network import JobName, JobTraffic, Seat, Traffic, Wiring
 from pacekeeper_operator.observation import NodeView
 
 
@@ -214,6 +215,108 @@ class TestOthers:
             found = planned(fabric(), *jobs)
             assert (found.level, found.moved) == (1, 2)
             assert found.ways["team", "one"] == large.ways, "the small one goes out of its way"
+
+
+class TestRecommended:
+    """Jobs that nobody may move, in mode Recommend."""
+
+    def jobs(self, *acting: str) -> list[JobTraffic]:
+        nodes = {"one": ("a0", "b0"), "two": ("a1", "b1")}
+        values: dict[str, Any] = {"ways": {(0, 1): 0, (1, 0): 0}, "waiting": 0.5, "round_seconds": 5.0}
+        return [job(name, *ends, acts=name in acting, **values) for name, ends in nodes.items()]
+
+    def test_their_moves_are_no_part_of_the_plan(self) -> None:
+        found = planned(fabric(), *self.jobs())
+        assert (found.due, found.moved, found.level, found.bound) == ({}, 0, 2, 1)
+        assert all(set(ways.values()) == {0} for ways in found.ways.values())
+        (recommended,) = found.recommended.values()
+        assert recommended.gain_seconds == pytest.approx(2 * 600 * 2 * 0.5 * 0.5)
+
+    def test_who_may_be_moved_is(self) -> None:
+        found = planned(fabric(), *self.jobs("two"))
+        assert set(found.due) == {("team", "two")}
+        assert set(found.ways["team", "two"].values()) == {1}
+
+    def test_nothing_is_recommended_where_nothing_is_won(self) -> None:
+        apart = self.jobs()
+        apart[1] = replace(apart[1], ways={(0, 1): 1, (1, 0): 1})
+        assert planned(fabric(), *apart).recommended == {}
+
+
+class TestOneTenantsWord:
+    """A link that one namespace alone calls slow."""
+
+    def fabric(self, *slow: tuple[str, str], share: float = 0.25, spines: int = 3, tenant: str = "team") -> Wiring:
+        nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in "abc" for n in range(10)]
+        doubts = Doubts(of_one={tenant: dict.fromkeys(slow, share)})
+        return wire(FabricSpec(spines, levels=(LevelSpec("leaf"),)), nodes, {}, doubts)
+
+    def job(self, name: JobName, *nodes: str, way: int, **changes: Any) -> JobTraffic:
+        values: dict[str, Any] = {"waiting": 0.5, "round_seconds": 5.0} | changes
+        seats = tuple(Seat(node, (n,)) for n, node in enumerate(nodes))
+        return JobTraffic(name, seats, 1, {(0, 1): way, (1, 0): way}, **values)
+
+    def test_its_own_flows_go_around_it(self) -> None:
+        mine, other = self.job(("team", "x"), "a0", "b0", way=0), self.job(("z", "y"), "a1", "b1", way=1)
+        found = planned(self.fabric(("a", "s1")), mine, other)
+        assert set(found.ways["team", "x"].values()) == {2}, "the one that is empty"
+        assert found.ways["z", "y"] == other.ways
+        due = found.due["team", "x"]
+        assert set(found.due) == {("team", "x")}
+        assert (due.gain_seconds, due.cost_seconds) == (pytest.approx(600 * 2 * 0.5 * 0.75), 10.0)
+        assert due.slowdown == pytest.approx(1 / (1 - 0.5 * 0.75))
+        assert (due.mends, found.moved) == (1.0, 2)
+
+    def test_others_go_by_it_as_ever(self) -> None:
+        other = self.job(("z", "y"), "a1", "b1", way=0)
+        found = planned(self.fabric(("a", "s1")), other)
+        assert (found.ways["z", "y"], found.due, found.level) == (other.ways, {}, 1)
+        new = planned(
+            self.fabric(("a", "s2"), ("a", "s3")), self.job(("z", "new"), "a1", "b1", way=7, round_seconds=0.0)
+        )
+        assert set(new.ways["z", "new"].values()) == {0}
+
+    def test_a_liar_slows_nobody_else(self) -> None:
+        """All other ways are somebody's: it stays where it is, or shares with its own."""
+        liar = self.job(("team", "x"), "a0", "b0", way=0)
+        others = [self.job(("z", f"y{way}"), f"a{way}", f"b{way}", way=way) for way in (1, 2)]
+        found = planned(self.fabric(("a", "s1"), share=0.0), liar, *others)
+        assert found.ways == {one.name: one.ways for one in (liar, *others)}
+        assert found.due == {}
+        own = self.job(("team", "o"), "a1", "b1", way=1, waiting=0.1)
+        shared = planned(self.fabric(("a", "s1"), share=0.0), liar, own, others[1])
+        assert set(shared.ways["team", "x"].values()) == {1}, "where only its own namespace pays for it"
+        assert shared.ways["z", "y2"] == others[1].ways
+
+    def test_it_stays_there_when_it_is_looked_at_again(self) -> None:
+        mine, other = self.job(("team", "x"), "a0", "b0", way=0), self.job(("z", "y"), "a1", "b1", way=1)
+        jobs = [mine, other]
+        first = planned(self.fabric(("a", "s1")), *jobs)
+        again = planned(self.fabric(("a", "s1")), *following(jobs, first))
+        assert (again.ways, again.due, again.moved) == (first.ways, {}, 0)
+
+    def test_a_round_has_to_pay_here_too(self) -> None:
+        poor = self.job(("team", "x"), "a0", "b0", way=0, waiting=0.0)
+        found = planned(self.fabric(("a", "s1")), poor, self.job(("z", "y"), "a1", "b1", way=1))
+        assert (found.due, found.ways["team", "x"]) == ({}, poor.ways)
+
+    @pytest.mark.parametrize("changes", [{"acts": False}, {"round_seconds": math.inf}])
+    def test_who_may_not_be_moved_is_not(self, changes: dict[str, Any]) -> None:
+        held = self.job(("team", "x"), "a0", "b0", way=0, **changes)
+        found = planned(self.fabric(("a", "s1")), held, self.job(("z", "y"), "a1", "b1", way=1))
+        assert (found.due, found.ways["team", "x"]) == ({}, held.ways)
+
+    def test_a_job_of_it_that_is_founded_goes_around_it(self) -> None:
+        new = job("new", "a0", "b0")
+        wiring = self.fabric(("a", "s1"), ("a", "s2"))
+        assert set(place(wiring, [], new).values()) == {2}
+        assert set(place(wiring, [], replace(new, name=("z", "new"))).values()) == {0}
+
+    def test_a_dead_end_is_no_end(self) -> None:
+        """It calls all of them slow: as slow as each other, so it stays."""
+        mine = self.job(("team", "x"), "a0", "b0", way=0)
+        found = planned(self.fabric(*(("a", f"s{n}") for n in (1, 2, 3))), mine)
+        assert (found.ways["team", "x"], found.due) == (mine.ways, {})
 
 
 class TestDemand:

@@ -8,6 +8,7 @@ import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
 from pacekeeper_operator.decide import wiring
+from pacekeeper_operator.decide.link_state import Doubts
 from pacekeeper_operator.decide.wiring import MOST_LINKS, spine_of, unknown_spines, way_of, wire
 from pacekeeper_operator.network import Wiring
 from pacekeeper_operator.observation import NodeView
@@ -74,6 +75,33 @@ def test_what_is_measured_counts_below_what_is_built_and_exceptions_before_both(
     found = wire(spec(exceptions=exceptions), nodes(a="l1", b="l2"), told)
     assert links(found) == [[0.5, 1, 1], [0.25, 0, 1]]
     assert found.dead == 1
+
+
+class TestDoubts:
+    """What jobs' flows have shown."""
+
+    def test_of_all_only_ever_takes_from_what_is_known(self) -> None:
+        told = {("l1", "s1"): 40e9, ("l1", "s2"): 400e9}
+        doubts = Doubts({("l1", "s1"): 0.5, ("l1", "s2"): 0.25, ("l2", "s3"): 0.0})
+        found = wire(spec(), nodes(a="l1", b="l2"), told, doubts)
+        assert links(found) == [[0.1, 0.25, 1], [1, 1, 0]]
+        assert (found.dead, found.views, found.slow) == (1, {}, doubts.of_all)
+
+    def test_exceptions_go_before_it(self) -> None:
+        exceptions = (LinkException("l1", "s1", LinkState.SLOW, 200e9),)
+        found = wire(spec(exceptions=exceptions), nodes(a="l1"), {}, Doubts({("l1", "s1"): 0.0}))
+        assert (links(found), found.slow) == ([[0.5, 1, 1]], {})
+
+    def test_of_one_namespace_is_its_own_view(self) -> None:
+        doubts = Doubts({("l1", "s1"): 0.5}, {"team": {("l1", "s2"): 0.25}, "liar": {("l9", "s1"): 0.0}})
+        found = wire(spec(), nodes(a="l1"), {}, doubts)
+        assert links(found) == [[0.5, 1, 1]]
+        assert set(found.views) == {"team"}, "what is no link of ours is nobody's view"
+        assert (found.views["team"].up / 400_000).tolist() == [[0.5, 0.25, 1]]
+
+    def test_links_that_have_gone_meanwhile_are_no_trouble(self) -> None:
+        found = wire(spec(), nodes(a="l1"), {}, Doubts({("l9", "s1"): 0.0}))
+        assert (found.strange, found.dead) == ((), 0)
 
 
 def test_a_trickle_is_not_dead() -> None:
