@@ -57,7 +57,7 @@ def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates, doubts: D
         leaf_of,
         Topology(links, links, spec.planes),
         tuple(dict.fromkeys(strange)),
-        slow={link: share for link, share in doubts.of_all.items() if link not in excepted},
+        slow={link: share for link, share in doubts.of_all.items() if link[0] in group and link not in excepted},
         views={tenant: Topology(view, view, spec.planes) for tenant, view in views.items() if (view < links).any()},
     )
 

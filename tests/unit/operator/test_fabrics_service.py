@@ -13,8 +13,20 @@ import pytest
 from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import Cause, FabricReason, Job, JobPhase, JobSpec, RemediationSpec, Remedy
+from pacekeeper_operator.api import (
+    Cause,
+    FabricReason,
+    Job,
+    JobPhase,
+    JobSpec,
+    Mode,
+    PathControl,
+    RemediationSpec,
+    Remedy,
+)
 from pacekeeper_operator.cluster import FABRICS, Kind, Listing, NotFound, Object
+from pacekeeper_operator.decide.link_state import KEPT_SECONDS
+from pacekeeper_operator.decide.verify_ways import TRY_AGAIN_SECONDS
 from pacekeeper_operator.network import NO_FABRIC, JobTraffic, Seat
 from pacekeeper_operator.observation import Metrics
 from pacekeeper_operator.observe import traffic
@@ -24,7 +36,7 @@ from pacekeeper_operator.observe.traffic import HOLD_SECONDS, REMEMBERED_SECONDS
 from pacekeeper_operator.services.fabrics import LOOK_SECONDS, Keeper, watch_over
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, Past
+from pacekeeper_operator.state import Draft, Past, WaySeen, WayTrial, WayTried
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Result, Timeline, VirtualRuntime
 from tests.support.worlds import NOW, job, training
@@ -257,6 +269,105 @@ class TestLinks:
         assert (await place.look())["dead"] == 1
 
 
+class TestWords:
+    """What jobs' own flows have shown of links."""
+
+    def word(self, spine: str = "s1", source: str = "a", destination: str = "b", ratio: float = 4.0) -> WaySeen:
+        return WaySeen(NOW, source, spine, destination, "node-0", "node-1", ratio)
+
+    def saying(self, place: Place, name: str, *words: WaySeen, namespace: str = "ns") -> JobMemory:
+        world = training(4, 0)
+        memory = place.memory.of(replace(world.job, namespace=namespace, name=name, uid=f"uid-{namespace}-{name}"))
+        now = tuple(replace(word, at=place.runtime.now()) for word in words)
+        memory.draft, memory.phase = world.draft.with_adaptation(ways_seen=now), JobPhase.RUNNING
+        return memory
+
+    def shown(self, status: Mapping[str, Any]) -> dict[str, str]:
+        return {f"{link['leaf']}{link['spine']}": link["state"] for link in status["links"] if link["state"] != "Up"}
+
+    async def test_of_the_only_namespace_count_for_all(self, place: Place) -> None:
+        place.cluster.fabric()
+        self.saying(place, "j", self.word())
+        status = await place.look()
+        assert self.shown(status) == {"as1": "Slow", "bs1": "Slow"}
+        (known,) = [one for one in status["conditions"] if one["type"] == "LinksKnown"]
+        assert known["status"] == "True"
+        assert known["message"].endswith("carry less than they should: a–s1 (25%), b–s1 (25%)")
+
+    async def test_of_one_of_two_for_itself_alone_and_people_are_shown_nothing(self, place: Place) -> None:
+        place.cluster.fabric()
+        self.saying(place, "j", self.word(ratio=0.0))
+        self.saying(place, "k", namespace="other")
+        status = await place.look()
+        assert (self.shown(status), status["dead"]) == ({}, 0)
+        assert place.operator.network is not None
+        assert set(place.operator.network.wiring.views) == {"ns"}
+
+    async def test_of_both_for_all(self, place: Place) -> None:
+        place.cluster.fabric()
+        self.saying(place, "j", self.word(ratio=0.0))
+        self.saying(place, "k", self.word(ratio=0.0), namespace="other")
+        status = await place.look()
+        assert (self.shown(status), status["dead"]) == ({"bs1": "Down"}, 1)
+
+    async def test_exceptions_go_before_them(self, place: Place) -> None:
+        place.cluster.fabric(exceptions=[{"leaf": "a", "spine": "s1", "state": "Slow", "capacity": "300G"}])
+        self.saying(place, "j", self.word(), replace(self.word(), destination="c"))
+        assert place.operator.network is None
+        await place.look()
+        assert place.operator.network is not None
+        wiring = place.operator.network.wiring
+        assert wiring.topology is not None
+        assert wiring.topology.up[wiring.leaves.index("a"), 0] == 300_000
+
+    async def test_they_are_forgotten(self, place: Place) -> None:
+        place.cluster.fabric()
+        self.saying(place, "j", self.word())
+        await place.look()
+        await place.timeline.run(KEPT_SECONDS)
+        assert self.shown(await place.look()) == {}
+
+    async def test_the_next_operator_knows_them_from_what_is_written(self, place: Place) -> None:
+        place.cluster.fabric()
+        self.saying(place, "j", self.word())
+        await place.look()
+        again = Place()
+        again.cluster = place.cluster
+        again.operator.cluster = place.cluster
+        self.saying(again, "j", self.word())
+        assert self.shown(await again.look()) == {"as1": "Slow", "bs1": "Slow"}
+
+    async def test_what_a_pass_has_just_written_is_not_looked_at_yet(self, place: Place) -> None:
+        """So that the job waits for joint planning to look."""
+        place.cluster.fabric()
+        memory = self.saying(place, "j")
+        await place.look()
+        memory.draft = self.saying(place, "j", self.word()).draft
+        assert memory.job is not None
+        place.operator.hear_of_traffic(memory.job)
+        assert place.operator.network is not None
+        assert place.operator.network.jobs["ns", "j"].seen == ()
+        await place.keeper.look()
+        assert len(place.operator.network.jobs["ns", "j"].seen) == 1
+
+
+class TestSwitchedOff:
+    async def test_by_the_installation_ranks_are_ordered_and_no_more(self, place: Place) -> None:
+        place.operator.settings = replace(place.operator.settings, traffic_planning=False)
+        place.cluster.fabric()
+        memory = place.job()
+        await place.listed()
+        memory.wake.clear()
+        await place.keeper.look()
+        assert not memory.wake.is_set()
+        assert place.operator.network is not None
+        assert place.operator.network.spec.path_control.mode is PathControl.OFF
+        status = await place.look()
+        assert reasons(status)["Planned"] == "PathControlOff"
+        (planned,) = [one for one in status["conditions"] if one["type"] == "Planned"]
+        assert "policy.traffic.planning" in planned["message"]
+
+
 class TestLoop:
     async def test_it_looks_again_and_again_and_at_once_when_a_fabric_changes(self, place: Place) -> None:
         await place.listed()
@@ -343,6 +454,27 @@ class TestTraffic:
         assert replanned(HOLD_SECONDS + 1, 2000) == math.inf
         assert replanned(2 * HOLD_SECONDS + 1, 2000) == 5.0
         assert replanned(HOLD_SECONDS + 1, REMEMBERED_SECONDS + 1) == 5.0
+
+    @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STARTING])
+    def test_nor_is_one_whose_ways_are_being_tried_or_were_in_vain(self, phase: JobPhase) -> None:
+        def round_seconds(**adaptation: Any) -> float:
+            draft = training(4, 0).draft.with_adaptation(**adaptation)
+            found = of_job(Place().job(draft=draft, phase=phase))
+            assert found is not None
+            return found.round_seconds
+
+        assert round_seconds(way_trial=WayTrial("i", 2, 0.1)) == math.inf
+        assert round_seconds(ways_tried=(WayTried(NOW - TRY_AGAIN_SECONDS + 1, 1, 0),)) == math.inf
+        assert round_seconds(ways_tried=(WayTried(NOW - TRY_AGAIN_SECONDS, 1, 0),)) < math.inf
+
+    @pytest.mark.parametrize(("platform", "mode", "acts"), [(True, Mode.ACT, True), (False, Mode.ACT, False)])
+    def test_who_may_act(self, platform: bool, mode: Mode, acts: bool) -> None:
+        memory = Place().job()
+        for wish, expected in ((mode, acts), (Mode.RECOMMEND, False)):
+            memory.job = job(4, 0, remediation=RemediationSpec(mode=wish))
+            found = traffic.of_job(("ns", "j"), memory, NOW, acts=platform)
+            assert found is not None
+            assert found.acts is expected
 
     def test_who_may_not_be_replanned_is_not_moved_for_anybody(self, place: Place) -> None:
         memory = place.job()
