@@ -23,6 +23,7 @@ from pacekeeper_operator.api import (
 )
 from pacekeeper_operator.decide import traffic
 from pacekeeper_operator.decide.fabric_status import MAX_LINKS, Seen, in_force, report, report_idle
+from pacekeeper_operator.decide.link_state import Doubts
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import JobTraffic, Seat
 from pacekeeper_operator.observation import NodeView
@@ -250,3 +251,30 @@ def test_links_and_conditions_on_the_wire() -> None:
     status = FabricStatus(links=(FabricLink("l", "s1", 1, 2),), conditions=(ConditionStatus("Planned", "True", "R"),))
     assert status.to_json()["links"] == [{"leaf": "l", "spine": "s1", "up": 1, "down": 2, "state": "Up"}]
     assert "flows" not in status.to_json(), "what is not known is given up"
+
+
+def test_moves_that_nobody_may_make_are_recommended_not_planned() -> None:
+    of, found = fabric(), seen(fabric())
+    ways = {(0, 1): 0, (1, 0): 0}
+    seats = [(Seat(f"a{n}", (0,)), Seat(f"b{n}", (1,))) for n in range(2)]
+    held = [JobTraffic(("team", f"j{n}"), seats[n], 1, ways, waiting=0.5, round_seconds=5.0) for n in range(2)]
+    for acts, moved, words in ((True, 2, "no plan is below that"), (False, 0, "recommended, and nobody may take them")):
+        plan = traffic.plan(found.wiring, [replace(one, acts=acts) for one in held])
+        status = report(of, replace(found, traffic=plan), NOW)
+        assert status.moved == moved
+        assert words in condition(status, FabricCondition.PLANNED)[2]
+    assert condition(status, FabricCondition.PLANNED)[2].endswith("(mode Recommend): team/j0")
+
+
+def test_links_that_flows_have_shown_to_be_slow_are_named() -> None:
+    of = fabric()
+    nodes = [NodeView(leaf, leaf, labels={"leaf": leaf}) for leaf in "ab"]
+    wiring = wire(of.spec, nodes, {}, Doubts({("a", "s1"): 0.25, ("b", "s2"): 0.0}))
+    status = report(of, Seen(wiring, traffic.plan(wiring, [])), NOW)
+    assert {(link.leaf, link.spine): link.state for link in status.links if link.state is not LinkState.UP} == {
+        ("a", "s1"): LinkState.SLOW,
+        ("b", "s2"): LinkState.DOWN,
+    }
+    known = condition(status, FabricCondition.LINKS_KNOWN)
+    assert known[:2] == ("True", FabricReason.FITS)
+    assert known[2].endswith("a–s1 (25%), b–s2 (0%)")

@@ -15,6 +15,7 @@ from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import JobTraffic, Network, Seat
 from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.state import WayChange
 from tests.support.worlds import change_worker, policy
 from tests.unit.operator.decide.test_links import INCIDENT, answered
 
@@ -47,6 +48,18 @@ def test_the_pair_gets_other_ports_in_a_round_by_the_same_workers() -> None:
     assert incident is not None
     assert (incident.remedy, incident.live) == (Remedy.PLAN_TRAFFIC, False)
     assert "the link 0 → 1 is slow" in incident.message
+
+
+def test_what_it_was_before_is_kept_to_be_compared() -> None:
+    before = world()
+    look = before.state.adaptation.link
+    assert look is not None
+    before = before.with_draft(before.draft.with_adaptation(link=replace(look, bytes_per_second=12e6)))
+    before = replace(before, probes=answered(LINK).probes)
+    trial = think(before, policy()).draft.state.adaptation.way_trial
+    assert trial is not None
+    assert (trial.incident, trial.membership) == (INCIDENT.name, 2)
+    assert trial.changes == (WayChange(0, 1, draw=1, bytes_per_second=12e6),)
 
 
 def test_its_probe_counts_among_those_of_the_hour() -> None:
