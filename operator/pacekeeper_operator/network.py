@@ -41,6 +41,7 @@ class JobTraffic:
     ports: Ports | None = None  # that its connections take; None: any
     waiting: float = 0.0  # share of its steps that its ranks wait in
     round_seconds: float = 0.0  # what a round for other ways costs it; 0: it does not train yet; inf: it is not due yet
+    held: bool = False  # it leaves no way that is alive: other ones were tried in vain
     acts: bool = True  # False: it is moved by nobody, that is only recommended
     seen: tuple[WaySeen, ...] = ()  # what its flows have shown of their ways
 

@@ -14,7 +14,7 @@ from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
 from pacekeeper_analysis.diagnose.links import SpotKind
-from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.plan import Plan, SyncMode
 from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
@@ -217,6 +217,7 @@ class WayTrial:
     incident: str  # "": they are those of before, put back, and nothing is to be found out
     membership: int  # that goes by them
     step_seconds: float  # of the job before
+    sync_mode: SyncMode = SyncMode.SYNC  # in which they were taken
     changes: tuple[WayChange, ...] = ()  # (): more than are kept, so there is no way back
     since: float = 0.0  # the first step by them; 0: it has not come
     slower: float = 0.0  # steps by them over those before, once that is known; 0: it is not

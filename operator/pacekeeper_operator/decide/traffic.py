@@ -72,7 +72,11 @@ def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapp
 
 def _is_movable(wiring: Wiring, job: JobTraffic) -> bool:
     """Who has a view of its own is led by that: what all others see would bring it back."""
-    return math.isfinite(job.round_seconds) and job.name[0] not in wiring.views
+    return _is_free(job) and job.name[0] not in wiring.views
+
+
+def _is_free(job: JobTraffic) -> bool:
+    return math.isfinite(job.round_seconds) and not job.held
 
 
 def _acts(jobs: Sequence[JobTraffic], name: JobName) -> bool:
@@ -256,7 +260,7 @@ def _around(
     """The flows of one namespace (`only`: of one of its jobs) around links that it alone calls slow: nobody else is
     moved for it, nor slowed, whether it is true or not. None: nothing is to be won."""
     flows, jobs = table.flows, table.jobs
-    free = [job.name[0] == tenant and job.acts and math.isfinite(job.round_seconds) for job in jobs]
+    free = [job.name[0] == tenant and job.acts and _is_free(job) for job in jobs]
     free = [may and only in (None, job.name) for may, job in zip(free, jobs, strict=True)]
     at = np.maximum(found.ways, 0)
     slow = (view.up < topology.up)[flows.source, at] | (view.down < topology.down)[flows.destination, at]

@@ -51,8 +51,8 @@ def went_on(draft: Draft, incident: Incident) -> Draft:
 
 def judge(observation: Observation, incident: Incident, trial: WayTrial) -> Incident:
     """The incident with what is known by now, since its round's first step; with an outcome once that is enough."""
-    if observation.plan.membership != trial.membership:
-        return replace(incident, outcome=Outcome.SUPERSEDED, shown="another round began before it was measured")
+    if observation.plan.membership != trial.membership or observation.plan.sync_mode is not trial.sync_mode:
+        return replace(incident, outcome=Outcome.SUPERSEDED, shown="the job has changed before it was measured")
     found, before = _measured(observation, trial), incident.slowdown_before or 1.0
     if found is None:
         if observation.now - trial.since <= MEASURE_SECONDS or observation.metrics.untold:
@@ -108,12 +108,13 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     trial = observation.state.adaptation.way_trial
     if trial is None or not trial.slower or trial.membership != observation.plan.membership or not steady(observation):
         return None
+    slower = min(trial.slower, observation.step_seconds / trial.step_seconds)  # it may have passed
     if paths.put_back(observation, trial.changes) == observation.plan.paths:
         return None
     choice = price.choose(
         (plan_traffic_option(observation, policy),),
-        slowdown=trial.slower,
-        lost_seconds=(observation.now - trial.since) * price.loss_rate(trial.slower),
+        slowdown=slower,
+        lost_seconds=(observation.now - trial.since) * price.loss_rate(slower),
         remaining_seconds=HORIZON_SECONDS,
     )
     if choice.chosen is None:
@@ -124,13 +125,13 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     return Decision(
         subject=replace(subject, number=1 + earlier),
         class_=Class.PERFORMANCE,
-        message=f"steps take {trial.slower:.2f} × as long by the ways that were tried: those of before come back",
+        message=f"steps take {slower:.2f} × as long by the ways that were tried: those of before come back",
         first_sign=trial.since,
         actions=(PlanTraffic(back=True),),
         remedy=Remedy.PLAN_TRAFFIC,
         remedies=written(choice.prices, choice.chosen),
         last_step=observation.step,
-        slowdown_before=trial.slower,
+        slowdown_before=slower,
         slowdown_after=1.0,
         predicted_gain=choice.chosen.gain_seconds,
     )

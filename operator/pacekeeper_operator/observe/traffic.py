@@ -53,21 +53,19 @@ def of_job(name: JobName, memory: JobMemory, now: float, *, acts: bool = True) -
         # Coarsely: each change of it is a reason to plan anew.
         waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
         round_seconds=_round_seconds(job, draft.state, now, trains=trains),
+        held=any(now - tried.at < TRY_AGAIN_SECONDS for tried in draft.state.adaptation.ways_tried),
         acts=acts and job.spec.remediation.mode is Mode.ACT,
         seen=draft.state.adaptation.ways_seen,
     )
 
 
 def _round_seconds(job: Job, state: State, now: float, *, trains: bool) -> float:
-    """Endless while other ways are being tried, or were lately in vain; where its user forbids it; and for a while
-    after a round that slow communication has called for, twice as long after each further one: what others say of their
-    waits does not keep a job restarting."""
-    adaptation = state.adaptation
-    if adaptation.way_trial is not None or any(now - tried.at < TRY_AGAIN_SECONDS for tried in adaptation.ways_tried):
-        return math.inf
+    """Endless while other ways are being tried; where its user forbids it; and for a while after a round that slow
+    communication has called for, twice as long after each further one: what others say of their waits does not keep a
+    job restarting."""
     if not trains:
         return 0.0
-    if Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
+    if state.adaptation.way_trial is not None or Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
         return math.inf
     since = now - REMEMBERED_SECONDS
     times = [past.at for past in state.incidents.past if past.cause is Cause.SLOW_COMMUNICATION and past.at > since]

@@ -455,17 +455,21 @@ class TestTraffic:
         assert replanned(2 * HOLD_SECONDS + 1, 2000) == 5.0
         assert replanned(HOLD_SECONDS + 1, REMEMBERED_SECONDS + 1) == 5.0
 
-    @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STARTING])
-    def test_nor_is_one_whose_ways_are_being_tried_or_were_in_vain(self, phase: JobPhase) -> None:
-        def round_seconds(**adaptation: Any) -> float:
-            draft = training(4, 0).draft.with_adaptation(**adaptation)
-            found = of_job(Place().job(draft=draft, phase=phase))
-            assert found is not None
-            return found.round_seconds
+    def test_nor_is_one_whose_ways_are_being_tried(self, place: Place) -> None:
+        draft = training(4, 0).draft.with_adaptation(way_trial=WayTrial("i", 2, 0.1))
+        found = of_job(place.job(draft=draft))
+        assert found is not None
+        assert found.round_seconds == math.inf
 
-        assert round_seconds(way_trial=WayTrial("i", 2, 0.1)) == math.inf
-        assert round_seconds(ways_tried=(WayTried(NOW - TRY_AGAIN_SECONDS + 1, 1, 0),)) == math.inf
-        assert round_seconds(ways_tried=(WayTried(NOW - TRY_AGAIN_SECONDS, 1, 0),)) < math.inf
+    @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STARTING])
+    @pytest.mark.parametrize(("age", "held"), [(TRY_AGAIN_SECONDS - 1, True), (TRY_AGAIN_SECONDS, False)])
+    def test_who_has_tried_others_in_vain_keeps_its_ways_for_a_while(
+        self, phase: JobPhase, age: float, held: bool
+    ) -> None:
+        draft = training(4, 0).draft.with_adaptation(ways_tried=(WayTried(NOW - age, 1, 0),))
+        found = of_job(Place().job(draft=draft, phase=phase))
+        assert found is not None
+        assert found.held is held
 
     @pytest.mark.parametrize(("platform", "mode", "acts"), [(True, Mode.ACT, True), (False, Mode.ACT, False)])
     def test_who_may_act(self, platform: bool, mode: Mode, acts: bool) -> None:

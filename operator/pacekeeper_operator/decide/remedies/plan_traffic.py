@@ -39,7 +39,13 @@ def apply(action: PlanTraffic, decision: Decision, observation: Observation) -> 
         network = observation.surroundings.network
         after = None if network is None else paths.planned(observation, network)
     name = decision.incident_name(observation.job)
-    trial = WayTrial(name, draft.plan.membership, observation.step_seconds, _changes(action, observation, after))
+    trial = WayTrial(
+        name,
+        draft.plan.membership,
+        observation.step_seconds,
+        draft.plan.sync_mode,
+        _changes(action, observation, after),
+    )
     wins = decision.slowdown_before is None or decision.slowdown_before >= WINS
     return Applied(draft.with_adaptation(way_trial=trial if wins else None))
 

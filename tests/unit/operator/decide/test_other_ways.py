@@ -186,7 +186,7 @@ class TestSlowNode:
         _, after = asked_again(planned_around(found, thought, ALL_ON_THE_FIRST))
         ways = ways_of(after.draft.plan)
         words = after.draft.state.adaptation.ways_seen
-        seen = network(ways, doubts=judge({"ns": words}, found.now), seen=words, round_seconds=float("inf"))
+        seen = network(ways, doubts=judge({"ns": words}, found.now), seen=words, held=True)
         told = suffering(ways, seen)
         told = told.with_draft(told.draft.with_adaptation(ways_seen=words))
         _, thought = asked_again(replace(told, now=found.now + 30))

@@ -167,6 +167,13 @@ class TestDue:
         assert set(found.due) == {("team", "one")}
         assert planned(fabric(spines=4, dead=dead), replace(one, round_seconds=math.inf), held).due == {}
 
+    def test_who_has_tried_others_in_vain_leaves_dead_links_alone(self) -> None:
+        slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 100e9) for leaf in "ab")
+        stays = planned(fabric(spines=3, exceptions=slow), *self.jobs(held=True))
+        assert (stays.due, set(stays.ways["team", "one"].values())) == ({}, {0})
+        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(held=True))
+        assert set(cut.due) == {("team", "one")}
+
     def test_a_link_that_is_slow_is_left(self) -> None:
         slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 100e9) for leaf in "ab")
         found = planned(fabric(spines=3, exceptions=slow), *self.jobs())
@@ -300,7 +307,7 @@ class TestOneTenantsWord:
         found = planned(self.fabric(("a", "s1")), poor, self.job(("z", "y"), "a1", "b1", way=1))
         assert (found.due, found.ways["team", "x"]) == ({}, poor.ways)
 
-    @pytest.mark.parametrize("changes", [{"acts": False}, {"round_seconds": math.inf}])
+    @pytest.mark.parametrize("changes", [{"acts": False}, {"held": True}, {"round_seconds": math.inf}])
     def test_who_may_not_be_moved_is_not(self, changes: dict[str, Any]) -> None:
         held = self.job(("team", "x"), "a0", "b0", way=0, **changes)
         found = planned(self.fabric(("a", "s1")), held, self.job(("z", "y"), "a1", "b1", way=1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import EvidencePart, PlannedPath
+from pacekeeper_analysis.plan import EvidencePart, PlannedPath, SyncMode
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import Cause, Class, JobPhase, JobStatus, Outcome, PathControl, Remedy
 from pacekeeper_operator.decide import paths, verify_ways
@@ -57,7 +57,7 @@ def tried(
     """The second round, by other ways; `pace`: bytes a second of what goes by them before."""
     found = world(network(ways), ways)
     changed = (replace(CHANGE, bytes_per_second=pace),) if changes is None else changes
-    open_ = WayTrial("i", 2, BEFORE, changed, **trial)
+    open_ = WayTrial("i", 2, BEFORE, changes=changed, **trial)
     draft = found.draft.with_plan(membership=2, round=2).with_incident(incident).with_adaptation(way_trial=open_)
     found = replace(found.with_draft(draft), metrics=Metrics(step_seconds=step_seconds))
     return change_members(found, membership=2, round=2, first_step_at=first_step_at, steps_in_round=100)
@@ -118,6 +118,11 @@ class TestMeasured:
     def test_another_round_ends_it(self) -> None:
         found = change_members(begun(), steps_in_round=100)
         later = found.with_draft(found.draft.with_plan(membership=3))
+        assert verify_ways.judge(later, incident(found), trial_of(found)).outcome is Outcome.SUPERSEDED
+
+    def test_so_does_another_way_to_train(self) -> None:
+        found = change_members(begun(), steps_in_round=100, sync_mode="EDiT")
+        later = found.with_draft(found.draft.with_plan(sync_mode=SyncMode.EDIT))
         assert verify_ways.judge(later, incident(found), trial_of(found)).outcome is Outcome.SUPERSEDED
 
     def test_what_cannot_be_measured_stays_and_says_so(self) -> None:
@@ -225,6 +230,10 @@ class TestNoBetter:
         cut = replace(seen.wiring, topology=seen.wiring.topology.without(up=[(1, 0)]))
         dead = replace(found.surroundings, network=replace(seen, wiring=cut))
         assert verify_ways.check(replace(found, now=NOW + 60, surroundings=dead), policy()) is None
+
+    def test_nor_where_steps_are_as_they_were_by_now(self) -> None:
+        over = replace(self.worse(), now=NOW + 60, metrics=Metrics(step_seconds=BEFORE))
+        assert verify_ways.check(over, policy()) is None
 
     def test_nor_where_remedies_are_not_allowed(self) -> None:
         late = replace(self.worse(), now=NOW + 60)
