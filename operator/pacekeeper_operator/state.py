@@ -222,6 +222,11 @@ class WayTrial:
     since: float = 0.0  # the first step by them; 0: it has not come
     slower: float = 0.0  # steps by them over those before, once that is known; 0: it is not
 
+    @property
+    def knows_paces(self) -> bool:
+        """Of some of the connections, before."""
+        return any(change.bytes_per_second for change in self.changes)
+
 
 @dataclass(frozen=True)
 class WayTried:
@@ -244,6 +249,7 @@ class Adaptation:
     link: LinkLook | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     ways_seen: tuple[WaySeen, ...] = ()  # the newest word of each flow and way, oldest first
+    ways_asked_at: float = 0.0  # when the connections were last asked for, before a round for other ways
     way_trial: WayTrial | None = None
     ways_tried: tuple[WayTried, ...] = ()  # oldest first
     local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants

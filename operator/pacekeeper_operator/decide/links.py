@@ -44,6 +44,8 @@ ANSWER_SECONDS = 10.0
 PRIOR_SECONDS = 1440.0
 """Mean duration of slow communication before this cluster has a history (Greyhound, ATC'25)."""
 HOUR = 3600.0
+BEFORE_SECONDS = 3.0
+"""So long a round for other ways waits for what the connections tell of the present ones."""
 PACE_WINDOWS = 2
 """Newest windows by which a pair is called slow or fast: what is so in one of them may be luck."""
 REPEATED = 2
@@ -99,7 +101,7 @@ class Pace:
 
 def paces(observation: Observation) -> Mapping[Pair, Pace]:
     """Of the pairs on different nodes, of which both windows are known and say enough; {}: not all have told yet."""
-    if not _is_told(observation):
+    if not is_told(observation):
         return {}
     cells, _ = _joined(Answers(observation.evidence), _nodes(observation))
     ratios: dict[Pair, list[float]] = defaultdict(list)
@@ -119,6 +121,13 @@ def rates(observation: Observation) -> Mapping[Pair, float]:
     return {pair: pace.bytes_per_second for pair, pace in paces(observation).items()}
 
 
+def pace_is_wanted(draft: Draft, now: float) -> bool:
+    """Ways are to be compared: whoever asks the ranks asks for their connections, too."""
+    trial = draft.state.adaptation.way_trial
+    after = trial is not None and bool(trial.since) and not trial.slower and trial.knows_paces
+    return after or now - draft.state.adaptation.ways_asked_at <= BEFORE_SECONDS
+
+
 def hot_pairs(observation: Observation) -> Mapping[Pair, float]:
     """Pairs of the hot places, and their time for a byte over the usual."""
     return {pair: spot.ratio for spot in look(observation).hot for pair in spot.pairs}
@@ -136,10 +145,10 @@ def _is_due(observation: Observation) -> bool:
     before = observation.state.adaptation.link
     if before is not None and (before.probe or before.request == observation.plan.evidence_request):
         return False
-    return _is_told(observation)
+    return is_told(observation)
 
 
-def _is_told(observation: Observation) -> bool:
+def is_told(observation: Observation) -> bool:
     """The connections have been asked for, and all members have answered."""
     plan = observation.plan
     asked = bool(plan.evidence_request) and EvidencePart.LINKS in plan.evidence_parts

@@ -11,7 +11,7 @@ from ..api import Cause, Class, Remedy
 from ..decision import Decision, PlanTraffic
 from ..observation import Observation, Policy
 from ..subject import Subject
-from . import links, paths, ways_seen
+from . import links, paths, verify_ways, ways_seen
 from .pricing import plan_traffic_option, written
 from .straggler import steady
 
@@ -20,6 +20,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     due = paths.due(observation)
     if due is None or not steady(observation) or ways_seen.blamed(observation):
         return None  # what the connections show is weighed with the ranks' own evidence, against other ways to train
+    if policy.acts and not verify_ways.is_known_before(observation):
+        return None
     option = plan_traffic_option(observation, policy)
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
     known = observation.state.incidents.names()

@@ -319,7 +319,7 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
 
 def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     request = f"straggler-{draft.plan.version + 1}"
-    slow_links = suspicion.shown is Trouble.COMMUNICATION or draft.state.adaptation.way_trial is not None
+    slow_links = suspicion.shown is Trouble.COMMUNICATION or links.pace_is_wanted(draft, now)
     most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
     collectives = draft.plan.world_size <= most
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}

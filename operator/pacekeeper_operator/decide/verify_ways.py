@@ -1,11 +1,13 @@
 """Whether other ways are better: a round that was begun for them is measured, and what is no better is not kept.
 
-first step by them  → from then on it is measured: what the round itself took is none of its slowness
-steady, and told    → the pace of the connections that go another way beside that of before, where it is known, and
-                      else the time of a step: `judge`
-better              → they stay
-no better           → they are not tried again for a while (`conclude`), and where steps have become longer by them,
-                      the ways of before come back, once that pays: `check`
+    a round is due      → the connections tell their pace by the ways so far, or have had their time: `is_known_before`
+    first step by them  → from then on it is measured: what the round itself took is none of its slowness
+    steady, and told    → the pace of the connections that go another way beside that of before, where it is known, and
+                          else the time of a step: `judge`
+    no better           → not tried again for a while: `conclude`
+    steps are longer    → the ways of before come back, once that pays: `check`
+
+Who asks the ranks for something else meanwhile asks for their connections, too (`links.pace_is_wanted`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ LINKS_SECONDS = 30.0
 MEASURE_SECONDS = 120.0
 TRY_AGAIN_SECONDS = 1800.0
 """So long what was no better is not tried again, and so long the way back is open."""
+LATELY_SECONDS = 30.0
+"""Before a round the connections are not asked again within so long."""
 REQUEST = "ways-"
+
+
+def is_known_before(observation: Observation) -> bool:
+    """The connections have told their pace by the ways so far, or have had their time to."""
+    ago = observation.now - observation.state.adaptation.ways_asked_at
+    return links.is_told(observation) or links.BEFORE_SECONDS < ago <= LATELY_SECONDS
 
 
 def went_on(draft: Draft, incident: Incident) -> Draft:
@@ -72,8 +82,6 @@ def judge(observation: Observation, incident: Incident, trial: WayTrial) -> Inci
 
 def conclude(observation: Observation, draft: Draft, incident: Incident, trial: WayTrial) -> Draft:
     """With what follows from the outcome for ways to come."""
-    if draft.plan.evidence_request.startswith(REQUEST):
-        draft = draft.with_plan(evidence_request="")
     found = _measured(observation, trial) if incident.outcome is Outcome.NOT_HELPED else None
     if found is None:
         return draft.with_adaptation(way_trial=None)
@@ -85,22 +93,18 @@ def conclude(observation: Observation, draft: Draft, incident: Incident, trial: 
     )
 
 
-def step(observation: Observation, _policy: Policy) -> Draft:
+def step(observation: Observation, policy: Policy) -> Draft:
     """Asks for the connections where they are to be measured and nobody has asked; forgets what is too old."""
     draft, now, adaptation = observation.draft, observation.now, observation.state.adaptation
     tried = tuple(one for one in adaptation.ways_tried if now - one.at < TRY_AGAIN_SECONDS)
     if tried != adaptation.ways_tried:
         draft = draft.with_adaptation(ways_tried=tried)
-    trial = adaptation.way_trial
-    if trial is None:
-        return draft
-    if _is_over(observation, trial):
-        return draft.with_adaptation(way_trial=None)
-    asked = bool(draft.plan.evidence_request) or adaptation.suspicion is not None
-    if trial.since and not trial.slower and _knows_paces(trial) and not asked and steady(observation):
-        parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-        return draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
-    return draft
+    if adaptation.way_trial is not None and _is_over(observation, adaptation.way_trial):
+        draft = draft.with_adaptation(way_trial=None)
+    asked = now - adaptation.ways_asked_at <= LATELY_SECONDS or links.is_told(observation)
+    if not asked and policy.acts and steady(observation) and paths.due(observation) is not None:
+        draft = draft.with_adaptation(ways_asked_at=now)
+    return _with_a_question(observation.with_draft(draft))
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -137,6 +141,17 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     )
 
 
+def _with_a_question(observation: Observation) -> Draft:
+    """Of our own, where nobody else asks any."""
+    draft, request = observation.draft, observation.plan.evidence_request
+    if not links.pace_is_wanted(draft, observation.now):
+        return draft.with_plan(evidence_request="") if request.startswith(REQUEST) else draft
+    if request or draft.state.adaptation.suspicion is not None or not steady(observation):
+        return draft
+    parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
+    return draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
+
+
 @dataclass(frozen=True)
 class _Measured:
     slower: float  # the time of a step over that of before
@@ -163,12 +178,8 @@ def _measured(observation: Observation, trial: WayTrial) -> _Measured | None:
         rates = f"{change.bytes_per_second / 1e6:.3g} MB/s before, and {pace / 1e6:.3g} MB/s now"
         faster = median(pace / change.bytes_per_second for change, pace in known)
         return _Measured(slower, faster, f"{slowest} {rates}; {words}")
-    awaited = _knows_paces(trial) and observation.now - trial.since <= LINKS_SECONDS
+    awaited = trial.knows_paces and observation.now - trial.since <= LINKS_SECONDS
     return None if awaited else _Measured(slower, None, words)
-
-
-def _knows_paces(trial: WayTrial) -> bool:
-    return any(change.bytes_per_second for change in trial.changes)
 
 
 def _is_over(observation: Observation, trial: WayTrial) -> bool:

@@ -11,6 +11,7 @@ from pacekeeper_analysis.plan import EvidencePart, SyncMode
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
 from pacekeeper_operator.decide import other_ways, replan
 from pacekeeper_operator.decide.link_state import judge
+from pacekeeper_operator.decide.links import BEFORE_SECONDS
 from pacekeeper_operator.decide.paths import ways_of
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.ways_seen import NEWS_SECONDS
@@ -143,7 +144,9 @@ class TestSlowLink:
         assert seen.surroundings.network.traffic is not None
         assert seen.surroundings.network.traffic.due
         assert replan.check(seen, policy()) is None
-        assert replan.check(replace(seen, now=seen.now + NEWS_SECONDS), policy()) is not None
+        late = replace(seen, now=seen.now + NEWS_SECONDS)
+        known = late.with_draft(late.draft.with_adaptation(ways_asked_at=late.now - BEFORE_SECONDS - 1))
+        assert replan.check(known, policy()) is not None
 
     def test_a_round_that_is_not_allowed_leaves_the_mode(self) -> None:
         rules = policy(allow=frozenset(Remedy) - {Remedy.PLAN_TRAFFIC})

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Hop, Paths, PlannedPath
+from pacekeeper_analysis.plan import EvidencePart, Hop, Paths, PlannedPath
+from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator.api import (
     Cause,
     Class,
@@ -23,6 +24,7 @@ from pacekeeper_operator.api import (
     Remedy,
 )
 from pacekeeper_operator.decide import replan, traffic
+from pacekeeper_operator.decide.links import BEFORE_SECONDS
 from pacekeeper_operator.decide.paths import ways_of
 from pacekeeper_operator.decide.pricing import plan_traffic_option, slowdown_of_traffic
 from pacekeeper_operator.decide.status import report
@@ -59,8 +61,12 @@ def network(
     return Network(spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))
 
 
-def world(seen: Network | None, own: Mapping[Pair, int] = COLLIDING) -> Observation:
+def world(
+    seen: Network | None, own: Mapping[Pair, int] = COLLIDING, *, asked_at: float = NOW - BEFORE_SECONDS - 1
+) -> Observation:
+    """`asked_at`: when its connections were asked for their pace, which they have not told."""
     found = training(2, 0)
+    found = found.with_draft(found.draft.with_adaptation(ways_asked_at=asked_at))
     paths = Paths(
         tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in own.items()),
         tuple(Hop(address, spine) for address, spine in HOPS.items()),
@@ -139,6 +145,46 @@ class TestDecided:
         assert dead.traffic is not None
         assert set(dead.traffic.ways["ns", "j"].values()) == {1}
         assert not decisions(think(world(dead), policy()))
+
+
+class TestMeasuredBefore:
+    """What the connections are worth by the ways so far, to be compared."""
+
+    def asked(self) -> Observation:
+        before = world(network(), asked_at=0.0)
+        first = think(before, policy())
+        assert not decisions(first)
+        assert first.draft.state.adaptation.ways_asked_at == NOW
+        assert EvidencePart.LINKS in first.draft.plan.evidence_parts
+        return before.with_draft(first.draft)
+
+    def told(self, found: Observation, seconds: float) -> Observation:
+        ends = (("10.0.0.0:40", "10.0.0.1:50", 0), ("10.0.0.1:40", "10.0.0.0:50", 1))
+        request = found.plan.evidence_request
+        answers = []
+        for local, remote, rank in ends:
+            sent = LinkWindow(local, remote, rank, 0, 5.0, 10**8, 2.0, early_bytes=10**8, early_busy_seconds=1.0)
+            heard = LinkWindow(*(("10.0.0.0:50", "10.0.0.1:40", 0) if rank == 0 else ("10.0.0.1:50", "10.0.0.0:40", 1)))
+            links = tuple(replace(end, age=age) for end in (sent, heard) for age in range(2))
+            answers.append(Evidence(request, f"j-w{rank}-0", 1, links=links))
+        return replace(found, now=NOW + seconds, evidence=tuple(answers))
+
+    def test_they_are_asked_before_a_round(self) -> None:
+        thought = think(self.told(self.asked(), 1.0), policy())
+        trial = thought.draft.state.adaptation.way_trial
+        assert thought.draft.plan.membership == 2
+        assert trial is not None
+        assert [one.bytes_per_second for one in trial.changes] == [pytest.approx(50e6)] * 2
+
+    def test_but_not_waited_for_long(self) -> None:
+        found = self.asked()
+        for seconds, membership in ((BEFORE_SECONDS, 1), (BEFORE_SECONDS + 0.1, 2)):
+            assert think(replace(found, now=NOW + seconds), policy()).draft.plan.membership == membership
+
+    def test_and_the_question_is_taken_back_where_nothing_is_due_any_more(self) -> None:
+        found = self.asked()
+        over = replace(found, surroundings=replace(found.surroundings, network=network(waiting=0.0)), now=NOW + 4)
+        assert think(over, policy()).draft.plan.evidence_request == ""
 
 
 class TestLeftAlone:
