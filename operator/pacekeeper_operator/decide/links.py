@@ -46,8 +46,9 @@ PRIOR_SECONDS = 1440.0
 HOUR = 3600.0
 BEFORE_SECONDS = 3.0
 """So long a round for other ways waits for what the connections tell of the present ones."""
-PACE_WINDOWS = 2
-"""Newest windows by which a pair is called slow or fast: what is so in one of them may be luck."""
+PACE_WINDOWS, PACE_SECONDS = 2, 12.0
+"""Newest windows by which a pair is called slow or fast: what is so in one of them may be luck. And how old a round is
+when its connections have as many."""
 REPEATED = 2
 """Probes that found a node's side slow make it a suspect."""
 MOST_SIDES = 8
@@ -124,7 +125,8 @@ def rates(observation: Observation) -> Mapping[Pair, float]:
 def pace_is_wanted(draft: Draft, now: float) -> bool:
     """Ways are to be compared: whoever asks the ranks asks for their connections, too."""
     trial = draft.state.adaptation.way_trial
-    after = trial is not None and bool(trial.since) and not trial.slower and trial.knows_paces
+    old = trial is not None and bool(trial.since) and now - trial.since >= PACE_SECONDS
+    after = old and trial is not None and not trial.slower and trial.knows_paces
     return after or now - draft.state.adaptation.ways_asked_at <= BEFORE_SECONDS
 
 

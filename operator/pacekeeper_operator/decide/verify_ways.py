@@ -39,6 +39,8 @@ TRY_AGAIN_SECONDS = 1800.0
 """So long what was no better is not tried again, and so long the way back is open."""
 LATELY_SECONDS = 30.0
 """Before a round the connections are not asked again within so long."""
+AGAIN_SECONDS = 5.0
+"""Between two questions of our own: a window of the connections' figures."""
 REQUEST = "ways-"
 
 
@@ -142,14 +144,17 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def _with_a_question(observation: Observation) -> Draft:
-    """Of our own, where nobody else asks any."""
-    draft, request = observation.draft, observation.plan.evidence_request
-    if not links.pace_is_wanted(draft, observation.now):
+    """Of our own, where nobody else asks any: again where the answers have said too little."""
+    draft, now = observation.draft, observation.now
+    request, asked_at = draft.plan.evidence_request, draft.state.adaptation.ways_asked_at
+    if not links.pace_is_wanted(draft, now):
         return draft.with_plan(evidence_request="") if request.startswith(REQUEST) else draft
-    if request or draft.state.adaptation.suspicion is not None or not steady(observation):
+    again = request.startswith(REQUEST) and links.is_told(observation) and now - asked_at >= AGAIN_SECONDS
+    if (request and not again) or draft.state.adaptation.suspicion is not None or not steady(observation):
         return draft
     parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-    return draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
+    draft = draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
+    return draft.with_adaptation(ways_asked_at=now)
 
 
 @dataclass(frozen=True)

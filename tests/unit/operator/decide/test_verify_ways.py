@@ -15,7 +15,8 @@ from pacekeeper_operator.decide import paths, verify_ways
 from pacekeeper_operator.decide.paths import ways_of
 from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.decide.verify_ways import LINKS_SECONDS, MEASURE_SECONDS, TRY_AGAIN_SECONDS
+from pacekeeper_operator.decide.links import PACE_SECONDS
+from pacekeeper_operator.decide.verify_ways import AGAIN_SECONDS, LINKS_SECONDS, MEASURE_SECONDS, TRY_AGAIN_SECONDS
 from pacekeeper_operator.network import Pair
 from pacekeeper_operator.observation import Metrics, Observation
 from pacekeeper_operator.services import incidents
@@ -159,13 +160,19 @@ class TestPace:
 
     def test_it_is_asked_for_and_awaited(self) -> None:
         found, thought = goes_on(tried(pace=30e6))
+        assert thought.draft.plan.evidence_request == "", "connections so young tell nothing"
+        old = NOW - 5 + PACE_SECONDS
+        found, thought = goes_on(replace(found, now=old))
         plan = thought.draft.plan
         assert plan.evidence_request.startswith("ways-")
         assert EvidencePart.LINKS in plan.evidence_parts
-        again, _ = goes_on(replace(found, now=NOW + 1))
+        again, _ = goes_on(replace(found, now=old + 1))
         assert again.plan.evidence_request == plan.evidence_request
         assert incident(again).outcome is None
-        told = replace(again, evidence=connections(request=plan.evidence_request))
+        young = tuple(replace(one, links=()) for one in connections(request=plan.evidence_request))
+        again, _ = goes_on(replace(again, now=old + AGAIN_SECONDS, evidence=young))
+        assert again.plan.evidence_request not in ("", plan.evidence_request)
+        told = replace(again, now=old + 6, evidence=connections(request=again.plan.evidence_request))
         over, _ = goes_on(told)
         assert incident(over).outcome is Outcome.RECOVERED
         assert over.plan.evidence_request == "", "nobody asks any more"
