@@ -12,10 +12,10 @@ from pacekeeper_analysis.plan import EvidencePart, PlannedPath, SyncMode
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import Cause, Class, JobPhase, JobStatus, Outcome, PathControl, Remedy
 from pacekeeper_operator.decide import paths, verify_ways
+from pacekeeper_operator.decide.links import PACE_SECONDS
 from pacekeeper_operator.decide.paths import ways_of
 from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.decide.links import PACE_SECONDS
 from pacekeeper_operator.decide.verify_ways import AGAIN_SECONDS, LINKS_SECONDS, MEASURE_SECONDS, TRY_AGAIN_SECONDS
 from pacekeeper_operator.network import Pair
 from pacekeeper_operator.observation import Metrics, Observation
@@ -175,7 +175,8 @@ class TestPace:
         told = replace(again, now=old + 6, evidence=connections(request=again.plan.evidence_request))
         over, _ = goes_on(told)
         assert incident(over).outcome is Outcome.RECOVERED
-        assert over.plan.evidence_request == "", "nobody asks any more"
+        later, _ = goes_on(replace(over, now=old + 6 + AGAIN_SECONDS))
+        assert later.plan.evidence_request == "", "nobody asks any more"
 
     def test_not_for_ever(self) -> None:
         found, _ = goes_on(tried(0.1, pace=30e6))
