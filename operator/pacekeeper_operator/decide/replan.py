@@ -13,7 +13,7 @@ from ..observation import Observation, Policy
 from ..subject import Subject
 from . import links, paths, verify_ways, ways_seen
 from .pricing import plan_traffic_option, written
-from .straggler import steady
+from .straggler import earlier, steady
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -24,15 +24,13 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     option = plan_traffic_option(observation, policy)
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
-    known = observation.state.incidents.names()
-    earlier = max((subject.number_of(name, observation.job) for name in known), default=0)
-    if option.refused or (earlier and not policy.acts):
+    if option.refused or (earlier(observation, subject) and not policy.acts):
         return None  # nothing may be done, or it has been said
     of_this_job = due.gain_seconds / observation.plan.world_size
     words = f"wins all jobs {due.gain_seconds:.0f} s of their ranks' time, and costs {due.cost_seconds:.0f} s of it"
     price = Price(option, of_this_job, True, words)
     return Decision(
-        subject=replace(subject, number=1 + earlier),
+        subject=replace(subject, number=1 + earlier(observation, subject)),
         class_=Class.PERFORMANCE,
         message=f"its flows share links of the fabric while others are free: other ways {words}",
         first_sign=observation.now,

@@ -348,13 +348,13 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     if other_ways.are_awaited(observation, choice):
         return None
     unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _mode_held(observation)
-    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or _earlier(observation, subject)):
+    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or earlier(observation, subject)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
     finding = _finding(observation, found, culprit)
     if chosen is None and not finding.culprit and (found.slowdown < WILD or _young(observation, found)):
         return None  # nobody is named (yet), nothing can be done, and networks that others use are like that
     return Decision(
-        subject=replace(subject, number=1 + _earlier(observation, subject)),
+        subject=replace(subject, number=1 + earlier(observation, subject)),
         class_=Class.PERFORMANCE,
         message=_message(found, culprit, worker),
         first_sign=_since(observation, found),
@@ -539,7 +539,7 @@ def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> 
     return next(names, "")
 
 
-def _earlier(observation: Observation, subject: Subject) -> int:
+def earlier(observation: Observation, subject: Subject) -> int:
     """The highest number of an incident of this trouble in this round: shares first, a spare later."""
     names = observation.state.incidents.names()
     return max((subject.number_of(name, observation.job) for name in names), default=0)

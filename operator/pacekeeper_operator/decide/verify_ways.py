@@ -25,7 +25,7 @@ from ..state import MAX_WAYS_TRIED, Draft, Incident, WayTrial, WayTried
 from ..subject import Subject
 from . import links, paths
 from .pricing import plan_traffic_option, written
-from .straggler import steady
+from .straggler import earlier, steady
 from .traffic import HORIZON_SECONDS
 
 BETTER = 1.1
@@ -126,10 +126,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     if choice.chosen is None:
         return None
     subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
-    known = observation.state.incidents.names()
-    earlier = max((subject.number_of(name, observation.job) for name in known), default=0)
     return Decision(
-        subject=replace(subject, number=1 + earlier),
+        subject=replace(subject, number=1 + earlier(observation, subject)),
         class_=Class.PERFORMANCE,
         message=f"steps take {slower:.2f} × as long by the ways that were tried: those of before come back",
         first_sign=trial.since,
