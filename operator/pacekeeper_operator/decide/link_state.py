@@ -13,7 +13,7 @@ accuse for everybody, and as much as the milder of them says. Nobody's praise of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..network import Link, Shares
@@ -98,7 +98,9 @@ def _acquitted_from(word: WaySeen) -> float:
     return word.at - TOGETHER_SECONDS if word.ratio else word.at
 
 
-def _suspects(word: WaySeen) -> Iterable[_Suspect]:
+def _suspects(word: WaySeen) -> Iterator[_Suspect]:
     """Where nothing passes the spine, the packets have come to it: its link to the other leaf is dead."""
     comes = word.destination, word.spine
-    return (comes,) if not word.ratio else ((word.source, word.spine), comes, word.sender, word.receiver)
+    yield comes
+    if word.ratio:
+        yield from ((word.source, word.spine), word.sender, word.receiver)

@@ -260,8 +260,7 @@ def _around(
     """The flows of one namespace (`only`: of one of its jobs) around links that it alone calls slow: nobody else is
     moved for it, nor slowed, whether it is true or not. None: nothing is to be won."""
     flows, jobs = table.flows, table.jobs
-    free = [job.name[0] == tenant and job.acts and _is_free(job) for job in jobs]
-    free = [may and only in (None, job.name) for may, job in zip(free, jobs, strict=True)]
+    free = [job.name == only if only else job.name[0] == tenant and job.acts and _is_free(job) for job in jobs]
     at = np.maximum(found.ways, 0)
     slow = (view.up < topology.up)[flows.source, at] | (view.down < topology.down)[flows.destination, at]
     leaving = np.flatnonzero(slow & (found.ways != WITHIN) & np.array(free, dtype=bool)[table.job])

@@ -111,8 +111,8 @@ def _measured(flows: _Flows) -> Iterator[WaySeen]:
         return
     in_force = {pair for pair, told in paths.told(observation).items() if told.in_force and pair in flows.ways}
     shared = _shared(flows.network)
-    alone, hot = {}, links.hot_pairs(observation)
-    paces = links.paces(observation)
+    hot, paces = links.hot_pairs(observation), links.paces(observation)
+    alone: dict[Pair, tuple[int, float]] = {}  # flows on its way, and its pace if it had that to itself
     for pair in sorted(in_force & paces.keys()):
         word = flows.word(pair, 1.0)
         if word is not None:

@@ -48,7 +48,8 @@ def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates, doubts: D
         less = links.copy()
         rates = {link: share * full * UNIT for link, share in shares.items() if link not in excepted}
         _set(less, group, rates)  # a link that has gone meanwhile is nobody's
-        return np.minimum(links, less)
+        lower: Ints = np.minimum(links, less)
+        return lower
 
     links = doubted(links, doubts.of_all)
     views = {tenant: doubted(links, shares) for tenant, shares in doubts.of_one.items()}
