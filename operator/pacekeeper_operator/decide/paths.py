@@ -143,7 +143,9 @@ def draws(observation: Observation, pair: Pair) -> int:
     """How often ports have been drawn for it, those that were put back counted."""
     wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()
     tried = observation.state.adaptation.ways_tried
-    return max((path.draw for path in (*wanted, *tried) if (path.source, path.destination) == pair), default=0)
+    drawn = [path.draw for path in wanted if (path.source, path.destination) == pair]
+    in_vain = [path.draw for path in tried if (path.source, path.destination) == pair]
+    return max([*drawn, *in_vain], default=0)
 
 
 def ways_of(plan: Plan) -> Mapping[Pair, int]:

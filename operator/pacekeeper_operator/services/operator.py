@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import kopf
 
@@ -14,7 +15,7 @@ from ..api import LABEL_JOB, Fabric, Job, JobPhase, Mode
 from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
-from ..network import Network
+from ..network import JobName, Network
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
 from ..observe import traffic
 from ..observe.memory import Memory
@@ -40,6 +41,7 @@ ACTIVE = frozenset({JobPhase.PENDING, JobPhase.STARTING, JobPhase.RUNNING, JobPh
 STALE_SECONDS = 30.0
 """Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
 PAUSE_UNKNOWN = "it is not known yet whether remedies are paused"
+Of = TypeVar("Of")
 log = logging.getLogger(__name__)
 
 
@@ -109,13 +111,11 @@ class Operator:
             found = replace(found, sent=known.sent, seen=known.seen) if known is not None else replace(found, seen=())
         if found == known:
             return
-        jobs = {other: known for other, known in self.network.jobs.items() if other != name}
+        jobs = _without(self.network.jobs, name)
         planned = self.network.traffic
         if planned is not None:  # for it, that was planned before
-            ways, due, recommended = (
-                {other: of for other, of in mapping.items() if other != name}
-                for mapping in (planned.ways, planned.due, planned.recommended)
-            )
+            ways, due = _without(planned.ways, name), _without(planned.due, name)
+            recommended = _without(planned.recommended, name)
             planned = replace(planned, ways=ways, due=due, recommended=recommended)
         jobs |= {} if found is None else {name: found}
         self.network = replace(self.network, jobs=jobs, traffic=planned)
@@ -206,3 +206,7 @@ class Operator:
         phases = [memory.phase for _, memory in self.memory]
         for phase in JobPhase:
             metrics.JOBS.labels(phase).set(phases.count(phase))
+
+
+def _without(jobs: Mapping[JobName, Of], name: JobName) -> dict[JobName, Of]:
+    return {other: of for other, of in jobs.items() if other != name}

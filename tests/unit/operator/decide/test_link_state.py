@@ -18,9 +18,9 @@ SLOW = 4.0
 
 def word(way: str, ends: str = "", ratio: float = SLOW, at: float = NOW) -> WaySeen:
     """`a1b`: from leaf a by spine s1 to leaf b. `ends`: numbers of the nodes there, by default nobody else's."""
-    source, spine, destination = way
-    sender, receiver = ends or (way, way)
-    return WaySeen(at, source, f"s{spine}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio)
+    source, destination = way[0], way[2]
+    sender, receiver = (ends[0], ends[1]) if ends else (way, way)
+    return WaySeen(at, source, f"s{way[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio)
 
 
 def fast(way: str, ends: str = "", at: float = NOW) -> WaySeen:

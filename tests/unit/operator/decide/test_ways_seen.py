@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -160,7 +161,7 @@ class TestBlamed:
         assert not ways_seen.to_be_looked_at(self.under(news, known=(news,)))
 
     @pytest.mark.parametrize("changes", [{"ratio": 1.0}, {"at": NOW - ways_seen.NEWS_SECONDS - 1}])
-    def test_what_is_fast_or_old_is_no_news(self, changes: dict[str, float]) -> None:
+    def test_what_is_fast_or_old_is_no_news(self, changes: dict[str, Any]) -> None:
         old = replace(WaySeen(NOW - 1, "a", "s1", "b", "node-0", "node-1", 4.0), **changes)
         assert not ways_seen.blamed(self.under(old))
         assert not ways_seen.to_be_looked_at(self.under(old))
