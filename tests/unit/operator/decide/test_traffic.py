@@ -303,6 +303,13 @@ class TestOneTenantsWord:
         again = planned(self.fabric(("a", "s1")), *following(jobs, first))
         assert (again.ways, again.due, again.moved) == (first.ways, {}, 0)
 
+    def test_what_all_others_see_does_not_bring_it_back(self) -> None:
+        """Both its jobs share a spine, while the one that it calls slow is empty."""
+        jobs = [self.job(("team", name), f"a{n}", f"b{n}", way=1) for n, name in enumerate("xy")]
+        assert planned(fabric(), *jobs).due
+        found = planned(self.fabric(("a", "s1"), spines=2), *jobs)
+        assert (found.due, found.ways) == ({}, {one.name: one.ways for one in jobs})
+
     def test_a_round_has_to_pay_here_too(self) -> None:
         poor = self.job(("team", "x"), "a0", "b0", way=0, waiting=0.0)
         found = planned(self.fabric(("a", "s1")), poor, self.job(("z", "y"), "a1", "b1", way=1))
