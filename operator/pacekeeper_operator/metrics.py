@@ -80,7 +80,7 @@ def show_fabric(fabric: str, status: FabricStatus | None) -> None:
     """What is said of it, or nothing any more: loads of the links that its status lists, where ways are planned."""
     status = status or FabricStatus()
     listed = () if status.max_load is None else status.links
-    loads = {(fabric, link.leaf, link.spine, "up"): link.up for link in listed}
+    loads: dict[tuple[str, ...], int] = {(fabric, link.leaf, link.spine, "up"): link.up for link in listed}
     loads |= {(fabric, link.leaf, link.spine, "down"): link.down for link in listed}
     _show(FABRIC_LINK_LOAD, loads)
     figures = {
@@ -93,7 +93,7 @@ def show_fabric(fabric: str, status: FabricStatus | None) -> None:
         _show(metric, {} if value is None else {(fabric,): value})
 
 
-def _show(metric: Gauge, series: Mapping[tuple[str, ...], float]) -> None:
+def _show(metric: Gauge, series: Mapping[tuple[str, ...], int]) -> None:
     """These and no others. A scrape comes at any moment, from a thread of its own: what stays is never missing."""
     for gone in _shown_series.get(metric, frozenset()) - series.keys():
         metric.remove(*gone)
