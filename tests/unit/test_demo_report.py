@@ -76,7 +76,7 @@ def test_a_story_about_traffic_shows_the_links_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter((2, 1))
-    monkeypatch.setattr(kube, "get", lambda kind: [network(9, in_force=False), network(next(loads))])
+    monkeypatch.setattr(kube, "get", lambda _: [network(9, in_force=False), network(next(loads))])
     report = replace(REPORT, fabrics=(fabric.look(), fabric.look()))
     write(report, tmp_path)
     picture = (tmp_path / "fabric.svg").read_text()
@@ -92,6 +92,6 @@ def written_without(folder: Path) -> list[Path]:
 
 
 def test_a_story_about_traffic_needs_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube, "get", lambda kind: [])
+    monkeypatch.setattr(kube, "get", lambda _: [])
     with pytest.raises(kube.DemoError, match="there is no Fabric"):
         fabric.look()

@@ -67,7 +67,7 @@ def _cell(link: FabricLink | None, planned: bool, both: bool) -> str:
 
 def _across(cells: Sequence[Sequence[str]], spines: Sequence[str]) -> int:
     """Width of a column."""
-    return 1 + max(len(word) for row in (spines, *cells) for word in row)
+    return 2 + max(len(word) for row in (spines, *cells) for word in row)
 
 
 def _legend(view: FabricView, both: bool) -> str:

@@ -298,7 +298,7 @@ class TestPlanningThatTakesLong:
         await place.listed()
         apply = place.cluster.apply
 
-        async def away(*args: Any, **named: Any) -> Object:
+        async def away(*_: Any, **__: Any) -> Object:
             monkeypatch.setattr(place.cluster, "apply", apply)
             raise kopf.TemporaryError("away")
 
@@ -314,7 +314,7 @@ class TestPlanningThatTakesLong:
         place.cluster.fabric()
         await place.listed()
 
-        async def failing(work: Callable[[], Result]) -> Result:
+        async def failing(_: Callable[[], Result]) -> Result:
             raise RuntimeError("a bug")
 
         monkeypatch.setattr(place.runtime, "compute", failing)

@@ -86,7 +86,7 @@ def test_no_fabric(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "words"),
     [
         (
-            'Error from server (Forbidden): fabrics.pacekeeper.dev is forbidden: User "ann" cannot list resource "fabrics"',
+            'Error from server (Forbidden): fabrics.pacekeeper.dev is forbidden: User "ann" cannot list them',
             "ask for the chart's ClusterRole <release>-platform (Error from server (Forbidden): fabrics.pacekeeper.dev",
         ),
         ('error: the server doesn\'t have a resource type "fabrics"', "is Pacekeeper installed in it?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -176,7 +177,7 @@ class TestBoth:
             assert len(found) == STEPS + 1
             ordered = sorted(found, reverse=sign < 0)
             assert found == ordered
-            assert min(abs(a - b) for a, b in zip(found[1:], found[2:], strict=False)) > 0.03
+            assert min(abs(a - b) for a, b in itertools.pairwise(found)) > 0.03
 
 
 def _luminance(colour: str) -> float:
