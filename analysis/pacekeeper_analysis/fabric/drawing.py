@@ -17,8 +17,8 @@ from .view import FabricLink, FabricView, LinkState, leaves_and_spines
 
 STEPS = 5
 """Of load, beside none."""
-MOST_LINES = 100
-"""Leaves × spines; of more, a heat map is drawn."""
+MOST_LINES, MOST_IN_A_ROW = 100, 16
+"""Leaves × spines, and how many of either; of more, a heat map is drawn."""
 MOST_CELLS = 128
 """Rows, and columns, of a heat map: where there are more leaves or spines, several share a cell."""
 LONGEST_NAME = 12
@@ -37,7 +37,8 @@ def svg(after: FabricView, before: FabricView | None = None) -> str:
     """One element, to be a file or a part of a page: it needs nothing else. Both are drawn to the same scale."""
     titles = {after.name: after} if before is None else {f"{after.name}, before": before, f"{after.name}, after": after}
     frame = _frame(list(titles.values()))
-    draw = _lines if len(frame.leaves) * len(frame.spines) <= MOST_LINES else _heat_map
+    longer, shorter = sorted((len(frame.leaves), len(frame.spines)), reverse=True)
+    draw = _lines if longer <= MOST_IN_A_ROW and longer * shorter <= MOST_LINES else _heat_map
     parts, left, low = [], _MARGIN, 0.0
     for title, view in titles.items():
         panel = draw(view, frame)

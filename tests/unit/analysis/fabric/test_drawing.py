@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pacekeeper_analysis.fabric.drawing import MOST_CELLS, MOST_LINES, STEPS, svg
+from pacekeeper_analysis.fabric.drawing import MOST_CELLS, MOST_IN_A_ROW, MOST_LINES, STEPS, svg
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView, LinkState
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -92,6 +92,7 @@ class TestHeatMap:
         assert MOST_LINES < 11 * 10
         assert "up," not in svg(fabric(11, 10))
         assert "up," in svg(fabric(10, 10))
+        assert "up," not in svg(fabric(2, 1 + MOST_IN_A_ROW))
 
     @staticmethod
     def cells(picture: str) -> dict[tuple[int, int], int]:
@@ -123,19 +124,19 @@ class TestHeatMap:
         assert [cells[0, column] for column in range(6)] == [1, 2, 3, 4, 5, 1]
 
     def test_the_largest_fabric_is_small_and_shows_the_worst(self) -> None:
-        leaves, spines = 512, 512
+        side = 2 * MOST_CELLS
         links = tuple(
             FabricLink(f"l{leaf}", f"s{spine}", 1 + (leaf * spine) % 7, 0)
-            for leaf in range(leaves)
-            for spine in range(spines)
+            for leaf in range(side)
+            for spine in range(side)
         )
         full = replace(links[-1], down=70)
-        picture = svg(FabricView("pods", spines, leaves, 1, 70, 70, 0, (*links[:-1], full)))
+        picture = svg(FabricView("pods", side, side, 1, 70, 70, 0, (*links[:-1], full)))
         assert len(picture) < 400_000
         cells = self.cells(picture)
         assert len(cells) == MOST_CELLS**2
         assert cells[MOST_CELLS - 1, MOST_CELLS - 1] == STEPS
-        assert "4 leaves × 4 spines" in words(picture)
+        assert "2 leaves × 2 spines" in words(picture)
 
     def test_what_is_not_listed_is_said(self) -> None:
         view = fabric(16, 16, load=3)
