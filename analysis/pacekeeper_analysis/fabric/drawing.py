@@ -34,7 +34,8 @@ _CHARACTER = 6.2
 
 
 def svg(after: FabricView, before: FabricView | None = None) -> str:
-    """One element, to be a file or a part of a page: it needs nothing else. Both are drawn to the same scale."""
+    """One element, to be a file or a part of a page: it needs nothing else. Both are drawn to the same scale, so their
+    loads have one unit."""
     titles = {after.name: after} if before is None else {f"{after.name}, before": before, f"{after.name}, after": after}
     frame = _frame(list(titles.values()))
     longer, shorter = sorted((len(frame.leaves), len(frame.spines)), reverse=True)
@@ -240,7 +241,7 @@ def _names(names: Sequence[str], size: float, down: bool) -> Iterator[str]:
 def _legend(views: Sequence[FabricView], frame: _Frame, lines: bool) -> Iterator[tuple[str, str]]:
     """(sample, words)."""
     if any(view.max_load is not None for view in views):
-        yield "", "Load of a link, in units of the lightest flow:"
+        yield "", f"Load of a link, in {views[-1].unit}:"
         yield _stroke(0, "M0 -4h22"), "none"
         for step in range(1, STEPS + 1):
             if loads := frame.loads(step):

@@ -74,7 +74,7 @@ def _legend(view: FabricView, both: bool) -> str:
     words = [f"{DEAD} dead", f"{SLOW} slow"]
     if view.max_load is not None:
         direction = "up from the leaf and down to it" if both else "in the fuller direction"
-        words.append(f"loads in units of the lightest flow, {direction}")
+        words.append(f"loads in {view.unit}, {direction}")
     if (most := view.most_elsewhere) is not None:
         words.append(f"{NOT_LISTED} not listed, {most} at most")
     return "; ".join(words)

@@ -22,7 +22,7 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True)
 class FabricLink:
-    """What is planned between a leaf and a spine, in units of the lightest flow."""
+    """Loads between a leaf and a spine: as they are planned, in units of the lightest flow."""
 
     leaf: Annotated[str, Longest(512)]
     spine: Annotated[str, Longest(5)]
@@ -55,6 +55,7 @@ class FabricView:
     dead: Annotated[int, Within(0)] = 0  # links
     links: Annotated[tuple[FabricLink, ...], Longest(2**18)] = ()  # dead and full ones first, where some are left out
     conditions: Annotated[tuple[Condition, ...], Longest(16)] = ()
+    unit: Annotated[str, Longest(40)] = "units of the lightest flow"  # of loads; measured ones have another
 
     @classmethod
     def from_json(cls, body: object) -> Self:

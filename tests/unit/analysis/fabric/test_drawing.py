@@ -156,6 +156,7 @@ class TestBoth:
     def test_the_legend_has_the_unit_and_every_load(self) -> None:
         assert "in units of the lightest flow: none 1 2 3 dead slow" in words(svg(fabric(3, 3, load=3)))
         assert "none 1 to 2 3 to 4 5 to 6 7 to 8 9 to 11 dead" in words(svg(fabric(3, 3, load=11)))
+        assert "in Mbit/s: none" in words(svg(replace(fabric(3, 3), unit="Mbit/s")))
         assert "No ways are planned" in words(svg(replace(fabric(3, 3), max_load=None)))
 
     def test_names_are_text(self) -> None:
