@@ -17,7 +17,7 @@ from .view import FabricLink, FabricView, LinkState, leaves_and_spines
 
 STEPS = 5
 """Of load, beside none."""
-MOST_LINES, MOST_IN_A_ROW = 100, 16
+MOST_LINES, MOST_IN_A_ROW = 40, 16
 """Leaves × spines, and how many of either; of more, a heat map is drawn."""
 MOST_CELLS = 128
 """Rows, and columns, of a heat map: where there are more leaves or spines, several share a cell."""
@@ -26,6 +26,8 @@ LONGEST_NAME = 12
 _NODE = 92.0  # from one leaf's middle to the next one's
 _TALL = 210.0  # from the spines' middle to the leaves'
 _BOX = (78.0, 24.0)
+_MARK = 0.22
+"""Where on its way up a line has its mark: no two lines cross there."""
 _LEAST_WIDTH = 300.0
 _LEFT, _TOP = 92.0, 18.0  # names beside a heat map, and above it
 _MARGIN, _GAP, _HEAD, _ROW = 16.0, 36.0, 52.0, 18.0
@@ -122,7 +124,7 @@ def _lines(view: FabricView, frame: _Frame) -> _Panel:
     width = max(_LEAST_WIDTH, _NODE * max(len(frame.leaves), len(frame.spines)))
     above, below = (_middles(names, width) for names in (frame.spines, frame.leaves))
     half = _BOX[1] / 2
-    ordered = sorted(view.links, key=lambda link: link.load)  # full ones over the others
+    ordered = sorted(view.links, key=lambda link: (link.state is not LinkState.UP, link.load))  # over the others
     links = [_line(link, frame, (below[link.leaf], _TALL), (above[link.spine], half)) for link in ordered]
     boxes = [_box(name, x, half) for name, x in above.items()] + [_box(name, x, _TALL) for name, x in below.items()]
     return _Panel(width, _TALL + half, "".join(links + boxes))
@@ -133,14 +135,18 @@ def _middles(names: Sequence[str], width: float) -> dict[str, float]:
 
 
 def _line(link: FabricLink, frame: _Frame, leaf: tuple[float, float], spine: tuple[float, float]) -> str:
-    at = (leaf[0] + spine[0]) / 2, (leaf[1] + spine[1]) / 2
+    middle, mark = _between(leaf, spine, 0.5), _between(leaf, spine, _MARK)
     words = f"{link.leaf} – {link.spine}: {link.up} up, {link.down} down, {link.state.value}"
     if link.state is LinkState.DOWN:
-        drawn = f'<path class="link dead" stroke-dasharray="4 4" d="{_path(leaf, spine)}"/>{_cross(*at)}'
+        drawn = f'<path class="link dead" stroke-dasharray="4 4" d="{_path(leaf, spine)}"/>{_cross(*mark)}'
     else:
-        drawn = _stroke(frame.step(link.up), _path(leaf, at)) + _stroke(frame.step(link.down), _path(at, spine))
-        drawn += _circle(*at) if link.state is LinkState.SLOW else ""
+        drawn = _stroke(frame.step(link.up), _path(leaf, middle)) + _stroke(frame.step(link.down), _path(middle, spine))
+        drawn += _circle(*mark) if link.state is LinkState.SLOW else ""
     return f"<g><title>{escape(words)}</title>{drawn}</g>"
+
+
+def _between(start: tuple[float, float], end: tuple[float, float], part: float) -> tuple[float, float]:
+    return start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1])
 
 
 def _stroke(step: int, path: str) -> str:
