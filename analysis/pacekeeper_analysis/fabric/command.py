@@ -75,12 +75,13 @@ def _ask() -> bytes:
     except subprocess.TimeoutExpired as error:
         raise InputError(f"kubectl has not ended within {KUBECTL_SECONDS:.0f} s: is the API server there?") from error
     if done.returncode:
-        raise InputError(_why(done.stderr.decode(errors="replace").strip()))
+        raise InputError(_why(done.stderr.decode(errors="replace")))
     return done.stdout
 
 
-def _why(words: str) -> str:
-    """What kubectl says, and what to do about it."""
+def _why(errors: str) -> str:
+    """What kubectl says in its last line, below what its parts have logged, and what to do about it."""
+    words = "".join(errors.splitlines()[-1:])
     if "(Forbidden)" in words:
         return f"you may not read Fabrics; ask for the chart's ClusterRole <release>-platform ({words})"
     if "doesn't have a resource type" in words:

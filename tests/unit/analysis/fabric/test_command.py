@@ -90,7 +90,10 @@ def test_no_fabric(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "ask for the chart's ClusterRole <release>-platform (Error from server (Forbidden): fabrics.pacekeeper.dev",
         ),
         ('error: the server doesn\'t have a resource type "fabrics"', "is Pacekeeper installed in it?"),
-        ("The connection to the server localhost:8080 was refused", "localhost:8080 was refused"),
+        (
+            "E1123 memcache.go:381] err\nE1123 memcache.go:381] err\nThe connection was refused",
+            "fabric: The connection was",
+        ),
     ],
 )
 def test_why_kubectl_fails(kubectl: Path, error: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
