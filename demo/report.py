@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pacekeeper_analysis.fabric.drawing import svg
+from pacekeeper_analysis.fabric.view import FabricView
+
 Curve = Sequence[tuple[float, float]]
 
 
@@ -38,6 +41,7 @@ class Report:
     loss_before: float | None
     loss_after: float | None
     curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo began, value)
+    fabrics: tuple[FabricView, FabricView] | None = None  # before and after, where the story is about traffic
 
     @property
     def passed(self) -> bool:
@@ -57,6 +61,8 @@ def write(report: Report, folder: Path) -> None:
     }
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
     (folder / "report.html").write_text(page(report))
+    if report.fabrics is not None:
+        (folder / "fabric.svg").write_text(_links(report.fabrics))
 
 
 def page(report: Report) -> str:
@@ -64,6 +70,9 @@ def page(report: Report) -> str:
     verdict = "All faults healed, job Complete" if report.passed else f"Not all healed; job {report.phase or 'unknown'}"
     rows = "".join(_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
     charts = "".join(_chart(title, curve, report) for title, curve in report.curves.items())
+    links = ""
+    if report.fabrics is not None:
+        links = f'<h2>Links of the network, before and after</h2><div class="scroll">{_links(report.fabrics)}</div>'
     loss = ""
     if report.loss_before is not None and report.loss_after is not None:
         loss = f" · loss {report.loss_before:.2f} → {report.loss_after:.2f}"
@@ -76,7 +85,7 @@ def page(report: Report) -> str:
 <div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected</th>
 <th>Decided</th><th>Recovered</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
 <tbody>{rows}</tbody></table></div>
-{charts}</main></body></html>
+{links}{charts}</main></body></html>
 """
 
 
@@ -106,6 +115,11 @@ svg { width: 100%; min-width: 640px; height: auto; display: block; }
 """
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 1040, 190, 48, 22, 16
+
+
+def _links(fabrics: tuple[FabricView, FabricView]) -> str:
+    before, after = fabrics
+    return svg(after, before)
 
 
 def _row(number: int, outcome: Outcome) -> str:

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Self
 
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.fabric.view import FabricLink as FabricLink
+from pacekeeper_analysis.fabric.view import LinkState as LinkState
 from pacekeeper_analysis.plan import Sources, SyncMode
 from pacekeeper_analysis.reading import Longest, Within
 
@@ -285,14 +287,6 @@ class Inconclusive(StrEnum):
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
 
 
-class LinkState(StrEnum):
-    """Of a link of a Fabric."""
-
-    UP = "Up"
-    SLOW = "Slow"
-    DOWN = "Down"
-
-
 class PathControl(StrEnum):
     """How flows are brought onto the ways that are planned for them."""
 
@@ -331,6 +325,7 @@ class FabricReason(StrEnum):
     AT_THE_BOUND = "AtTheBound"
     ABOVE_THE_BOUND = "AboveTheBound"
     NO_FLOWS = "NoFlows"
+    PLANNING = "Planning"
     NO_WAY = "NoWay"
     NOT_PLANNED = "NotPlanned"
     PATH_CONTROL_OFF = "PathControlOff"
@@ -760,17 +755,6 @@ class FabricSpec:
         if "spines" not in spec:
             raise InputError("spec.spines: is missing; give the number of spines of each plane")
         return from_json(cls, spec, "spec", {"capacity": parse_rate, "ports": parse_ports, "hops": dict})
-
-
-@dataclass(frozen=True)
-class FabricLink:
-    """Loads between a leaf and a spine."""
-
-    leaf: str
-    spine: str
-    up: int
-    down: int
-    state: LinkState = LinkState.UP
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -55,6 +55,8 @@ FABRIC_DEAD_LINKS = Gauge("pacekeeper_fabric_dead_links", "Links that carry noth
 _shown_jobs: set[tuple[str, str]] = set()
 _shown_sides: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
 """(rank, side) that are shown, by namespace and job."""
+_shown_series: dict[Gauge, frozenset[tuple[str, ...]]] = {}
+"""Of a Fabric, by their labels."""
 
 
 def show_links(namespace: str, job: str, hot: int | None, sides: Iterable[tuple[int, str, float]] = ()) -> None:
@@ -75,14 +77,12 @@ def show_links(namespace: str, job: str, hot: int | None, sides: Iterable[tuple[
 
 
 def show_fabric(fabric: str, status: FabricStatus | None) -> None:
-    """What is said of it, or nothing any more: as many links as its status shows."""
-    for metric in (FABRIC_LINK_LOAD, FABRIC_FLOWS, FABRIC_MAX_LOAD, FABRIC_BOUND, FABRIC_DEAD_LINKS):
-        metric.clear()
-    if status is None:
-        return
-    for link in status.links:
-        FABRIC_LINK_LOAD.labels(fabric, link.leaf, link.spine, "up").set(link.up)
-        FABRIC_LINK_LOAD.labels(fabric, link.leaf, link.spine, "down").set(link.down)
+    """What is said of it, or nothing any more: loads of the links that its status lists, where ways are planned."""
+    status = status or FabricStatus()
+    listed = () if status.max_load is None else status.links
+    loads: dict[tuple[str, ...], int] = {(fabric, link.leaf, link.spine, "up"): link.up for link in listed}
+    loads |= {(fabric, link.leaf, link.spine, "down"): link.down for link in listed}
+    _show(FABRIC_LINK_LOAD, loads)
     figures = {
         FABRIC_FLOWS: status.flows,
         FABRIC_MAX_LOAD: status.max_load,
@@ -90,5 +90,13 @@ def show_fabric(fabric: str, status: FabricStatus | None) -> None:
         FABRIC_DEAD_LINKS: status.dead,
     }
     for metric, value in figures.items():
-        if value is not None:
-            metric.labels(fabric).set(value)
+        _show(metric, {} if value is None else {(fabric,): value})
+
+
+def _show(metric: Gauge, series: Mapping[tuple[str, ...], int]) -> None:
+    """These and no others. A scrape comes at any moment, from a thread of its own: what stays is never missing."""
+    for gone in _shown_series.get(metric, frozenset()) - series.keys():
+        metric.remove(*gone)
+    for labels, value in series.items():
+        metric.labels(*labels).set(value)
+    _shown_series[metric] = frozenset(series)

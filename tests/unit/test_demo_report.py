@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from demo import fabric, kube
 from demo.report import Outcome, Report, page, write
 
 HEALED = Outcome(
@@ -59,3 +63,35 @@ def test_page_is_self_contained_and_escapes() -> None:
     assert "the job &lt;stands&gt; still" in text
     assert text.count("<polyline") == 1, "one curve has data"
     assert "no data" in text
+
+
+def network(load: int, in_force: bool = True) -> dict[str, Any]:
+    links = [{"leaf": "l1", "spine": "s1", "up": load, "down": 0}, {"leaf": "l1", "spine": "s2", "up": 0, "down": 1}]
+    condition = {"type": "InForce", "status": str(in_force), "reason": "Oldest"}
+    status = {"leaves": 1, "flows": 3, "maxLoad": load, "links": links, "conditions": [condition]}
+    return {"metadata": {"name": "pods"}, "spec": {"spines": 2}, "status": status}
+
+
+def test_a_story_about_traffic_shows_the_links_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter((2, 1))
+    monkeypatch.setattr(kube, "get", lambda _: [network(9, in_force=False), network(next(loads))])
+    report = replace(REPORT, fabrics=(fabric.look(), fabric.look()))
+    write(report, tmp_path)
+    picture = (tmp_path / "fabric.svg").read_text()
+    assert picture in (tmp_path / "report.html").read_text()
+    assert picture.index("pods, before") < picture.index("2 up, 0 down") < picture.index("pods, after")
+    assert "fabric.svg" not in {path.name for path in written_without(tmp_path / "other")}
+
+
+def written_without(folder: Path) -> list[Path]:
+    """Any fabric."""
+    write(REPORT, folder)
+    return list(folder.iterdir())
+
+
+def test_a_story_about_traffic_needs_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube, "get", lambda _: [])
+    with pytest.raises(kube.DemoError, match="there is no Fabric"):
+        fabric.look()

@@ -11,6 +11,7 @@ from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
     "run": ("pacekeeper.launcher.command", "run a training script's ranks, in a worker's pod or on this machine"),
+    "fabric": ("pacekeeper_analysis.fabric.command", "show what the network's links carry by plan, and which are dead"),
     "behaviour": ("pacekeeper_analysis.behaviour.command", "show which function makes a job slow, from a kept window"),
     "whatif": ("pacekeeper_analysis.whatif.command", "compute from a trace what each straggler costs"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..api import (
     ConditionStatus,
@@ -72,6 +72,13 @@ def report_idle(fabric: Fabric, other: Fabric | None, now: float) -> FabricStatu
         words = f"Fabric {other.name} is older: delete one of them" if other else ""
         found = _Found(FabricCondition.IN_FORCE, False, FabricReason.ANOTHER_IS_OLDER, words)
     return FabricStatus(observed_generation=fabric.generation, conditions=_dated(fabric, [found], now))
+
+
+def report_planning(fabric: Fabric, words: str, now: float) -> FabricStatus:
+    """While a plan takes long; all else stays as it was said."""
+    found = _Found(FabricCondition.PLANNED, None, FabricReason.PLANNING, words)
+    others = [condition for condition in fabric.status.conditions if condition.type != FabricCondition.PLANNED]
+    return replace(fabric.status, conditions=(*others, *_dated(fabric, [found], now)))
 
 
 @dataclass(frozen=True)

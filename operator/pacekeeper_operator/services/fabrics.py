@@ -6,6 +6,7 @@ pass writes. A look that finds all as it was plans nothing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +30,8 @@ LOOK_SECONDS = 2.0
 IDLE_SECONDS = 30.0
 """Between two looks where there is no Fabric: its watch tells of one at once."""
 RETRY_SECONDS = 5.0
+PATIENCE_SECONDS = 1.0
+"""A plan that takes longer is told of while it is made."""
 log = logging.getLogger(__name__)
 
 
@@ -96,7 +99,9 @@ class Keeper:
         now = operator.runtime.now()
         jobs, answers = sent.of_jobs(memory, now, acts=operator.acts), sent.answers_of(memory)
         doubts = judge(sent.words_of(jobs), now)
-        network = await self._plan(_Inputs(fabric.spec, self._rates, doubts, tuple(operator.nodes), jobs, answers))
+        network = await self._plan(
+            fabric, _Inputs(fabric.spec, self._rates, doubts, tuple(operator.nodes), jobs, answers)
+        )
         operator.network = network
         if fabric.spec.path_control.mode is PathControl.PROBE:
             self._wake(network)
@@ -117,10 +122,31 @@ class Keeper:
             self._rates = answer.rates
         return answer
 
-    async def _plan(self, inputs: _Inputs) -> Network:
+    async def _plan(self, fabric: Fabric, inputs: _Inputs) -> Network:
         if self._planned is None or self._planned[0] != inputs:
-            self._planned = inputs, await self._operator.runtime.compute(lambda: _plan(inputs))
+            runtime = self._operator.runtime
+            began = runtime.monotonic()
+            progress = runtime.start(self._tell_of_planning(fabric, len(inputs.jobs)), "progress of the plan")
+            try:
+                self._planned = inputs, await runtime.compute(lambda: _plan(inputs))
+            finally:
+                progress.cancel()
+                await asyncio.gather(progress, return_exceptions=True)  # nothing of it comes after what is told next
+            if (took := runtime.monotonic() - began) > PATIENCE_SECONDS:
+                log.info("Fabric %s: planned in %.1f s", fabric.name, took)
         return self._planned[1]
+
+    async def _tell_of_planning(self, fabric: Fabric, jobs: int) -> None:
+        """Where it lasts. What has come of it is said by this look or, where that is what stood there before, by the
+        next one."""
+        runtime = self._operator.runtime
+        await runtime.sleep(PATIENCE_SECONDS)
+        words = f"the flows of {jobs} jobs are being planned, which takes longer than {PATIENCE_SECONDS:.0f} s"
+        log.info("Fabric %s: %s", fabric.name, words)
+        try:
+            await self._tell(fabric, fabric_status.report_planning(fabric, words, runtime.now()))
+        except Exception as error:  # the plan goes on
+            log.warning("Fabric %s: nobody can be told that it is being planned: %s", fabric.name, error)
 
     def _wake(self, network: Network) -> None:
         """The jobs whose plans name other ways so far."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import (
     Cause,
+    FabricLink,
     FabricReason,
+    FabricStatus,
     Job,
     JobPhase,
     JobSpec,
@@ -25,6 +28,7 @@ from pacekeeper_operator.api import (
     Remedy,
 )
 from pacekeeper_operator.cluster import FABRICS, Kind, Listing, NotFound, Object
+from pacekeeper_operator.decide.fabric_status import MAX_LINKS
 from pacekeeper_operator.decide.link_state import KEPT_SECONDS
 from pacekeeper_operator.decide.verify_ways import TRY_AGAIN_SECONDS
 from pacekeeper_operator.network import NO_FABRIC, JobTraffic, Seat
@@ -33,7 +37,7 @@ from pacekeeper_operator.observe import traffic
 from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import LinkAnswer, Prometheus
 from pacekeeper_operator.observe.traffic import HOLD_SECONDS, REMEMBERED_SECONDS
-from pacekeeper_operator.services.fabrics import LOOK_SECONDS, Keeper, watch_over
+from pacekeeper_operator.services.fabrics import LOOK_SECONDS, PATIENCE_SECONDS, Keeper, watch_over
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft, Past, WaySeen, WayTrial, WayTried
@@ -96,7 +100,12 @@ class Links(Prometheus):
 class Runtime(VirtualRuntime):
     """Nobody waits for real threads in virtual time."""
 
+    seconds = 0.0
+    """That each piece of work takes."""
+
     async def compute(self, work: Callable[[], Result]) -> Result:
+        if self.seconds:
+            await self.sleep(self.seconds)
         return work()
 
 
@@ -243,6 +252,78 @@ class TestLooking:
         assert reasons(status)["LeavesKnown"] == "NodesUnlabelled"
         (known,) = [one for one in status["conditions"] if one["type"] == "LeavesKnown"]
         assert "node-3" in known["message"]
+
+
+class TestPlanningThatTakesLong:
+    @staticmethod
+    async def planned(place: Place) -> tuple[str, str]:
+        """Status and reason of the condition; empty where there is none yet."""
+        await place.listed()
+        status = (await place.cluster.get(FABRICS, "f")).get("status", {"conditions": []})
+        found = [one for one in status["conditions"] if one["type"] == "Planned"]
+        return (found[0]["status"], found[0]["reason"]) if found else ("", "")
+
+    async def test_it_is_said_while_it_lasts(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        place.cluster.fabric()
+        place.job()
+        place.runtime.seconds = 3.0
+        await place.listed()
+        task = place.runtime.start(watch_over(place.operator), "fabrics")
+        await place.timeline.run(PATIENCE_SECONDS - 0.3)
+        assert await self.planned(place) == ("", "")
+        await place.timeline.run(0.5)
+        assert await self.planned(place) == ("Unknown", "Planning")
+        await place.timeline.run(2.5)
+        assert await self.planned(place) == ("True", "AtTheBound")
+        assert "the flows of 1 jobs are being planned" in caplog.text
+        assert "planned in 3.0 s" in caplog.text
+        task.cancel()
+
+    async def test_what_stood_there_before_is_said_again(self, place: Place) -> None:
+        place.cluster.fabric()
+        place.job()
+        await place.look()
+        place.runtime.seconds = 3.0
+        task = place.runtime.start(watch_over(place.operator), "fabrics")
+        await place.timeline.run(PATIENCE_SECONDS + 0.1)
+        assert await self.planned(place) == ("Unknown", "Planning")
+        await place.timeline.run(3.0 + LOOK_SECONDS)
+        assert await self.planned(place) == ("True", "AtTheBound")
+        task.cancel()
+
+    async def test_whoever_cannot_be_told_does_not_hold_up_the_plan(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place.cluster.fabric()
+        place.runtime.seconds = 3.0
+        await place.listed()
+        apply = place.cluster.apply
+
+        async def away(*_: Any, **__: Any) -> Object:
+            monkeypatch.setattr(place.cluster, "apply", apply)
+            raise kopf.TemporaryError("away")
+
+        monkeypatch.setattr(place.cluster, "apply", away)
+        look = place.runtime.start(place.keeper.look(), "look")
+        await place.timeline.run(PATIENCE_SECONDS + 0.1)
+        assert not look.done()
+        await place.timeline.run(3.0)
+        assert look.done()
+        assert await self.planned(place) == ("True", "NoFlows")
+
+    async def test_a_plan_that_fails_leaves_nothing_behind(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        place.cluster.fabric()
+        await place.listed()
+
+        async def failing(_: Callable[[], Result]) -> Result:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(place.runtime, "compute", failing)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await place.keeper.look()
+        await place.timeline.run(PATIENCE_SECONDS + 1)
+        assert await self.planned(place) == ("", "")
 
 
 class TestLinks:
@@ -577,3 +658,58 @@ async def test_metrics_are_those_of_the_fabric_in_force(place: Place) -> None:
     assert metrics.FABRIC_FLOWS.labels("f")._value.get() == 4
     metrics.show_fabric("", None)
     assert not [sample for metric in metrics.FABRIC_LINK_LOAD.collect() for sample in metric.samples]
+
+
+class TestSeries:
+    """Of the metric of links: as many as a Fabric's status lists."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_shown(self) -> Iterator[None]:
+        metrics.show_fabric("", None)
+        yield
+        metrics.show_fabric("", None)
+
+    @staticmethod
+    def series() -> dict[tuple[str, ...], float]:
+        samples = [sample for metric in metrics.FABRIC_LINK_LOAD.collect() for sample in metric.samples]
+        return {tuple(sample.labels.values()): sample.value for sample in samples}
+
+    def test_links_that_go_take_theirs_along(self) -> None:
+        metrics.show_fabric(
+            "f", FabricStatus(max_load=2, links=(FabricLink("a", "s1", 1, 2), FabricLink("a", "s2", 0, 1)))
+        )
+        assert len(self.series()) == 4
+        metrics.show_fabric("f", FabricStatus(max_load=3, links=(FabricLink("a", "s1", 3, 2),)))
+        assert self.series() == {("f", "a", "s1", "up"): 3, ("f", "a", "s1", "down"): 2}
+        metrics.show_fabric("g", FabricStatus(max_load=3, links=(FabricLink("a", "s1", 3, 2),)))
+        assert {labels[0] for labels in self.series()} == {"g"}
+        metrics.show_fabric("", None)
+        assert self.series() == {}
+        assert not [sample for metric in metrics.FABRIC_FLOWS.collect() for sample in metric.samples]
+
+    def test_where_no_ways_are_planned_there_are_none(self) -> None:
+        metrics.show_fabric("f", FabricStatus(flows=2, max_load=None, links=(FabricLink("a", "s1", 0, 0),)))
+        assert self.series() == {}
+        assert metrics.FABRIC_FLOWS.labels("f")._value.get() == 2
+
+    def test_no_scrape_finds_a_link_missing_that_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They come from a thread of their own, at any moment."""
+        link = FabricLink("a", "s1", 1, 1)
+        metrics.show_fabric("f", FabricStatus(max_load=1, links=(link, FabricLink("a", "s2", 1, 1))))
+        seen: list[set[tuple[str, ...]]] = []
+        remove = metrics.FABRIC_LINK_LOAD.remove
+
+        def scraped(*labels: str) -> None:
+            remove(*labels)
+            seen.append(set(self.series()))
+
+        monkeypatch.setattr(metrics.FABRIC_LINK_LOAD, "remove", scraped)
+        metrics.show_fabric("f", FabricStatus(max_load=1, links=(link,)))
+        assert len(seen) == 2
+        assert all(("f", "a", "s1", "up") in series for series in seen)
+
+    async def test_of_a_large_fabric_only_those_that_are_listed(self, place: Place) -> None:
+        place.cluster.fabric(spines=1000, hops={f"10.0.0.{n}": f"s{n}" for n in range(1, 255)})
+        status = await place.look()
+        assert len(status["links"]) == MAX_LINKS
+        assert len(self.series()) == 2 * MAX_LINKS

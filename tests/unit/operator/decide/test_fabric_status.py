@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pacekeeper_analysis.fabric.view import FabricView
 from pacekeeper_operator.api import (
     ConditionStatus,
     Fabric,
@@ -22,7 +23,7 @@ from pacekeeper_operator.api import (
     PathControlSpec,
 )
 from pacekeeper_operator.decide import traffic
-from pacekeeper_operator.decide.fabric_status import MAX_LINKS, Seen, in_force, report, report_idle
+from pacekeeper_operator.decide.fabric_status import MAX_LINKS, Seen, in_force, report, report_idle, report_planning
 from pacekeeper_operator.decide.link_state import Doubts
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import JobTraffic, Seat
@@ -76,6 +77,32 @@ def test_it_fits_the_schema_and_is_read_as_it_was_written() -> None:
         ("b", "s2"): LinkState.SLOW,
     }
     assert status.dead == 1
+
+
+def test_people_are_shown_what_was_written() -> None:
+    of = fabric(exceptions=(LinkException("a", "s1"),))
+    status = report(of, seen(of, jobs=3), NOW)
+    body = {"metadata": {"name": "f"}, "spec": {"spines": 2, "planes": 1}, "status": status.to_json()}
+    view = FabricView.from_json(body)
+    assert (view.name, view.spines, view.leaves, view.flows) == ("f", 2, 2, 6)
+    assert (view.max_load, view.bound, view.dead, view.links) == (status.max_load, status.bound, 1, status.links)
+    assert (view.in_force, view.most_elsewhere) == (True, None)
+    (planned,) = [one for one in view.conditions if one.type == FabricCondition.PLANNED]
+    assert (planned.status, planned.reason) == condition(status, FabricCondition.PLANNED)[:2]
+
+
+def test_while_a_plan_takes_long_all_else_stays_as_it_was_said() -> None:
+    of = fabric()
+    before = report(of, seen(of, jobs=3), NOW)
+    found = report_planning(replace(of, status=before, generation=8), "9 jobs", NOW + 5)
+    assert condition(found, FabricCondition.PLANNED) == ("Unknown", FabricReason.PLANNING, "9 jobs")
+    others = [one for one in before.conditions if one.type != FabricCondition.PLANNED]
+    assert replace(found, conditions=()) == replace(before, conditions=())
+    assert [one for one in found.conditions if one.type != FabricCondition.PLANNED] == others
+    assert faults(found.to_json(), schema("fabrics")["status"]) == []
+    again = report(replace(of, status=found), seen(of, jobs=3), NOW + 9)
+    (planned,) = [one for one in again.conditions if one.type == FabricCondition.PLANNED]
+    assert (planned.status, planned.last_transition_time) == ("True", NOW + 9)
 
 
 def test_without_path_control_nobody_knows_the_loads() -> None:
