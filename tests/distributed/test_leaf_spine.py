@@ -1,4 +1,4 @@
-"""The network of leaves and spines itself, by the kernel's own routing: what breaks, who knows it, and that it heals."""
+"""The network of leaves and spines itself, by the kernel's routing: what breaks, who knows it, and that it heals."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ print("listens", flush=True)
 sys.stdin.readline()
 """
 CONNECT = """
-import select, socket, sys, time
+import errno, select, socket, struct, sys, time
 address, port, *sources = sys.argv[1], *map(int, sys.argv[2:])
 poll, waiting = select.poll(), {}
 for source in sources:
     client = socket.socket()
     client.setblocking(False)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing holds the port then
     client.bind(("", source))
-    client.connect_ex((address, port))
+    if client.connect_ex((address, port)) != errno.EINPROGRESS:
+        continue
     waiting[client.fileno()] = client, source
     poll.register(client, select.POLLOUT)
 made, deadline = [], time.monotonic() + 0.5  # less than a second, after which the kernel tries again
