@@ -58,7 +58,9 @@ def ensure_node(node: Node, nodes: Iterable[Node]) -> None:
     inside += [f"route replace {other.pod_subnet} via {other.address} metric 100" for other in nodes if other != node]
     run("ip", "-n", node.namespace, "-batch", "-", stdin="\n".join(inside) + "\n")
     # Pods of one node talk over its bridge, past the IP tables of services and policies unless it asks them.
-    settings = ("net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1")
+    # With a data network, what has come by one way is answered by another.
+    unfiltered = ("net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.eth0.rp_filter=0")
+    settings = ("net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1", *unfiltered)
     run("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "-qw", *settings)
     run("ip", "route", "replace", node.pod_subnet, "via", node.address)
     if node.index == 1:  # the machine itself reaches services through one node's kube-proxy
