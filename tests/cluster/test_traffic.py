@@ -83,7 +83,7 @@ def across_leaves(name: str) -> dict[str, Any]:
 def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     cluster: Cluster, network: LeafSpine, jobs: list[Job]
 ) -> None:
-    status = wait_for(lambda: planned(cluster, flows=4), 30, "all flows are planned")
+    status = wait_for(lambda: planned(cluster, 4), 30, "all flows are planned")
     assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 0)
     assert condition(cluster, "Planned")["reason"] == "AtTheBound"
     ways = [flows(job) for job in jobs]
@@ -118,7 +118,7 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(cluster: Clus
                 REPLANNED_SECONDS,
                 f"the flows of {job.name} are on other ways",
             )
-        status = planned(cluster, flows=4)
+        status = planned(cluster, 4)
         assert status is not None
         assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
         for job in jobs:
@@ -131,7 +131,7 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(cluster: Clus
     finally:
         faults.heal_uplink("l1", dying)
         cluster.apply(fabric.manifest())
-    wait_for(lambda: (planned(cluster, flows=4) or {}).get("dead") == 0, 10, "the link counts again")
+    wait_for(lambda: (planned(cluster, 4) or {}).get("dead") == 0, 10, "the link counts again")
 
 
 def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:
@@ -200,10 +200,10 @@ def on_their_ways(job: Job) -> bool:
     return job.condition("PathsInForce").get("status") == "True"
 
 
-def planned(cluster: Cluster, flows: int) -> dict[str, Any] | None:
+def planned(cluster: Cluster, count: int) -> dict[str, Any] | None:
     """What the Fabric says, once so many flows have ways; None: not yet."""
     found: dict[str, Any] = (cluster.get("fabric", "testcluster") or {}).get("status", {})
-    return found if found.get("flows") == flows and is_true(cluster, "Planned") else None
+    return found if found.get("flows") == count and is_true(cluster, "Planned") else None
 
 
 def condition(cluster: Cluster, kind: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +131,7 @@ def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: LeafSpi
     fabric.slow(1, 1, "1mbit")
     run("ip", "-n", fabric.leaf(0), "link", "delete", "up2")
     run("ip", "netns", "delete", fabric.spine(0))
+    Path("/run/netns", fabric.spine(0)).touch()  # as an `ip netns add` leaves it that is killed half-way
     fabric.ensure()
     assert (fabric.broken(), fabric.rates()) == (Broken(), {})
     assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
