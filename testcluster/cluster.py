@@ -83,7 +83,7 @@ def up(count: int | None = None, ports: int | None = None) -> None:
                 "all nodes Ready",
                 LOGS / "node-*-kubelet.log",
             )
-            fabric.label_nodes()
+            fabric.label_nodes(wanted)
 
 
 def down() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,9 +38,9 @@ class Laid:
     rate: str = ""
 
 
-def ensure(members: Iterable[Node], ports: int | None) -> None:
+def ensure(members: Sequence[Node], ports: int | None) -> None:
     """So many ports a node (None: as many as there are), and everything whole. Without any, there is no fabric."""
-    members, before = list(members), _laid()
+    before = _laid()
     wanted = Laid(len(members), before.ports if ports is None else ports, before.rate)
     if before.ports and before.ports != wanted.ports:
         _network(Laid(before.nodes, MOST_PORTS)).remove()
@@ -92,16 +92,16 @@ def rate() -> str:
     return _laid().rate
 
 
-def label_nodes() -> None:
-    """Each node says in which leaf it is; without a fabric none does."""
+def label_nodes(members: Sequence[Node]) -> None:
+    """Each says in which leaf it is; without a fabric none does."""
     there = bool(_laid().ports)
-    for found in api.get("/api/v1/nodes")["items"]:
-        name, label = found["metadata"]["name"], found["metadata"].get("labels", {}).get(LABEL)
-        wanted = leaf_of(name) if there else None
+    kubectl = (programs.kubectl(), f"--kubeconfig={KUBECONFIG}")
+    for node in members:
+        label = api.get(f"/api/v1/nodes/{node.name}")["metadata"]["labels"].get(LABEL)
+        wanted = leaf_of(node.name) if there else None
         if label != wanted:
-            change = f"{LABEL}-" if wanted is None else f"{LABEL}={wanted}"
-            kubectl = (programs.kubectl(), f"--kubeconfig={KUBECONFIG}")
-            run(*kubectl, "label", "node", name, change, "--overwrite")
+            change = f"{LABEL}={wanted}" if wanted else f"{LABEL}-"
+            run(*kubectl, "label", "node", node.name, change, "--overwrite")
 
 
 def manifest() -> dict[str, Any]:

@@ -306,10 +306,10 @@ class LeafSpine:
     # Making it
 
     def _is_there(self) -> bool:
-        """All namespaces and cables; each cable's other end is where this one is."""
+        """All namespaces and cables: a cable has both ends or none."""
         if not all((_NAMESPACES / switch).is_mount() for switch in self.switches):
             return False
-        ends = [*(self._ends(*link)[0] for link in self.links)]
+        ends = [self._ends(*link)[0] for link in self.links]
         ends += [cable.far for machine in self.machines for cable in self.cables(machine)]
         found = {namespace: _devices(namespace) for namespace in {end.namespace for end in ends}}
         return all(end.device in found[end.namespace] for end in ends)
@@ -364,11 +364,9 @@ def _plugged(end: End, address: str) -> list[str]:
 
 def _route(prefix: str, ways: Sequence[str]) -> str:
     """To all of these alike. Where there is none, nothing else takes its place."""
-    return (
-        f"route replace {prefix} " + " ".join(f"nexthop {way}" for way in ways)
-        if ways
-        else f"route replace unreachable {prefix}"
-    )
+    if not ways:
+        return f"route replace unreachable {prefix}"
+    return f"route replace {prefix} " + " ".join(f"nexthop {way}" for way in ways)
 
 
 def _devices(namespace: str) -> dict[str, Any]:
