@@ -126,7 +126,9 @@ class LeafSpine:
                     # Here and now: those that go with a switch's namespace go a moment after it.
                     if succeeds("ip", "-n", machine.namespace, "link", "show", port):
                         run("ip", "-n", machine.namespace, "link", "delete", port)
-                run("ip", "-n", machine.namespace, "route", "flush", "type", "unreachable")
+                succeeds(
+                    "ip", "-n", machine.namespace, "route", "flush", "type", "unreachable"
+                )  # a new one has no table
         for switch in self.switches:
             if (_NAMESPACES / switch).exists():
                 run("ip", "netns", "delete", switch)
