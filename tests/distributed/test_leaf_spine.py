@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import testcluster.fabric
 from testcluster.leaf_spine import Broken
 from testcluster.shell import run
 from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
@@ -123,6 +124,26 @@ def test_a_link_is_slowed_and_is_as_the_others_again(fabric: LeafSpine) -> None:
     assert set(fabric.rates().values()) == {50e6}
     fabric.shape("")
     assert fabric.rates() == {}
+
+
+def test_the_fabric_that_is_printed_tells_what_everybody_knows(
+    fabric: LeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "fabric.json"
+    record.write_text('{"nodes": 3, "ports": 1, "rate": "50mbit"}')
+    monkeypatch.setattr(testcluster.fabric, "_RECORD", record)
+    monkeypatch.setattr(testcluster.fabric, "network", lambda: fabric)
+    fabric.shape("50mbit")
+    assert testcluster.fabric.manifest()["spec"]["exceptions"] == []
+    fabric.cut(0, 1)
+    fabric.cut(1, 2, told=False)
+    fabric.slow(2, 0, "10mbit")
+    spec = testcluster.fabric.manifest()["spec"]
+    assert spec["uplink"] == {"capacity": "50M"}
+    assert spec["exceptions"] == [
+        {"leaf": "l1", "spine": "s2", "state": "Down"},
+        {"leaf": "l3", "spine": "s1", "state": "Slow", "capacity": "10M"},
+    ]
 
 
 def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: LeafSpine) -> None:
