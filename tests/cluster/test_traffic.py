@@ -6,6 +6,7 @@ Each test leaves the network whole and both jobs training.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def jobs(cluster: Cluster) -> Iterator[list[Job]]:
         for name in NODES:  # the second is planned around the first
             job = Job.apply(cluster, namespace, across_leaves(name))
             job.until_phase("Running", timeout=120)
-            job.until(lambda job=job: on_their_ways(job), 60, f"the flows of {name} are on their ways")
+            job.until(partial(on_their_ways, job), 60, f"the flows of {name} are on their ways")
             made.append(job)
         yield made
         for job in made:
@@ -111,13 +112,8 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(cluster: Clus
     try:
         cluster.apply(fabric.manifest())
         for job in moved:
-            job.until(
-                lambda job=job: (
-                    dying not in flows(job).values() and job.status["round"] > rounds[job.name] and on_their_ways(job)
-                ),
-                REPLANNED_SECONDS,
-                f"the flows of {job.name} are on other ways",
-            )
+            replanned = partial(is_replanned, job, dying, rounds[job.name])
+            job.until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on other ways")
         status = planned(cluster, 4)
         assert status is not None
         assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
@@ -194,6 +190,11 @@ def flows(job: Job) -> dict[tuple[str, str], str]:
     leaves = {rank: fabric.leaf_of(job.node(rank)) for rank in range(draft.plan.world_size)}
     wanted = draft.plan.paths.wanted if draft.plan.paths is not None else ()
     return {(leaves[path.source], leaves[path.destination]): path.spine for path in wanted}
+
+
+def is_replanned(job: Job, dead: str, round_: int) -> bool:
+    """Its flows are on their ways in a later round, and none by that spine."""
+    return dead not in flows(job).values() and job.status["round"] > round_ and on_their_ways(job)
 
 
 def on_their_ways(job: Job) -> bool:

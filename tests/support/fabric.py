@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,9 @@ _TRANSLATION = (
 )
 
 
+_numbers = itertools.count()
+
+
 @contextmanager
 def leaf_spine(
     leaves: int = 3, spines: int = 3, hosts: int = 1, *, pods: bool = False, planes: int = 1
@@ -99,7 +103,7 @@ def leaf_spine(
     """
     if os.geteuid() != 0:
         pytest.skip("namespaces need root")
-    prefix = f"pkf-{os.getpid()}"
+    prefix = f"pkf-{os.getpid()}-{next(_numbers)}"
     made = tuple(
         FabricHost(
             f"{prefix}-h{leaf}-{number}",

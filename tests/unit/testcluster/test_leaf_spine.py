@@ -94,7 +94,7 @@ def test_a_leaf_sends_by_all_spines_of_its_plane() -> None:
     ]
 
 
-@pytest.mark.parametrize("links", itertools.combinations(fabric().links, 2), ids=str)
+@pytest.mark.parametrize("links", [*itertools.combinations(fabric().links, 2)], ids=str)
 def test_nothing_is_lost_by_links_that_everybody_knows_to_be_cut(links: Sequence[Link]) -> None:
     made, broken = fabric(), cut(*links)
     for machine, other in itertools.permutations(made.machines, 2):
