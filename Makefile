@@ -37,8 +37,8 @@ venv: $(VENV)/.ready ## Make the Python environment (.venv)
 compiler:
 	@command -v cc > /dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q gcc libc6-dev; }
 
-cluster: venv ## Bring up a real Kubernetes with six nodes on this machine
-	$(BIN)/python -m testcluster up
+cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABRIC=1 or 2: with so many ports a node into a leaf–spine network)
+	$(BIN)/python -m testcluster up $(if $(FABRIC),--fabric $(FABRIC))
 
 cluster-down: venv ## Take it down again
 	$(BIN)/python -m testcluster down

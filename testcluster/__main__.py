@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from testcluster import cluster, faults
+import yaml
+
+from testcluster import cluster, fabric, faults
 from testcluster.settings import KUBECONFIG
 from testcluster.shell import ClusterError
 
@@ -23,7 +25,7 @@ def main() -> int:
 def _perform(arguments: argparse.Namespace) -> None:
     match arguments.verb:
         case "up":
-            cluster.up(arguments.nodes)
+            cluster.up(arguments.nodes, arguments.fabric)
             print(f"export KUBECONFIG={KUBECONFIG}")
         case "down":
             cluster.down()
@@ -37,6 +39,16 @@ def _perform(arguments: argparse.Namespace) -> None:
             faults.slow_link(arguments.node, arguments.rate)
         case "clear-link":
             faults.clear_link(arguments.node)
+        case "cut-uplink":
+            faults.cut_uplink(arguments.leaf, arguments.spine, told=not arguments.untold)
+        case "slow-uplink":
+            faults.slow_uplink(arguments.leaf, arguments.spine, arguments.rate)
+        case "heal-uplink":
+            faults.heal_uplink(arguments.leaf, arguments.spine)
+        case "shape-uplinks":
+            faults.shape_uplinks(arguments.rate)
+        case "fabric":
+            print(yaml.safe_dump(fabric.manifest(), sort_keys=False), end="")
         case "container":
             found = faults.find_container(*arguments.container)
             print(f"node    {found.node}\ncgroup  {found.cgroup}\npids    {' '.join(map(str, found.pids()))}")
@@ -57,16 +69,34 @@ def _parser() -> argparse.ArgumentParser:
 
     up = verbs.add_parser("up", help="bring the cluster up, or repair it; prints the KUBECONFIG")
     up.add_argument("--nodes", type=int, help="worker nodes (6)")
+    up.add_argument(
+        "--fabric",
+        type=int,
+        choices=range(fabric.MOST_PORTS + 1),
+        help="ports of each node into a leaf–spine network for what pods send one another; 0: there is none",
+    )
     verbs.add_parser("down", help="end it and remove all but the logs")
     verbs.add_parser("status", help="what runs")
 
-    node_down = verbs.add_parser("node-down", help="pull a node's network cable")
-    node_up = verbs.add_parser("node-up", help="plug it in again")
+    node_down = verbs.add_parser("node-down", help="pull a node's network cables")
+    node_up = verbs.add_parser("node-up", help="plug them in again")
     slow_link = verbs.add_parser("slow-link", help="slow a node's network down, both ways")
     clear_link = verbs.add_parser("clear-link", help="full speed again")
     for verb in (node_down, node_up, slow_link, clear_link):
         verb.add_argument("node", help="node-1, say")
     slow_link.add_argument("rate", help="in tc's words: 50mbit")
+
+    cut_uplink = verbs.add_parser("cut-uplink", help="cut a link between a leaf and a spine of the fabric")
+    cut_uplink.add_argument("--untold", action="store_true", help="but do not tell the other leaves: a black hole")
+    slow_uplink = verbs.add_parser("slow-uplink", help="slow it down, both ways")
+    heal_uplink = verbs.add_parser("heal-uplink", help="it is as all others again")
+    for verb in (cut_uplink, slow_uplink, heal_uplink):
+        verb.add_argument("leaf", help="l1, say")
+        verb.add_argument("spine", help="s1, say")
+    shape_uplinks = verbs.add_parser("shape-uplinks", help="how fast all of them are")
+    slow_uplink.add_argument("rate", help="50mbit, 1gbit")
+    shape_uplinks.add_argument("rate", nargs="?", default="", help="50mbit, 1gbit; none: as fast as memory")
+    verbs.add_parser("fabric", help="print the `Fabric` that describes it, with its links as they are now")
 
     container = verbs.add_parser("container", help="node, cgroup and host processes of a container")
     cpu_quota = verbs.add_parser("cpu-quota", help="change a container's CPU limit while it runs")

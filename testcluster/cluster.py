@@ -19,6 +19,7 @@ from testcluster import (
     cgroups,
     control_plane,
     credentials,
+    fabric,
     images,
     network,
     network_policies,
@@ -46,8 +47,11 @@ _GOING_DOWN = STATE / "going-down"  # there while `down` is at work, so that one
 _PARALLEL = max(2, os.cpu_count() or 2)
 
 
-def up(count: int | None = None) -> None:
-    """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there."""
+def up(count: int | None = None, ports: int | None = None) -> None:
+    """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there.
+
+    ports: of each node into a leaf–spine fabric; 0: there is none; None: as it is, and none at first.
+    """
     with _exclusive(), step("Cluster"):
         programs = Programs()
         if _GOING_DOWN.exists():
@@ -65,6 +69,7 @@ def up(count: int | None = None) -> None:
             with step(f"containerd of {len(wanted)} nodes"):
                 for runtime in runtimes:
                     runtime.result()
+            fabric.ensure(wanted, ports)
         with step(f"Nodes {', '.join(n.name for n in wanted)}"):
             for member in wanted:
                 node.ensure_kubelet(member, programs)
@@ -78,6 +83,7 @@ def up(count: int | None = None) -> None:
                 "all nodes Ready",
                 LOGS / "node-*-kubelet.log",
             )
+            fabric.label_nodes(wanted)
 
 
 def down() -> None:
@@ -161,6 +167,7 @@ def _tear_down() -> None:
     _GOING_DOWN.touch()
     cgroups.kill(cgroups.OURS)
     _unmount_all()
+    fabric.remove()
     network.remove(nodes(MAX_NODES))
     cgroups.remove(cgroups.OURS)
     _remove_files()

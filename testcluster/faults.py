@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster import api, cgroups, cluster, control_plane, network, prometheus
+from testcluster import api, cgroups, cluster, control_plane, fabric, network, prometheus
+from testcluster.cables import Cable
 from testcluster.programs import Programs
 from testcluster.shell import ClusterError
 
@@ -94,37 +95,77 @@ def throttle_node(node: str, millicores: int | None) -> None:
 
 
 def node_down(node: str) -> None:
-    """Pull the node's network cable."""
-    network.set_link(cluster.member(node), up=False)
+    """Pull all of the node's network cables: then nothing reaches it and nothing comes from it."""
+    _plug(node, up=False)
 
 
 def node_up(node: str) -> None:
-    network.set_link(cluster.member(node), up=True)
+    _plug(node, up=True)
 
 
 def slow_link(node: str, rate: str) -> None:
-    """Slow the node's network down, both ways, to `rate` (in tc's words: 50mbit)."""
-    network.set_rate(cluster.member(node), rate)
+    """Slow each of the node's cables down, both ways, to `rate` (in tc's words: 50mbit)."""
+    slow_egress(node, rate)
+    slow_ingress(node, rate)
 
 
 def slow_egress(node: str, rate: str) -> None:
     """The same of what it sends."""
-    network.set_rate_out(cluster.member(node), rate)
+    for cable in _cables(node):
+        cable.near.limit(rate)
 
 
 def slow_ingress(node: str, rate: str) -> None:
     """The same of what it receives."""
-    network.set_rate_in(cluster.member(node), rate)
+    for cable in _cables(node):
+        cable.far.limit(rate)
 
 
 def slow_pair(one: str, other: str, rate: str) -> None:
-    """The same of the way between two nodes, both ways; each has its own speed with all others."""
+    """The same of the way between the pods of two nodes, both ways; each has its own speed with all others."""
     for source, destination in ((one, other), (other, one)):
-        network.set_rate_between(cluster.member(source), cluster.member(destination), rate)
+        for cable in _cables(source):
+            cable.near.limit_towards(cluster.member(destination).pod_subnet, rate)
 
 
 def clear_link(node: str) -> None:
-    network.clear_rate(cluster.member(node))
+    slow_link(node, "")
+
+
+def cut_uplink(leaf: str, spine: str, *, told: bool = True) -> None:
+    """The fabric's link between them carries nothing any more, and its leaf sees it.
+
+    told: so do the other leaves. Else what they send by that spine to that leaf is lost.
+    """
+    fabric.network().cut(*fabric.link(leaf, spine), told=told)
+
+
+def slow_uplink(leaf: str, spine: str, rate: str) -> None:
+    """Slow the fabric's link between them down, both ways, to `rate` (50mbit, 1gbit)."""
+    fabric.check_rate(rate)
+    fabric.network().slow(*fabric.link(leaf, spine), rate)
+
+
+def heal_uplink(leaf: str, spine: str) -> None:
+    """The fabric's link between them is as all others, and everybody knows it."""
+    fabric.network().heal(*fabric.link(leaf, spine), fabric.rate())
+
+
+def shape_uplinks(rate: str) -> None:
+    """All links between the fabric's leaves and spines, from now on (50mbit, 1gbit); "": as fast as memory."""
+    fabric.shape(rate)
+
+
+def _plug(node: str, up: bool) -> None:
+    for cable in _cables(node):
+        cable.far.plug(up)
+    fabric.reroute()
+
+
+def _cables(node: str) -> list[Cable]:
+    """All that the node has: to the bridge, and into a fabric."""
+    member = cluster.member(node)
+    return [network.cable(member), *fabric.cables(member)]
 
 
 def stop_prometheus() -> None:

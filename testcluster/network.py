@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from testcluster.cables import Cable, End
 from testcluster.settings import BRIDGE, HOST_ADDRESS, SERVICE_SUBNET, STATE, Node
 from testcluster.shell import ClusterError, run, succeeds, write
 
@@ -49,59 +50,26 @@ def ensure_node(node: Node, nodes: Iterable[Node]) -> None:
             run("ip", "link", "delete", node.link)
         run("ip", "link", "add", node.link, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
     run("ip", "link", "set", node.link, "master", BRIDGE, "up")
-    clear_rate(node)
+    for end in (cable(node).near, cable(node).far):
+        end.limit("")
     inside = ["link set lo up", f"address replace {node.address}/24 dev eth0", "link set eth0 up"]
     inside += [f"route replace {SERVICE_SUBNET} via {HOST_ADDRESS}"]  # kube-proxy rewrites the destination on its way
-    inside += [f"route replace {other.pod_subnet} via {other.address}" for other in nodes if other != node]
+    # A data network's routes go before these.
+    inside += [f"route replace {other.pod_subnet} via {other.address} metric 100" for other in nodes if other != node]
     run("ip", "-n", node.namespace, "-batch", "-", stdin="\n".join(inside) + "\n")
     # Pods of one node talk over its bridge, past the IP tables of services and policies unless it asks them.
-    settings = ("net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1")
+    # With a data network, what has come by one way is answered by another.
+    unfiltered = ("net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.eth0.rp_filter=0")
+    settings = ("net.ipv4.ip_forward=1", "net.bridge.bridge-nf-call-iptables=1", *unfiltered)
     run("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "-qw", *settings)
     run("ip", "route", "replace", node.pod_subnet, "via", node.address)
     if node.index == 1:  # the machine itself reaches services through one node's kube-proxy
         run("ip", "route", "replace", SERVICE_SUBNET, "via", node.address)
 
 
-def set_link(node: Node, up: bool) -> None:
-    """Plug the node's cable in, or pull it: then nothing reaches the node and nothing comes from it."""
-    run("ip", "link", "set", node.link, "up" if up else "down")
-
-
-def set_rate(node: Node, rate: str) -> None:
-    """Slow the node's cable down, both ways, to `rate` (in tc's words: 50mbit)."""
-    set_rate_in(node, rate)
-    set_rate_out(node, rate)
-
-
-def set_rate_in(node: Node, rate: str) -> None:
-    """The same of what the node receives."""
-    run("tc", "qdisc", "replace", "dev", node.link, *_shape(rate))
-
-
-def set_rate_out(node: Node, rate: str) -> None:
-    """The same of what the node sends."""
-    run("tc", "-n", node.namespace, "qdisc", "replace", "dev", "eth0", *_shape(rate))
-
-
-def set_rate_between(node: Node, other: Node, rate: str) -> None:
-    """The same of what the pods of one node send to those of another."""
-    tc, on = ["tc", "-n", node.namespace], ["dev", "eth0"]
-    run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
-    for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
-        run(*tc, "class", "replace", *on, "parent", "1:", "classid", name, "htb", "rate", its_rate, "quantum", "60000")
-    to = ["match", "ip", "dst", other.pod_subnet]
-    run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
-
-
-def clear_rate(node: Node) -> None:
-    for place in (["dev", node.link], ["-n", node.namespace, "dev", "eth0"]):
-        options, device = place[:-2], place[-2:]
-        if {"tbf", "htb"} & set(run("tc", *options, "qdisc", "show", *device).split()):
-            run("tc", *options, "qdisc", "delete", *device, "root")
-
-
-def _shape(rate: str) -> list[str]:
-    return ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+def cable(node: Node) -> Cable:
+    """From the node to the bridge."""
+    return Cable(End(node.namespace, "eth0"), End("", node.link))
 
 
 def remove(nodes: Iterable[Node]) -> None:

@@ -40,7 +40,7 @@ def _only_testcluster() -> None:
 def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
     if testcluster.cluster.status() != "down":
         pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
-    testcluster.cluster.up(2)
+    testcluster.cluster.up(2, ports=2)
     _python("testcluster", "down").wait(timeout=30)
     assert cgroups.pids(cgroups.OURS, recursive=True) == []
     assert not cgroups.controller("cpu", cgroups.OURS).exists()

@@ -119,7 +119,7 @@ class TestTrace:
         near, far, _ = fabric.hosts
         sources = range(25000, 25024)
         ends = [set(trace(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
-        assert ends[0] == {"10.99.0.1"}
+        assert ends[0] == {"10.97.0.1"}
         assert ends[1] == {address for address in fabric.hops if address.startswith("10.98.0.")}
         assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
         assert ends[3] == {far.address}
@@ -370,7 +370,7 @@ class TestFallback:
         team.end()
 
     def test_where_a_spine_swallows_what_it_gets(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
-        fabric.swallow(2, leaf=0)
+        fabric.cut(0, 2, told=False)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
         assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
         assert [line.split()[0] for line in team.hosts[1].told()] == ["listen"]

@@ -1,0 +1,48 @@
+"""Cables (veth pairs) between network namespaces: plugged in and pulled out, slow and fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testcluster.shell import run
+
+
+@dataclass(frozen=True)
+class End:
+    """Of a cable. `namespace`: of the device; "": the machine itself."""
+
+    namespace: str
+    device: str
+
+    def plug(self, up: bool) -> None:
+        """In, or out: then nothing passes, either way."""
+        run("ip", *self.inside, "link", "set", self.device, "up" if up else "down")
+
+    def limit(self, rate: str, latency: str = "400ms") -> None:
+        """What is sent from here, to `rate` (in tc's words: 50mbit); "": to nothing. What would wait longer than
+        `latency` is dropped."""
+        shaper = ["tbf", "rate", rate, "burst", "64kb", "latency", latency] if rate else ["noqueue"]
+        run("tc", *self.inside, "qdisc", "replace", "dev", self.device, "root", *shaper)
+
+    def limit_towards(self, subnet: str, rate: str) -> None:
+        """The same of what is sent to addresses in `subnet`; all else is as fast as before."""
+        tc, on = ["tc", *self.inside], ["dev", self.device]
+        run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
+        for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
+            its = ["classid", name, "htb", "rate", its_rate, "quantum", "60000"]
+            run(*tc, "class", "replace", *on, "parent", "1:", *its)
+        to = ["match", "ip", "dst", subnet]
+        run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
+
+    @property
+    def inside(self) -> list[str]:
+        """Options of `ip` and `tc`."""
+        return ["-n", self.namespace] if self.namespace else []
+
+
+@dataclass(frozen=True)
+class Cable:
+    """Between a machine, at its `near` end, and the network."""
+
+    near: End
+    far: End

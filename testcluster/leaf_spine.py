@@ -1,0 +1,387 @@
+"""A leaf–spine network of namespaces that route, and choose among equal spines by the five-tuple.
+
+Linux routes as switches do that hash addresses, protocol and ports (fib_multipath_hash_policy 3; policy 1 reuses the
+socket's own random hash, which no switch sees), each switch with a seed of its own. Routes are what a routing protocol
+would make of the links' state, and that state is kept by the kernel alone: where a link's leaf end is down, its leaf
+has seen it; where its spine end is down as well, all others have been told. Needs root, iproute2 and Linux 6.11; what
+runs on the machines needs neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testcluster.cables import Cable, End
+from testcluster.shell import run, succeeds
+
+Link = tuple[int, int]
+"""A leaf's number and a spine's."""
+LOOPBACKS, CABLES = "10.97.0.0/16", "10.98.0.0/16"
+"""Where the switches' addresses are."""
+_HASH = {
+    "net.ipv4.fib_multipath_hash_policy": 3,
+    "net.ipv4.fib_multipath_hash_fields": 0x37,  # both addresses, protocol, flow label, both ports
+}
+_SWITCH_SETTINGS = {
+    **_HASH,
+    "net.ipv4.ip_forward": 1,
+    "net.ipv4.icmp_ratelimit": 0,
+    "net.ipv4.conf.all.rp_filter": 0,
+    "net.ipv4.conf.default.rp_filter": 0,
+}
+_FIRST_SEED = 7001
+_LATENCY = "100ms"
+_NAMESPACES = Path("/run/netns")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Below a leaf, with a port (fab0, fab1) to its switch in each plane. Its namespace is others' to make."""
+
+    namespace: str
+    leaf: int
+    number: int  # no other below its leaf has it
+    address: str  # of its ports
+    prefix: str  # what is sent to it: to that address, or to its pods
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What carries nothing."""
+
+    links: frozenset[Link] = frozenset()  # their leaves know it
+    told: frozenset[Link] = frozenset()  # and so does everybody else
+    ports: frozenset[tuple[str, int]] = frozenset()  # a machine's namespace, and the plane
+
+
+@dataclass(frozen=True)
+class LeafSpine:
+    """Leaves, spines and machines are counted from 0. Each leaf has a switch, and a link to each spine, in each plane;
+    spines are counted through all planes. Leaf l is 10.97.l.1 in the first plane; its cable to spine s is 10.98.l.2s –
+    10.98.l.2s+1.
+    """
+
+    prefix: str
+    leaves: int
+    spines: int  # of each plane
+    machines: tuple[Machine, ...] = ()
+    planes: int = 1
+
+    # What it is
+
+    @property
+    def answers(self) -> dict[str, int]:
+        """The addresses that answer for spines, as traceroute shows them."""
+        return {self._spine_address(leaf, spine): spine for leaf, spine in self.links}
+
+    @property
+    def links(self) -> list[Link]:
+        return [(leaf, spine) for leaf in range(self.leaves) for spine in range(self.planes * self.spines)]
+
+    @property
+    def switches(self) -> list[str]:
+        """Names of their namespaces."""
+        leaves = [self.leaf(leaf, plane) for plane in range(self.planes) for leaf in range(self.leaves)]
+        return [*leaves, *map(self.spine, range(self.planes * self.spines))]
+
+    def leaf(self, number: int, plane: int = 0) -> str:
+        """Name of its namespace."""
+        return f"{self.prefix}-l{plane * self.leaves + number}"
+
+    def spine(self, number: int) -> str:
+        return f"{self.prefix}-s{number}"
+
+    def cables(self, machine: Machine) -> list[Cable]:
+        """One in each plane."""
+        planes = range(self.planes)
+        leaf = machine.leaf
+        return [Cable(End(machine.namespace, _fab(p)), End(self.leaf(leaf, p), _to(machine))) for p in planes]
+
+    # What can be done
+
+    def ensure(self, rate: str = "") -> None:
+        """All of it is there, and whole. `rate`: of its links, in tc's words; "": as fast as memory."""
+        if not self._is_there():
+            self.remove()
+            self._make()
+        for number, switch in enumerate(self.switches):
+            _configure(switch, {**_SWITCH_SETTINGS, "net.ipv4.fib_multipath_hash_seed": _FIRST_SEED + number})
+        for number, machine in enumerate(self.machines):
+            unfiltered = {f"net.ipv4.conf.{name}.rp_filter": 0 for name in ("all", *self._ports)}
+            seed = _FIRST_SEED + len(self.switches) + number
+            _configure(machine.namespace, {**_HASH, **unfiltered, "net.ipv4.fib_multipath_hash_seed": seed})
+        for namespace, lines in self.interfaces().items():
+            _set_up(namespace, lines)
+        self.shape(rate)
+        self.reroute()
+
+    def remove(self) -> None:
+        for machine in self.machines:
+            if (_NAMESPACES / machine.namespace).exists():
+                for port in self._ports:
+                    # Here and now: those that go with a switch's namespace go a moment after it.
+                    if succeeds("ip", "-n", machine.namespace, "link", "show", port):
+                        run("ip", "-n", machine.namespace, "link", "delete", port)
+                succeeds(
+                    "ip", "-n", machine.namespace, "route", "flush", "type", "unreachable"
+                )  # a new one has no table
+        for switch in self.switches:
+            if (_NAMESPACES / switch).exists():
+                run("ip", "netns", "delete", switch)
+
+    def reroute(self) -> None:
+        """Everybody knows what there is to know of the links."""
+        for namespace, lines in self.routes(self.broken()).items():
+            _set_up(namespace, lines)
+
+    def cut(self, leaf: int, spine: int, *, told: bool = True) -> None:
+        """The link carries nothing, and its leaf sees it. told: so do all others; else what they send to that leaf by
+        that spine is lost."""
+        up, down = self._ends(leaf, spine)
+        up.plug(False)
+        down.plug(not told)
+        self.reroute()
+
+    def slow(self, leaf: int, spine: int, rate: str) -> None:
+        """The link, both ways. `rate`: in tc's words."""
+        for end in self._ends(leaf, spine):
+            end.limit(rate, _LATENCY)
+
+    def heal(self, leaf: int, spine: int, rate: str = "") -> None:
+        """The link is there, at this rate, and everybody knows it."""
+        for end in self._ends(leaf, spine):
+            end.plug(True)
+            end.limit(rate, _LATENCY)
+        self.reroute()
+
+    def shape(self, rate: str) -> None:
+        """All links between leaves and spines, both ways. `rate`: in tc's words; "": as fast as memory."""
+        for leaf, spine in self.links:
+            self.slow(leaf, spine, rate)
+
+    def sent(self, leaf: int) -> list[int]:
+        """Bytes that a leaf has sent up to each spine so far."""
+        found = [_devices(self.leaf(leaf, plane)) for plane in range(self.planes)]
+        return [
+            int(found[plane][_up(spine)]["stats64"]["tx"]["bytes"])
+            for plane in range(self.planes)
+            for spine in self._spines(plane)
+        ]
+
+    def broken(self) -> Broken:
+        """As it is now."""
+        up = {
+            switch: {name for name, its in _devices(switch).items() if "UP" in its["flags"]} for switch in self.switches
+        }
+
+        def is_down(end: End) -> bool:
+            return end.device not in up[end.namespace]
+
+        ends = {link: self._ends(*link) for link in self.links}
+        return Broken(
+            frozenset(link for link, (leaf_end, _) in ends.items() if is_down(leaf_end)),
+            frozenset(link for link, (_, spine_end) in ends.items() if is_down(spine_end)),
+            frozenset(
+                (machine.namespace, plane)
+                for machine in self.machines
+                for plane, cable in enumerate(self.cables(machine))
+                if is_down(cable.far)
+            ),
+        )
+
+    def rates(self) -> dict[Link, float]:
+        """Bits a second that links are held to now; those that are as fast as memory are left out."""
+        found: dict[Link, float] = {}
+        for leaf in range(self.leaves):
+            for plane in range(self.planes):
+                shapers = json.loads(run("tc", "-n", self.leaf(leaf, plane), "-j", "qdisc", "show"))
+                held = {one["dev"]: 8.0 * one["options"]["rate"] for one in shapers if one["kind"] == "tbf"}
+                found |= {(leaf, spine): held[_up(spine)] for spine in self._spines(plane) if _up(spine) in held}
+        return found
+
+    # Which way things go: pure
+
+    def routes(self, broken: Broken) -> dict[str, list[str]]:
+        """By namespace, as lines of `ip`: what a routing protocol would have made of what is broken."""
+        found = {machine.namespace: list(self._routes_of_machine(machine, broken)) for machine in self.machines}
+        for plane in range(self.planes):
+            for leaf in range(self.leaves):
+                found[self.leaf(leaf, plane)] = list(self._routes_of_leaf(leaf, plane, broken))
+            for spine in self._spines(plane):
+                found[self.spine(spine)] = list(self._routes_of_spine(spine, plane, broken))
+        return found
+
+    def _routes_of_machine(self, machine: Machine, broken: Broken) -> Iterator[str]:
+        def through(planes: Iterable[int]) -> list[str]:
+            return [f"via {self._leaf_address(machine.leaf, plane)} dev {_fab(plane)} onlink" for plane in planes]
+
+        plugged = [plane for plane in range(self.planes) if (machine.namespace, plane) not in broken.ports]
+        for prefix in (LOOPBACKS, CABLES):
+            yield _route(prefix, through(plugged))
+        for other in self.machines:
+            if other != machine:
+                yield _route(other.prefix, through(p for p in plugged if self._reaches(machine.leaf, other, p, broken)))
+
+    def _routes_of_leaf(self, leaf: int, plane: int, broken: Broken) -> Iterator[str]:
+        def up(spines: Iterable[int]) -> list[str]:
+            return [f"via {self._spine_address(leaf, spine)} dev {_up(spine)}" for spine in spines]
+
+        for machine in self.machines:
+            if machine.leaf != leaf:
+                there = self._reaches(leaf, machine, plane, broken)
+                ways = self._ways(leaf, machine.leaf, plane, broken) if there else []
+                yield _route(machine.prefix, up(ways))
+            elif (machine.namespace, plane) in broken.ports:
+                yield _route(machine.prefix, [])
+            else:
+                yield _route(machine.prefix, [f"via {machine.address} dev {_to(machine)} onlink"])
+        for other in range(self.leaves):
+            if other != leaf:
+                yield _route(f"{self._leaf_address(other, plane)}/32", up(self._ways(leaf, other, plane, broken)))
+
+    def _routes_of_spine(self, spine: int, plane: int, broken: Broken) -> Iterator[str]:
+        for leaf in range(self.leaves):
+            there = (leaf, spine) not in broken.told
+            via, device = f"10.98.{leaf}.{2 * spine}", _down(leaf)
+            if there:
+                # Nobody need ask for it: a spine that has not been told is to lose things, not to say that it does.
+                yield f"neighbour replace {via} lladdr {_hardware_address(leaf, spine)} dev {device} nud permanent"
+            for prefix in (f"{self._leaf_address(leaf, plane)}/32", *self._prefixes(leaf)):
+                yield _route(prefix, [f"via {via} dev {device}"] if there else [])
+
+    def _reaches(self, leaf: int, machine: Machine, plane: int, broken: Broken) -> bool:
+        """Whether a leaf knows a way to a machine in this plane."""
+        if (machine.namespace, plane) in broken.ports:
+            return False
+        return leaf == machine.leaf or bool(self._ways(leaf, machine.leaf, plane, broken))
+
+    def _ways(self, leaf: int, other: int, plane: int, broken: Broken) -> list[int]:
+        """The spines by which a leaf sends to another one."""
+        spines = self._spines(plane)
+        return [spine for spine in spines if (leaf, spine) not in broken.links and (other, spine) not in broken.told]
+
+    def _prefixes(self, leaf: int) -> list[str]:
+        return [machine.prefix for machine in self.machines if machine.leaf == leaf]
+
+    # Names and addresses: pure
+
+    def interfaces(self) -> dict[str, list[str]]:
+        """By namespace, as lines of `ip`: devices that are up, and their addresses."""
+        found: dict[str, list[str]] = {switch: ["link set lo up"] for switch in self.switches}
+        for plane in range(self.planes):
+            for leaf in range(self.leaves):
+                own = [f"address replace {self._leaf_address(leaf, plane)}/32 dev lo"]
+                found[self.leaf(leaf, plane)] += own
+        for leaf, spine in self.links:
+            up, down = self._ends(leaf, spine)
+            found[up.namespace] += _plugged(up, f"10.98.{leaf}.{2 * spine}/31")
+            found[down.namespace] += _plugged(down, f"{self._spine_address(leaf, spine)}/31")
+        for machine in self.machines:
+            found[machine.namespace] = []
+            for cable in self.cables(machine):
+                found[cable.near.namespace] += _plugged(cable.near, f"{machine.address}/32")
+                found[cable.far.namespace] += [f"link set {cable.far.device} up"]
+        return found
+
+    @property
+    def _ports(self) -> list[str]:
+        return [_fab(plane) for plane in range(self.planes)]
+
+    def _spines(self, plane: int) -> range:
+        return range(plane * self.spines, (plane + 1) * self.spines)
+
+    def _ends(self, leaf: int, spine: int) -> tuple[End, End]:
+        """Of a link: the leaf's, the spine's."""
+        return End(self.leaf(leaf, spine // self.spines), _up(spine)), End(self.spine(spine), _down(leaf))
+
+    def _leaf_address(self, leaf: int, plane: int) -> str:
+        return f"10.97.{leaf}.{1 + plane}"
+
+    def _spine_address(self, leaf: int, spine: int) -> str:
+        """Of its port to a leaf."""
+        return f"10.98.{leaf}.{2 * spine + 1}"
+
+    # Making it
+
+    def _is_there(self) -> bool:
+        """All namespaces and cables: a cable has both ends or none."""
+        if not all((_NAMESPACES / switch).is_mount() for switch in self.switches):
+            return False
+        ends = [self._ends(*link)[0] for link in self.links]
+        ends += [cable.far for machine in self.machines for cable in self.cables(machine)]
+        found = {namespace: _devices(namespace) for namespace in {end.namespace for end in ends}}
+        return all(end.device in found[end.namespace] for end in ends)
+
+    def _make(self) -> None:
+        for switch in self.switches:
+            run("ip", "netns", "add", switch)
+        cables: dict[str, list[str]] = {}
+        for leaf, spine in self.links:
+            up, down = self._ends(leaf, spine)
+            cables.setdefault(up.namespace, []).append(
+                f"link add {up.device} address {_hardware_address(leaf, spine)} "
+                f"type veth peer name {down.device} netns {down.namespace}"
+            )
+        for machine in self.machines:
+            for cable in self.cables(machine):
+                cables[cable.far.namespace].append(
+                    f"link add {cable.far.device} type veth peer name {cable.near.device} netns {machine.namespace}"
+                )
+        for namespace, lines in cables.items():
+            _set_up(namespace, lines)
+
+
+def _up(spine: int) -> str:
+    """Of a leaf: its end of the cable to a spine."""
+    return f"up{spine}"
+
+
+def _down(leaf: int) -> str:
+    """Of a spine: its end of the cable to a leaf."""
+    return f"down{leaf}"
+
+
+def _to(machine: Machine) -> str:
+    """Of a leaf: its end of the cable to a machine."""
+    return f"to{machine.number}"
+
+
+def _fab(plane: int) -> str:
+    """Of a machine: its port."""
+    return f"fab{plane}"
+
+
+def _hardware_address(leaf: int, spine: int) -> str:
+    """Of a leaf's port to a spine."""
+    return f"02:98:00:00:{leaf:02x}:{spine:02x}"
+
+
+def _plugged(end: End, address: str) -> list[str]:
+    return [f"address replace {address} dev {end.device}", f"link set {end.device} up"]
+
+
+def _route(prefix: str, ways: Sequence[str]) -> str:
+    """To all of these alike. Where there is none, nothing else takes its place."""
+    if not ways:
+        return f"route replace unreachable {prefix}"
+    return f"route replace {prefix} " + " ".join(f"nexthop {way}" for way in ways)
+
+
+def _devices(namespace: str) -> dict[str, Any]:
+    """By name."""
+    return {device["ifname"]: device for device in json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show"))}
+
+
+def _configure(namespace: str, settings: Mapping[str, int]) -> None:
+    # nsenter, not `ip netns exec`, which mounts /sys anew.
+    values = [f"{name}={value}" for name, value in settings.items()]
+    run("nsenter", f"--net={_NAMESPACES / namespace}", "sysctl", "-qw", *values)
+
+
+def _set_up(namespace: str, lines: Iterable[str]) -> None:
+    """`lines`: commands of iproute2's `ip`."""
+    run("ip", "-n", namespace, "-batch", "-", stdin="\n".join(lines) + "\n")

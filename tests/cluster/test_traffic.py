@@ -1,0 +1,217 @@
+"""Traffic over leaves and spines between real nodes: two jobs across the same leaves, links of 50 Mbit/s.
+
+Each test leaves the network whole and both jobs training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import testcluster.cluster
+from testcluster import fabric, faults
+from testcluster.leaf_spine import LeafSpine
+from testcluster.shell import run
+from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from tests.support.jobs import Job, paced
+
+pytestmark = pytest.mark.usefixtures("operator", "network")
+
+RATE = "50mbit"
+WIDTH = 384
+"""A step sends 1.2 MB from each of two ranks: with 0.19 s on a link of its own, most of a step."""
+NODES = {"one": ["node-1", "node-2"], "two": ["node-4", "node-5"]}
+"""Of each job: one below leaf l1, one below l2."""
+REPLANNED_SECONDS = 10.0
+LONG = 1_000_000  # steps: until the test ends it
+
+
+@pytest.fixture(scope="module")
+def network(cluster: Cluster) -> Iterator[LeafSpine]:
+    """With its Fabric."""
+    testcluster.cluster.up(ports=1)
+    try:
+        faults.shape_uplinks(RATE)
+        cluster.apply(fabric.manifest())
+        wait_for(lambda: is_true(cluster, "LeavesKnown"), 30, "the operator knows the leaves")
+        yield fabric.network()
+    finally:
+        cluster.kubectl("delete", "fabric", "testcluster", "--ignore-not-found")
+        testcluster.cluster.up(ports=0)
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> Iterator[list[Job]]:
+    with scratch_namespace(cluster) as namespace:
+        made: list[Job] = []
+        for name in NODES:  # the second is planned around the first
+            job = Job.apply(cluster, namespace, across_leaves(name))
+            job.until_phase("Running", timeout=120)
+            job.until(partial(on_their_ways, job), 60, f"the flows of {name} are on their ways")
+            made.append(job)
+        yield made
+        for job in made:
+            job.delete()
+
+
+def across_leaves(name: str) -> dict[str, Any]:
+    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": NODES[name]}]}]
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"pacekeeper.dev/job": name}},
+    }
+    return paced(
+        name,
+        LONG,
+        environment={"WIDTH": str(WIDTH)},
+        replicas=2,
+        detection={"windowSteps": 16, "stragglerSlowdown": 10},
+        remediation={"allow": ["RestartRanks", "PlanTraffic"]},
+        pod={
+            "affinity": {
+                "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+            },
+            "topologySpreadConstraints": [spread],
+        },
+    )
+
+
+def test_jobs_across_the_same_leaves_have_spines_of_their_own(
+    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+) -> None:
+    status = wait_for(lambda: planned(cluster, 4), 30, "all flows are planned")
+    assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 0)
+    assert condition(cluster, "Planned")["reason"] == "AtTheBound"
+    ways = [flows(job) for job in jobs]
+    for pair in (("l1", "l2"), ("l2", "l1")):
+        assert len({way[pair] for way in ways}) == 2, ways
+
+    before = network.sent(0)
+    for job in jobs:
+        job.until_trained_on(10)
+    sent = [now - was for now, was in zip(network.sent(0), before, strict=True)]
+    busy = {fabric.spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
+    assert busy == {way["l1", "l2"] for way in ways}, sent
+
+
+def test_a_link_that_dies_is_planned_around_while_training_goes_on(cluster: Cluster, jobs: list[Job]) -> None:
+    for job in jobs:
+        job.until_trained_on(20)
+    dying = flows(jobs[0])["l1", "l2"]
+    moved = [job for job in jobs if dying in flows(job).values()]
+    others = [job for job in jobs if job not in moved]
+    rounds = {job.name: job.status["round"] for job in jobs}
+    known = {job.name: job.incident_names() for job in jobs}
+
+    faults.cut_uplink("l1", dying)
+    try:
+        cluster.apply(fabric.manifest())
+        for job in moved:
+            replanned = partial(is_replanned, job, dying, rounds[job.name])
+            job.until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on other ways")
+        status = planned(cluster, 4)
+        assert status is not None
+        assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
+        for job in jobs:
+            job.until_trained_on()
+        for job in moved:
+            (incident,) = (i for i in job.incidents() if i["metadata"]["name"] not in known[job.name])
+            assert (incident["spec"]["cause"], incident["status"]["remedy"]) == ("slow-communication", "PlanTraffic")
+        for job in others:
+            assert (job.status["round"], job.incident_names()) == (rounds[job.name], known[job.name]), "left alone"
+    finally:
+        faults.heal_uplink("l1", dying)
+        cluster.apply(fabric.manifest())
+    wait_for(lambda: (planned(cluster, 4) or {}).get("dead") == 0, 10, "the link counts again")
+
+
+def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:
+    job = jobs[0]
+    seats, round_ = job.plan()["members"], job.status["round"]
+    cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
+    try:
+        wait_for(lambda: condition(cluster, "LeavesKnown").get("reason") == "NodesUnlabelled", 20, "it is missed")
+        assert "node-1" in condition(cluster, "LeavesKnown")["message"]
+        job.until_trained_on()
+    finally:
+        cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
+    wait_for(lambda: is_true(cluster, "LeavesKnown"), 20, "it is known again")
+    job.until_trained_on()
+    assert (job.plan()["members"], job.status["round"]) == (seats, round_)
+    assert on_their_ways(job)
+
+
+def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -> None:
+    where = ["-n", "pacekeeper-node-6", "qdisc", "show", "dev"]
+    try:
+        faults.slow_link("node-6", "20mbit")
+        assert all("tbf" in run("tc", *where, device) for device in ("eth0", "fab0"))
+        faults.node_down("node-6")
+        assert network.broken().ports == {("pacekeeper-node-6", 0)}
+    finally:
+        faults.node_up("node-6")
+        faults.clear_link("node-6")
+    assert not network.broken().ports
+    assert not any("tbf" in run("tc", *where, device) for device in ("eth0", "fab0"))
+
+
+def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_one_again(
+    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+) -> None:
+    """Last of all: it may cost the jobs a round."""
+    steps = {job.name: job.step() for job in jobs}
+    links = [(fabric.leaf_name(leaf), fabric.spine_name(spine)) for leaf, spine in network.links]
+    for link in links:
+        faults.cut_uplink(*link)
+    try:
+        cluster.apply(fabric.manifest())
+        wait_for(lambda: condition(cluster, "Planned").get("reason") == "NoWay", 15, "there is no way for any flow")
+        said = condition(cluster, "Planned")
+        assert said["status"] == "False"
+        assert all(job.name in said["message"] for job in jobs), said
+    finally:
+        for link in links:
+            faults.heal_uplink(*link)
+        cluster.apply(fabric.manifest())
+    for job in jobs:
+        job.until_step(steps[job.name] + 10, timeout=90)
+    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
+
+
+def flows(job: Job) -> dict[tuple[str, str], str]:
+    """Spines that the job's plan names, by the leaves of sender and receiver."""
+    draft = job.draft()
+    assert draft is not None
+    leaves = {rank: fabric.leaf_of(job.node(rank)) for rank in range(draft.plan.world_size)}
+    wanted = draft.plan.paths.wanted if draft.plan.paths is not None else ()
+    return {(leaves[path.source], leaves[path.destination]): path.spine for path in wanted}
+
+
+def is_replanned(job: Job, dead: str, round_: int) -> bool:
+    """Its flows are on their ways in a later round, and none by that spine."""
+    return dead not in flows(job).values() and job.status["round"] > round_ and on_their_ways(job)
+
+
+def on_their_ways(job: Job) -> bool:
+    return job.condition("PathsInForce").get("status") == "True"
+
+
+def planned(cluster: Cluster, count: int) -> dict[str, Any] | None:
+    """What the Fabric says, once so many flows have ways; None: not yet."""
+    found: dict[str, Any] = (cluster.get("fabric", "testcluster") or {}).get("status", {})
+    return found if found.get("flows") == count and is_true(cluster, "Planned") else None
+
+
+def condition(cluster: Cluster, kind: str) -> dict[str, str]:
+    """Of the Fabric; {} where it has not been written yet."""
+    found = (cluster.get("fabric", "testcluster") or {}).get("status", {}).get("conditions", ())
+    return next((one for one in found if one["type"] == kind), {})
+
+
+def is_true(cluster: Cluster, kind: str) -> bool:
+    return condition(cluster, kind).get("status") == "True"

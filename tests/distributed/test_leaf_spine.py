@@ -1,0 +1,175 @@
+"""The network of leaves and spines itself, by the kernel's routing: what breaks, who knows it, and that it heals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import testcluster.fabric
+from testcluster.leaf_spine import Broken
+from testcluster.shell import run
+from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
+from tests.support.paths import python
+
+PORT = 20001
+SOURCES = range(25000, 25024)
+LISTEN = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])), backlog=128)
+print("listens", flush=True)
+sys.stdin.readline()
+"""
+CONNECT = """
+import errno, select, socket, struct, sys, time
+address, port, *sources = sys.argv[1], *map(int, sys.argv[2:])
+poll, waiting = select.poll(), {}
+for source in sources:
+    client = socket.socket()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing holds the port then
+    client.bind(("", source))
+    if client.connect_ex((address, port)) != errno.EINPROGRESS:
+        continue
+    waiting[client.fileno()] = client, source
+    poll.register(client, select.POLLOUT)
+made, deadline = [], time.monotonic() + 0.5  # less than a second, after which the kernel tries again
+while waiting and (left := deadline - time.monotonic()) > 0:
+    for descriptor, _ in poll.poll(1000 * left):
+        client, source = waiting.pop(descriptor)
+        poll.unregister(descriptor)
+        if not client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            made.append(source)
+print(*made)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LeafSpine]:
+    with leaf_spine() as made:
+        yield made
+
+
+@pytest.fixture
+def fabric(shared: LeafSpine) -> LeafSpine:
+    shared.ensure()
+    return shared
+
+
+@contextmanager
+def listening(host: FabricHost) -> Iterator[None]:
+    server = host.start(*python(LISTEN), host.address, str(PORT))
+    assert server.stdout is not None
+    assert server.stdout.readline(), server.communicate()[1]
+    yield
+    server.communicate("\n", timeout=20)
+
+
+def connected(host: FabricHost, peer: FabricHost) -> int:
+    """How many of the connections to it are made that take other ways, as hashing has it."""
+    with listening(peer):
+        return len(host.run(*python(CONNECT), peer.address, str(PORT), *map(str, SOURCES)).split())
+
+
+def used(fabric: LeafSpine, host: FabricHost, peer: FabricHost) -> set[int]:
+    """The spines by which a host's connections to another one go; all are made."""
+    before = fabric.sent(host.leaf)
+    assert connected(host, peer) == len(SOURCES)
+    # Neighbours are asked for now and then, by a few bytes.
+    return {
+        spine for spine, (now, was) in enumerate(zip(fabric.sent(host.leaf), before, strict=True)) if now > was + 200
+    }
+
+
+def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: LeafSpine) -> None:
+    near, far, _ = fabric.hosts
+    assert used(fabric, near, far) == {0, 1, 2}
+    for _ in range(2):  # the second time changes nothing
+        fabric.cut(0, 1)
+        assert fabric.broken() == Broken(frozenset({(0, 1)}), frozenset({(0, 1)}))
+        assert used(fabric, near, far) == {0, 2}
+        assert used(fabric, far, near) == {0, 2}
+    fabric.heal(0, 1)
+    assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
+
+
+def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way(fabric: LeafSpine) -> None:
+    near, far, _ = fabric.hosts
+    fabric.cut(0, 1, told=False)
+    assert fabric.broken() == Broken(frozenset({(0, 1)}), frozenset())
+    assert 0 < connected(far, near) < len(SOURCES)
+    fabric.cut(0, 1)
+    assert used(fabric, far, near) == {0, 2}, "now they are told"
+
+
+def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: LeafSpine) -> None:
+    near, far, other = fabric.hosts
+    for spine in range(3):
+        fabric.cut(0, spine)
+    assert connected(near, far) == connected(far, near) == 0
+    assert used(fabric, far, other) == {0, 1, 2}
+    for spine in range(3):
+        fabric.heal(0, spine)
+    assert used(fabric, near, far) == {0, 1, 2}
+
+
+def test_a_link_is_slowed_and_is_as_the_others_again(fabric: LeafSpine) -> None:
+    fabric.shape("50mbit")
+    fabric.slow(2, 0, "10mbit")
+    assert fabric.rates() == {link: 10e6 if link == (2, 0) else 50e6 for link in fabric.links}
+    fabric.heal(2, 0, "50mbit")
+    assert set(fabric.rates().values()) == {50e6}
+    fabric.shape("")
+    assert fabric.rates() == {}
+
+
+def test_the_fabric_that_is_printed_tells_what_everybody_knows(
+    fabric: LeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "fabric.json"
+    record.write_text('{"nodes": 3, "ports": 1, "rate": "50mbit"}')
+    monkeypatch.setattr(testcluster.fabric, "_RECORD", record)
+    monkeypatch.setattr(testcluster.fabric, "network", lambda: fabric)
+    fabric.shape("50mbit")
+    assert testcluster.fabric.manifest()["spec"]["exceptions"] == []
+    fabric.cut(0, 1)
+    fabric.cut(1, 2, told=False)
+    fabric.slow(2, 0, "10mbit")
+    spec = testcluster.fabric.manifest()["spec"]
+    assert spec["uplink"] == {"capacity": "50M"}
+    assert spec["exceptions"] == [
+        {"leaf": "l1", "spine": "s2", "state": "Down"},
+        {"leaf": "l3", "spine": "s1", "state": "Slow", "capacity": "10M"},
+    ]
+
+
+def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: LeafSpine) -> None:
+    near, far, _ = fabric.hosts
+    fabric.cut(0, 1)
+    fabric.slow(1, 1, "1mbit")
+    run("ip", "-n", fabric.leaf(0), "link", "delete", "up2")
+    run("ip", "netns", "delete", fabric.spine(0))
+    Path("/run/netns", fabric.spine(0)).touch()  # as an `ip netns add` leaves it that is killed half-way
+    fabric.ensure()
+    assert (fabric.broken(), fabric.rates()) == (Broken(), {})
+    assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
+
+
+def test_pods_of_a_node_with_two_ports_outlive_one_of_them() -> None:
+    with leaf_spine(leaves=2, spines=2, pods=True, planes=2) as fabric:
+        near, far = fabric.hosts
+        assert used(fabric, near, far) == {0, 1, 2, 3}
+        first, second = fabric.cables(fabric.machines[0])
+        first.far.plug(False)
+        fabric.reroute()
+        assert used(fabric, near, far) == {2, 3}
+        assert used(fabric, far, near) == {2, 3}
+        second.far.plug(False)
+        fabric.reroute()
+        assert connected(far, near) == 0
+        first.far.plug(True)
+        fabric.reroute()
+        assert used(fabric, near, far) == {0, 1}
