@@ -75,13 +75,13 @@ def healthy_days(recordings: Sequence[Recording], days: int) -> Found:
 def _day(seed: int, recordings: Sequence[Recording]) -> Found:
     logging.disable(logging.CRITICAL)
     draw = np.random.default_rng(seed)
-    blocks = [block for recording in recordings for block in _blocks(recording)]
-    usual = float(np.median([block.step.mean() for block in blocks]))
+    template = _Template(recordings[seed % len(recordings)])
+    usual = template.early_step
+    blocks = [block for recording in recordings for block in at_pace(list(_blocks(recording)), usual)]
     count = int(DAY_SECONDS / usual / BLOCK)
     chosen = draw.integers(len(blocks), size=count)
     day = Steps(*(np.concatenate([getattr(blocks[at], name) for at in chosen]) for name in ("step", "own")))
     _happen(day, draw, usual)
-    template = _Template(recordings[seed % len(recordings)])
     alarms: list[str] = []
     looks = 0
     for first, last in _conspicuous(day, template.early_step):
@@ -100,6 +100,14 @@ def _blocks(recording: Recording) -> Iterator[Steps]:
     table = np.array([[steps[rank][step] for rank in range(RANKS)] for step in common], np.float32)
     for first in range(0, len(common) - BLOCK + 1, BLOCK // 2):
         yield Steps(table[first : first + BLOCK, :, 0], table[first : first + BLOCK, :, 1])
+
+
+def at_pace(blocks: Sequence[Steps], usual: float) -> Iterator[Steps]:
+    """As on a machine on which a step takes `usual` seconds: how much else its processors had to do while this was
+    recorded is the bench's trouble, and a day that changes between such paces every few seconds is nobody's."""
+    factor = np.float32(usual / np.median([block.step.mean() for block in blocks]))
+    for block in blocks:
+        yield Steps(factor * block.step, factor * block.own)
 
 
 def _happen(day: Steps, draw: np.random.Generator, usual: float) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from testcluster.settings import REPOSITORY
@@ -32,6 +34,9 @@ STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 6.0, 16.0
 """After which windows of steps, and of connections, hold nothing of the fault before. A hang's end is a new round, with
 new connections."""
 HEALTHY_SECONDS = 40.0
+CALM, CALM_SECONDS = 1.1, 300.0
+"""Steps before a fault take so many times as long as the job's first ones at most. So long it is waited for that: on a
+machine that is busy otherwise a fault is not the one that is meant, and a healthy job is none."""
 PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
 """Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
 PROBE_AFTER = 24.0
@@ -102,13 +107,46 @@ def record(faults: Sequence[Fault], places: int = PLACES) -> None:
                 print(f"recorded {fault.name} ({place}), load {made.load:.1f}", file=sys.stderr, flush=True)
 
 
+def pace(told: Iterable[Mapping[str, Any]]) -> float:
+    """Steps now over the job's first ones, by the ranks' last windows; infinite where none has told of any."""
+    windows = {
+        window["rank"]: window for words in told if "evidence" in words for window in words["evidence"]["windows"]
+    }
+    paces = [mean(window["step_seconds"]) / window["baseline_seconds"] for window in windows.values()]
+    return median(paces) if paces else math.inf
+
+
+def _wait_until_calm(running: Job) -> None:
+    """Raises SystemExit where the machine stays busy."""
+    deadline = time.monotonic() + CALM_SECONDS
+    while (now := pace(_told(running))) > CALM:
+        if time.monotonic() > deadline:
+            sys.exit(
+                f"steps take {now:.2f} × as long as the first ones: stop what else the machine does, and try again"
+            )
+        time.sleep(1.0)
+
+
+def _told(running: Job, since: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
+    """What the agents have written, oldest first; `since`: behind so many bytes, by host."""
+    lines: list[dict[str, Any]] = []
+    for host in running.hosts:
+        if host.told.exists():
+            with host.told.open() as file:
+                file.seek((since or {}).get(host.number, 0))
+                lines += [json.loads(line) for line in file if line.endswith("\n")]
+    return sorted(lines, key=lambda line: line["at"])
+
+
 def _healthy(running: Job, place: int) -> Recording:
+    _wait_until_calm(running)
     listening = _Listening(running)
     time.sleep(HEALTHY_SECONDS)
     return listening.recording(HEALTHY, place, 0.0)
 
 
 def _struck(running: Job, fault: Fault, place: int) -> Recording:
+    _wait_until_calm(running)
     load = os.getloadavg()[0]
     listening = _Listening(running)
     time.sleep(BEFORE_SECONDS)
@@ -152,13 +190,9 @@ class _Listening:
         profiled: float = 0.0,
         load: float | None = None,
     ) -> Recording:
-        lines: list[dict[str, Any]] = []
+        lines = _told(self._running, self._from)
         for host in self._running.hosts:
-            with host.told.open() as file:
-                file.seek(self._from[host.number])
-                lines += [json.loads(line) for line in file if line.endswith("\n")]
             os.truncate(host.told, 0)
-        lines.sort(key=lambda line: line["at"])
         load = self._load if load is None else load
         return Recording(name, place, began, time.time(), lines, patterns or {}, profiled, load)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from bench.scripts.diagnosis import rules
+from bench.scripts.diagnosis.days import Steps, at_pace
 from bench.scripts.diagnosis.faults import Truth, catalogue
 from bench.scripts.diagnosis.hosts import RANKS, RANKS_A_HOST
 from bench.scripts.diagnosis.perturb import perturbed
-from bench.scripts.diagnosis.record import Recording
+from bench.scripts.diagnosis.record import Recording, pace
 from bench.scripts.diagnosis.replay import Outcome, Verdict, confident_and_wrong, measured, quantile, succession
 from bench.scripts.diagnosis.thresholds import AS_IT_IS, TRIED, Threshold, choose
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
@@ -74,6 +76,7 @@ def recording(own: float = 0.05) -> Recording:
                     "compute_seconds": [own * (2 if rank == 3 else 1)] * len(steps),
                     "samples": [0] * len(steps),
                     "baseline_own_seconds": own,
+                    "baseline_seconds": 0.1,
                 }
                 for rank in ranks
             ]
@@ -82,6 +85,18 @@ def recording(own: float = 0.05) -> Recording:
             fault = {"noticed_at": 1000.0 + second}
             told.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
     return Recording("slow", 0, 1000.0, 1010.0, told, {0: b"{}"}, 1005.0, 0.0)
+
+
+def test_a_busy_machine_is_told_by_the_pace_of_its_steps() -> None:
+    assert pace(recording().told) == pytest.approx(1.2)
+    assert pace([words for words in recording().told if "evidence" not in words]) == math.inf
+
+
+def test_recordings_of_a_busier_hour_are_brought_to_one_pace() -> None:
+    slow = [Steps(np.full((4, RANKS), 0.2, np.float32), np.full((4, RANKS), 0.1, np.float32))]
+    (same,) = at_pace(slow, 0.1)
+    assert same.step[0, 0] == pytest.approx(0.1)
+    assert same.own[0, 0] == pytest.approx(0.05)
 
 
 class TestPerturbed:
