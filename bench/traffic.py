@@ -26,6 +26,9 @@ SEEDS = 5
 
 
 def main(arguments: Sequence[str]) -> int:
+    if unknown := set(arguments) - set(HALVES):
+        print(f"no half {', '.join(sorted(unknown))}; there are: {', '.join(HALVES)}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _interrupt)
     began, quick, halves = time.monotonic(), os.environ.get("QUICK") == "1", arguments or HALVES
     lacking = missing() if "fabric" in halves else ""

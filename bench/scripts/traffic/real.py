@@ -102,7 +102,7 @@ class Bench:
                     _say(
                         f"seed {seed}, {count} jobs, {'planned' if planned else 'ECMP'}: mean {mean(run.speeds):.1f}, "
                         f"slowest {min(run.speeds):.1f} Mbit/s, processors {run.load:.0%}, "
-                        f"{time.monotonic() - began:.0f} s" + (f"; {run.strays} flows astray" if run.strays else "")
+                        f"{time.monotonic() - began:.0f} s"
                     )
                     yield run
 
@@ -149,6 +149,9 @@ class Bench:
         ways, before = switches.ways(flows), switches.sent()
         speeds, load = self._speeds(jobs)
         _check(flows, ways, np.array(switches.sent()) - np.array(before))
+        strays = _strays(jobs, ways) if planned else 0
+        if strays:
+            _say(f"{strays} flows do not go as planned: {', '.join(fault for job in jobs for fault in job.faults())}")
         return Run(
             seed=seed,
             planned=planned,
@@ -156,7 +159,7 @@ class Bench:
             simulated=tuple(simulated(topology, flows, ways)),
             fullest=tuple(fullest(topology, flows, ways)),
             level=plan.level,
-            strays=_strays(jobs, ways) if planned else 0,
+            strays=strays,
             load=load,
         )
 

@@ -82,7 +82,7 @@ class Switches:
         down = {}
         for leaf in range(self._fabric.leaves):
             for link in json.loads(run("ip", "-n", self._fabric.leaf(leaf), "-json", "link", "show")):
-                if link["ifname"].startswith("up") and link["operstate"] != "UP":
+                if link["ifname"].startswith("up") and "LOWER_UP" not in link["flags"]:
                     down[f"l{leaf}", spine_of(int(link["ifname"].removeprefix("up")))] = 0.0
         return down
 
@@ -103,5 +103,6 @@ def _labels(host: FabricHost) -> dict[str, str]:
 
 
 def _question(flow: Flow) -> str:
-    ends = f"{flow.destination.address} from {flow.source.address} iif hosts"
+    """By which cable a packet comes in makes no difference, but some cable has to be named."""
+    ends = f"{flow.destination.address} from {flow.source.address} iif up0"
     return f"route get {ends} ipproto tcp sport {flow.source_port} dport {flow.port}"

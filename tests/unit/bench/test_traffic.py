@@ -352,7 +352,7 @@ class TestSwitches:
 
     def test_leaves_say_what_probes_find_with_each_seed(self, fabric: LeafSpine) -> None:
         switches, (near, far, _) = Switches(fabric, 50e6), fabric.hosts
-        ports = range(25000, 25012)
+        ports = range(25000, 25024)
         found = []
         for seed in (1, 2):
             switches.draw(seed)
@@ -365,11 +365,11 @@ class TestSwitches:
     def test_a_cut_link_is_dead_to_planning_and_taken_by_nobody_until_it_is_mended(self, fabric: LeafSpine) -> None:
         switches, (near, far, other) = Switches(fabric, 50e6), fabric.hosts
         ends = ((near, far), (far, near), (far, other))
-        flows = [Flow(*pair, port, 20001) for pair in ends for port in range(25000, 25012)]
+        flows = [Flow(*pair, port, 20001) for pair in ends for port in range(25000, 25024)]
 
         def taken() -> list[set[int]]:
             ways = switches.ways(flows)
-            return [set(ways[:12]), set(ways[12:24]), set(ways[24:])]
+            return [set(ways[:24]), set(ways[24:48]), set(ways[48:])]
 
         every = {0, 1, 2}
         assert taken() == [every, every, every]
