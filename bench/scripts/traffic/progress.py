@@ -30,7 +30,7 @@ class Progress:
         events = [line.split() for line in lines if line.endswith("\n")]
         times = np.array([float(time) for _, time in events])
         ended = np.array([what == "ended" for what, _ in events], dtype=bool)
-        rests = bool(events) and events[-1][0] == "rests"
+        rests = not events or events[-1][0] == "rests"
         return cls(times, np.cumsum(ended).astype(float), times[ended], rests)
 
     def reaches(self, time: float) -> bool:
