@@ -55,8 +55,9 @@ class Job:
         """That its plan names."""
         self._plan = Plan()
         self._runtimes = [Runtime(folder / worker) for worker in ("w0", "w1")]
-        folder.mkdir()
-        folder.chmod(0o777)
+        for one in (folder, *(runtime.root for runtime in self._runtimes)):
+            one.mkdir()
+            one.chmod(0o777)
 
     def places(self) -> list[Place]:
         """Of its launchers."""

@@ -280,8 +280,8 @@ class TestSimulatedFabric:
 
     def test_jobs_apart_have_whole_links_also_where_leaves_are_shared(self) -> None:
         flows = ring((0, 1), (1, 2))
-        assert simulated(uniform(3, 3, 50), flows, [0, 0, 1, 0]) == [1.0, 1.0]
-        assert fullest(uniform(3, 3, 50), flows, [0, 0, 1, 0]) == [1, 1]
+        assert simulated(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1.0, 1.0]
+        assert fullest(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1, 1]
 
 
 def run(*speeds: float, planned: bool = False, fullest: tuple[int, ...] = (1, 1), strays: int = 0) -> Run:
