@@ -1,7 +1,7 @@
 """What planning the traffic of a fabric wins over ECMP and others' planning, and how near it is to what is best.
 
-    make bench NAME=traffic                    # 5 seeds simulated, 20 on the real fabric (about … minutes)
-    QUICK=1 make bench NAME=traffic            # one and two
+    make bench NAME=traffic                    # 5 seeds simulated, 20 on the real fabric
+    QUICK=1 make bench NAME=traffic            # 1 and 2
     python -m bench.traffic fabric             # one half only: fabric, or simulator
 
 In a simulator at 10,240 GPUs, and on a real fabric of network namespaces (`scripts/traffic`: simulator, real). The real
@@ -29,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(arguments) - set(HALVES):
         print(f"no half {', '.join(sorted(unknown))}; there are: {', '.join(HALVES)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
     began, quick, halves = time.monotonic(), os.environ.get("QUICK") == "1", arguments or HALVES
     lacking = missing() if "fabric" in halves else ""
     found: dict[str, Any] = {}
@@ -54,4 +53,5 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from bench import traffic as bench
 from bench.scripts.traffic.bounds import speed_bound
 from bench.scripts.traffic.clusters import (
     HOSTS,
@@ -333,6 +334,23 @@ class TestFigures:
         found, holds = figures(50.0, runs, [WELL, cut])
         assert [name for name, reached in holds.items() if not reached] == [goal]
         json.dumps(found, allow_nan=False)
+
+
+class TestCommand:
+    @pytest.mark.parametrize(("reached", "status"), [(True, 77), (False, 1)])
+    def test_without_what_the_real_fabric_needs_the_simulator_runs_alone(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reached: bool, status: int
+    ) -> None:
+        monkeypatch.setattr("os.geteuid", lambda: 65534)
+        monkeypatch.setattr(bench, "simulated", lambda seeds: ({"seeds": seeds}, {"goal": reached}))
+        assert bench.main([]) == status
+        said = capsys.readouterr()
+        assert "namespaces need root" in said.err
+        assert json.loads(said.out)["holds"] == {"goal": reached}
+
+    def test_a_half_that_there_is_not(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert bench.main(["half"]) == 2
+        assert "half" in capsys.readouterr().err
 
 
 TRACE = """
