@@ -1,10 +1,17 @@
-"""What the bench of traffic simulates: fabrics, jobs, those who plan, and what is counted."""
+"""What the bench of traffic simulates: fabrics, jobs, those who plan, and what is counted; and what it sees of a real
+fabric."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
 
+from bench import traffic as bench
 from bench.scripts.traffic.bounds import speed_bound
 from bench.scripts.traffic.clusters import (
     HOSTS,
@@ -22,10 +29,16 @@ from bench.scripts.traffic.clusters import (
     one_uplink_dead,
     traffic_of,
 )
+from bench.scripts.traffic.figures import Cut, Run, figures
 from bench.scripts.traffic.planners import PLANNERS, Case, enough_parts
+from bench.scripts.traffic.progress import Progress, recovered_after
+from bench.scripts.traffic.real import fullest, simulated
 from bench.scripts.traffic.shifts import shifted
 from bench.scripts.traffic.speeds import Plan, at_once, busy_slots, by_turns
+from bench.scripts.traffic.switches import Flow, Switches
 from pacekeeper_analysis.fabric.topology import uniform
+from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
+from tests.support.paths import python
 
 HALF = Job((0, 1), period=12, busy=6)
 
@@ -208,3 +221,180 @@ class TestBounds:
         fabric = Fabric(uniform(2, 2).without(up=[(0, 0)]))
         assert speed_bound(fabric, traffic((0, 0, 1), (1, 0, 1))) == pytest.approx(0.5)
         assert speed_bound(fabric, traffic((0, 1, 0), (1, 1, 0))) == pytest.approx(1.0)
+
+
+def progress(*events: tuple[str, float]) -> Progress:
+    return Progress.read(f"{what} {time}\n" for what, time in events)
+
+
+def steady(begin: float, end: float, seconds: float) -> list[tuple[str, float]]:
+    """All-reduces of so many seconds each."""
+    count = round((end - begin) / seconds)
+    return [("began", begin), *(("ended", begin + seconds * (number + 1)) for number in range(count))]
+
+
+class TestProgress:
+    def test_all_reduces_that_are_under_way_count_by_the_part_that_lies_between(self) -> None:
+        its = progress(("began", 0.0), ("ended", 1.0), ("ended", 3.0))
+        assert its.pace(0.5, 2.0) == pytest.approx(1.0 / 1.5)
+
+    def test_nothing_goes_on_between_two_rounds(self) -> None:
+        its = progress(("began", 0.0), ("ended", 1.0), ("began", 5.0), ("ended", 6.0))
+        assert its.pace(1.0, 5.0) == 0.0
+        assert its.pace(0.0, 6.0) == pytest.approx(2 / 6)
+
+    def test_a_line_that_is_half_written_is_left_out(self) -> None:
+        its = Progress.read(["began 1.0\n", "ended 2.0\n", "ended 3."])
+        assert its.ends.tolist() == [2.0]
+
+    def test_it_rests_when_it_says_so_and_not_when_it_has_begun_again(self) -> None:
+        events = [("began", 0.0), ("ended", 1.0), ("rests", 1.0)]
+        assert progress(*events).rests
+        assert not progress(*events, ("began", 2.0)).rests
+        assert progress().rests
+
+    def test_a_pause_is_counted_from_the_last_end_before(self) -> None:
+        its = progress(("began", 0.0), ("ended", 4.0), ("ended", 5.0), ("began", 7.0), ("ended", 7.5), ("ended", 8.0))
+        assert its.longest_pause(0.0) == 2.5
+        assert its.longest_pause(4.5) == 2.5
+        assert its.longest_pause(7.6) == 0.5
+
+    def test_jobs_have_recovered_when_the_last_of_them_keeps_its_best_pace(self) -> None:
+        whole = progress(*steady(0.0, 30.0, 0.5))
+        broken = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 15.0, 1.0), *steady(15.0, 30.0, 0.5))
+        assert recovered_after([whole, broken], [2.0, 2.0], since=10.0, until=30.0) == pytest.approx(4.8, abs=0.15)
+        assert recovered_after([whole], [2.0], since=10.0, until=30.0) == 0.0
+        assert recovered_after([whole, broken], [2.0, 2.4], since=10.0, until=30.0) == inf
+
+
+def ring(*leaves: tuple[int, int]) -> list[Flow]:
+    """Both flows of each job whose two ranks are below these leaves."""
+    hosts = [[FabricHost(f"h{leaf}", leaf, f"10.99.{leaf}.10") for leaf in pair] for pair in leaves]
+    return [flow for near, far in hosts for flow in (Flow(near, far, 1, 2), Flow(far, near, 2, 1))]
+
+
+class TestSimulatedFabric:
+    def test_jobs_that_meet_in_one_direction_halve_each_other_in_both(self) -> None:
+        flows = ring((0, 1), (0, 1))
+        assert simulated(uniform(3, 3, 50), flows, [0, 0, 0, 1]) == [0.5, 0.5]
+        assert fullest(uniform(3, 3, 50), flows, [0, 0, 0, 1]) == [2, 2]
+
+    def test_jobs_apart_have_whole_links_also_where_leaves_are_shared(self) -> None:
+        flows = ring((0, 1), (1, 2))
+        assert simulated(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1.0, 1.0]
+        assert fullest(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1, 1]
+
+
+def run(*speeds: float, planned: bool = False, fullest: tuple[int, ...] = (1, 1), strays: int = 0) -> Run:
+    """Of two jobs whose plan has one flow on a link, simulated as it is, with 50 Mbit/s alone."""
+    return Run(0, planned, speeds, tuple(speed / 50 for speed in speeds), fullest, 1, strays, 0.5)
+
+
+WELL = Cut(recovered=4.0, pause=1.0, moved=1, strays=0)
+
+
+class TestFigures:
+    def test_where_planning_wins_all_holds(self) -> None:
+        found, holds = figures(50.0, [run(20.0, 20.0, fullest=(2, 2)), run(40.0, 40.0, planned=True)], [WELL])
+        assert all(holds.values())
+        assert (found["jobs"]["2"]["ratio"], found["jobs"]["2"]["least_ratio"]) == (2.0, 2.0)
+
+    def test_jobs_that_do_not_collide_are_not_asked_for_a_gain_but_for_no_loss(self) -> None:
+        found, holds = figures(50.0, [run(20.0, 20.0), run(20.0, 20.0, planned=True)], [WELL])
+        assert found["jobs"]["2"]["ratio"] is None
+        assert holds["faster_where_jobs_collide"]
+        assert holds["never_slower"]
+        _, holds = figures(50.0, [run(20.0, 20.0), run(18.0, 20.0, planned=True)], [WELL])
+        assert not holds["never_slower"]
+
+    def test_too_little_is_won(self) -> None:
+        runs = [run(20.0, 40.0, fullest=(2, 1)), run(29.0, 60.0, planned=True)]
+        assert not figures(50.0, runs, [WELL])[1]["faster_where_jobs_collide"]
+
+    def test_a_flow_that_does_not_go_as_planned_is_counted(self) -> None:
+        runs = [run(20.0, 20.0), run(10.0, 10.0, planned=True, strays=1)]
+        found, holds = figures(50.0, runs, [WELL])
+        assert found["in_force"] == 0.75
+        assert not holds["paths_in_force"]
+        assert found["jobs"]["2"]["least_ratio"] is None
+
+    def test_a_simulator_that_is_wrong_is_found_out(self) -> None:
+        slower = replace(run(40.0, 40.0, planned=True), simulated=(0.9, 0.9))
+        assert not figures(50.0, [run(20.0, 20.0, fullest=(2, 2)), slower], [WELL])[1]["simulator_agrees"]
+
+    @pytest.mark.parametrize(
+        ("cut", "goal"),
+        [
+            (replace(WELL, recovered=inf), "replanned_after_cut"),
+            (replace(WELL, pause=6.0), "trains_through_cut"),
+        ],
+    )
+    def test_a_cut_that_is_not_got_over(self, cut: Cut, goal: str) -> None:
+        runs = [run(20.0, 20.0, fullest=(2, 2)), run(40.0, 40.0, planned=True)]
+        found, holds = figures(50.0, runs, [WELL, cut])
+        assert [name for name, reached in holds.items() if not reached] == [goal]
+        json.dumps(found, allow_nan=False)
+
+
+class TestCommand:
+    @pytest.mark.parametrize(("reached", "status"), [(True, 77), (False, 1)])
+    def test_without_what_the_real_fabric_needs_the_simulator_runs_alone(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reached: bool, status: int
+    ) -> None:
+        monkeypatch.setattr("os.geteuid", lambda: 65534)
+        monkeypatch.setattr(bench, "simulated", lambda seeds: ({"seeds": seeds}, {"goal": reached}))
+        assert bench.main([]) == status
+        said = capsys.readouterr()
+        assert "namespaces need root" in said.err
+        assert json.loads(said.out)["holds"] == {"goal": reached}
+
+    def test_a_half_that_there_is_not(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert bench.main(["half"]) == 2
+        assert "half" in capsys.readouterr().err
+
+
+TRACE = """
+import json, sys
+from pacekeeper.launcher.hops import Probe, trace
+own, peer, port, *sources = sys.argv[1:]
+found = trace(own, [Probe(int(source), peer, int(port), 2) for source in sources], 1.0)
+print(json.dumps({probe.source_port: end for probe, end in found.ends.items()}))
+"""
+
+
+class TestSwitches:
+    @pytest.fixture
+    def fabric(self) -> Iterator[LeafSpine]:
+        with leaf_spine() as made:
+            yield made
+
+    def test_leaves_say_what_probes_find_with_each_seed(self, fabric: LeafSpine) -> None:
+        switches, (near, far, _) = Switches(fabric, 50e6), fabric.hosts
+        ports = range(25000, 25024)
+        found = []
+        for seed in (1, 2):
+            switches.draw(seed)
+            ends = json.loads(near.run(*python(TRACE), near.address, far.address, "20001", *map(str, ports)))
+            probed = [int(fabric.hops[ends[str(port)]][1:]) for port in ports]
+            assert switches.ways([Flow(near, far, port, 20001) for port in ports]) == probed
+            found.append(probed)
+        assert found[0] != found[1]
+
+    def test_a_cut_link_is_dead_to_planning_and_taken_by_nobody_until_it_is_mended(self, fabric: LeafSpine) -> None:
+        switches, (near, far, other) = Switches(fabric, 50e6), fabric.hosts
+        ends = ((near, far), (far, near), (far, other))
+        flows = [Flow(*pair, port, 20001) for pair in ends for port in range(25000, 25024)]
+
+        def taken() -> list[set[int]]:
+            ways = switches.ways(flows)
+            return [set(ways[:24]), set(ways[24:48]), set(ways[48:])]
+
+        every = {0, 1, 2}
+        assert taken() == [every, every, every]
+        with switches.cut(0, 1):
+            assert taken() == [every - {1}, every - {1}, every]
+            topology = switches.wiring().topology
+            assert topology is not None
+            assert np.argwhere(topology.up == 0).tolist() == [[0, 1]]
+        assert taken() == [every, every, every]
+        assert switches.wiring().dead == 0

@@ -1,0 +1,58 @@
+"""How fast a job's all-reduces have gone on, from the times that its rank 0 wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pacekeeper_analysis.fabric.load import Floats
+
+WINDOW, STEP = 2.0, 0.1
+"""Seconds over which a rate is looked at, and between two looks."""
+RECOVERED = 0.9
+"""Part of the best rate that counts as reached."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Over all rounds. Times: seconds, monotonic, in order."""
+
+    times: Floats
+    done: Floats  # all-reduces that had ended by then
+    ends: Floats  # the times at which one ended
+    rests: bool  # none is under way
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> Progress:
+        """`lines`: "began", "ended" or "rests", and when. A line that is not whole yet is left out."""
+        events = [line.split() for line in lines if line.endswith("\n")]
+        times = np.array([float(time) for _, time in events])
+        ended = np.array([what == "ended" for what, _ in events], dtype=bool)
+        rests = not events or events[-1][0] == "rests"
+        return cls(times, np.cumsum(ended).astype(float), times[ended], rests)
+
+    def reaches(self, time: float) -> bool:
+        """An all-reduce has ended since."""
+        return bool((self.ends > time).any())
+
+    def pace(self, begin: float, end: float) -> float:
+        """All-reduces a second; of those under way at either time the part that lies between counts."""
+        first, last = np.interp([begin, end], self.times, self.done)
+        return float(last - first) / (end - begin)
+
+    def longest_pause(self, since: float) -> float:
+        """Seconds between two ends of all-reduces, from the last end before `since` on."""
+        before = int(np.searchsorted(self.ends, since, side="right")) - 1
+        return float(np.diff(self.ends[max(before, 0) :]).max(initial=0.0))
+
+
+def recovered_after(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
+    """Seconds from `since` on after which all jobs keep near their `best` pace; inf: they never do, until `until`."""
+    looks = np.arange(since, until - WINDOW, STEP)
+    slow = [
+        any(job.pace(at, at + WINDOW) < RECOVERED * its for job, its in zip(jobs, best, strict=True)) for at in looks
+    ]
+    last = max((place for place, is_slow in enumerate(slow) if is_slow), default=-1)
+    return float("inf") if last == len(looks) - 1 else float(looks[last + 1] - since)

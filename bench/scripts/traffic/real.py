@@ -1,0 +1,262 @@
+"""The bench's real half: gloo's all-reduces on a leaf–spine of network namespaces, hashed by ECMP against planned.
+
+Three leaves and three spines of the kernel's own routing, which choose among equal paths by a hash of addresses and
+ports. Each job has two ranks below two leaves, started by real launchers without privileges. *ECMP* is a plan without
+paths: the kernel draws the ports. *Planned* is the operator's joint plan (`decide.traffic`), brought into force by
+launchers and shim. Both sides of a seed have the same switches, in turns. A speed is in Mbit/s that each rank sends.
+
+The simulator is asked for the same: leaves say which way each flow takes, and `fabric.load` what rate that comes to.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from pacekeeper_analysis.fabric.load import loads, rates
+from pacekeeper_analysis.fabric.topology import Ints, Topology
+from pacekeeper_operator.decide import paths, traffic
+from pacekeeper_operator.network import Traffic, Wiring
+from tests.support.fabric import leaf_spine
+
+from .figures import Cut, Run, figures
+from .jobs import HOSTS, Job, Team, jobs_on
+from .launchers import BYTES
+from .progress import recovered_after
+from .switches import Flow, Switches
+
+LEAVES, SPINES = 3, 3
+RATE = 50e6
+"""Bits a second of each link: all nine uplinks together ask little of two processors."""
+COUNTS = (2, 4, 8)
+"""Of jobs that run at once."""
+CUT_JOBS = 2
+SETTLE_SECONDS = 1.0
+LOOK_SECONDS = 2.0
+"""Between two looks of the operator at the fabric (services.fabrics)."""
+AFTER_CUT_SECONDS = 14.0
+MBIT = BYTES * 8 / 1e6
+"""That each of two ranks sends in an all-reduce."""
+
+ELSEWHERE = 0.02
+"""Of the bytes, that may go by links on which no flow is known: acknowledgements, and what launchers say."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    seeds: int
+    seconds: float  # of each measurement
+    alone: int  # measurements of one job
+    cuts: int
+
+
+FULL, QUICK = Sizes(20, 4.0, 5, 5), Sizes(2, 3.0, 2, 1)
+
+
+def measured(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Figures, and which goals hold."""
+    with leaf_spine(LEAVES, SPINES, HOSTS) as fabric, jobs_on(fabric) as team:
+        bench = Bench(team, Switches(fabric, RATE), sizes)
+        alone = bench.alone()
+        _say(f"a job alone: {alone:.1f} Mbit/s")
+        runs = list(bench.runs())
+        cuts = [bench.cut(seed, alone) for seed in range(sizes.cuts)]
+    return figures(alone, runs, cuts)
+
+
+def missing() -> str:
+    """What this machine lacks for it, for people; "": nothing."""
+    tools = [tool for tool in ("ip", "tc", "cc") if shutil.which(tool) is None]
+    if tools:
+        return f"it has no {', '.join(tools)}"
+    return "" if os.geteuid() == 0 else "namespaces need root"
+
+
+class Bench:
+    def __init__(self, team: Team, switches: Switches, sizes: Sizes) -> None:
+        self._team, self._switches, self._sizes = team, switches, sizes
+        self._hops = paths.hops_of(switches.spec)
+        self._round_seconds: list[float] = []
+
+    def alone(self) -> float:
+        """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
+        first = self._team.jobs[:1]
+        self._begin(first, None)
+        return median(self._speeds(first)[0][0] for _ in range(self._sizes.alone))
+
+    def runs(self) -> Iterator[Run]:
+        began = time.monotonic()
+        for seed in range(self._sizes.seeds):
+            for count in COUNTS:
+                for planned in (False, True) if seed % 2 == 0 else (True, False):
+                    run = self._run(seed, self._team.jobs[:count], planned)
+                    _say(
+                        f"seed {seed}, {count} jobs, {'planned' if planned else 'ECMP'}: mean {mean(run.speeds):.1f}, "
+                        f"slowest {min(run.speeds):.1f} Mbit/s, processors {run.load:.0%}, "
+                        f"{time.monotonic() - began:.0f} s"
+                    )
+                    yield run
+
+    def cut(self, seed: int, alone: float) -> Cut:
+        """The link that the first job's rank 0 sends over; then the operator's looks, until well after the goal."""
+        jobs, switches, team = self._team.jobs[:CUT_JOBS], self._switches, self._team
+        switches.draw(seed)
+        flows = self._begin(jobs, self._plan(switches.wiring(), jobs))
+        first = [job.round for job in jobs]
+        self._go(jobs)
+        team.pause(SETTLE_SECONDS + self._sizes.seconds)
+        with switches.cut(flows[0].source.leaf, switches.ways(flows)[0]):
+            at = time.monotonic()
+            look_at = at + random.Random(seed).uniform(0.0, LOOK_SECONDS)
+            while look_at < at + AFTER_CUT_SECONDS:
+                team.pause(look_at - time.monotonic())
+                look_at += LOOK_SECONDS
+                wiring = switches.wiring()
+                plan = self._plan(wiring, jobs, median(self._round_seconds))
+                for job in jobs:
+                    if job.name in plan.due:
+                        job.begin(plan.ways[job.name], self._hops)
+            until = time.monotonic()
+            flows = self._connected(jobs)
+            strays = _strays(jobs, switches.ways(flows))
+            self._rest(jobs)
+        best = [alone / MBIT * part for part in simulated(_topology(wiring), flows, _planned_ways(jobs))]
+        progress = [job.progress(its) for job, its in zip(jobs, first, strict=True)]
+        found = Cut(
+            recovered=recovered_after(progress, best, at, until),
+            pause=max(its.longest_pause(at) for its in progress),
+            moved=sum(job.round > its for job, its in zip(jobs, first, strict=True)),
+            strays=strays,
+        )
+        _say(f"cut {seed}: {found}")
+        return found
+
+    def _run(self, seed: int, jobs: Sequence[Job], planned: bool) -> Run:
+        switches = self._switches
+        switches.draw(seed)
+        wiring = switches.wiring()
+        plan, topology = self._plan(wiring, jobs), _topology(wiring)
+        flows = self._begin(jobs, plan if planned else None)
+        ways, before = switches.ways(flows), switches.sent()
+        speeds, load = self._speeds(jobs)
+        _check(flows, ways, np.array(switches.sent()) - np.array(before))
+        strays = _strays(jobs, ways) if planned else 0
+        if strays:
+            _say(f"{strays} flows do not go as planned: {', '.join(fault for job in jobs for fault in job.faults())}")
+        return Run(
+            seed=seed,
+            planned=planned,
+            speeds=tuple(speeds),
+            simulated=tuple(simulated(topology, flows, ways)),
+            fullest=tuple(fullest(topology, flows, ways)),
+            level=plan.level,
+            strays=strays,
+            load=load,
+        )
+
+    def _plan(self, wiring: Wiring, jobs: Sequence[Job], round_seconds: float = 0.0) -> Traffic:
+        """The operator's, of all of them. `round_seconds`: what a round costs each; 0: they begin one anyway."""
+        asked = [job.traffic(round_seconds) for job in jobs]
+        if not round_seconds:
+            asked = [replace(job, ways={}) for job in asked]
+        plan = traffic.plan(wiring, asked)
+        assert plan is not None
+        return plan
+
+    def _begin(self, jobs: Sequence[Job], plan: Traffic | None) -> list[Flow]:
+        """A round of each, over the plan's ways, or over those that the network chooses. Answers what they send, two
+        flows of each job, once all are connected."""
+        began = time.monotonic()
+        for job in jobs:
+            job.begin(plan.ways[job.name] if plan else {}, self._hops)
+        flows = self._connected(jobs)
+        self._round_seconds.append(time.monotonic() - began)
+        return flows
+
+    def _connected(self, jobs: Sequence[Job]) -> list[Flow]:
+        self._team.wait_for(lambda: all(job.flows() for job in jobs), "ranks are connected")
+        return [flow for job in jobs for flow in job.flows()]
+
+    def _speeds(self, jobs: Sequence[Job]) -> tuple[list[float], float]:
+        """Mbit/s of each over the same seconds, and the load of the processors meanwhile."""
+        self._go(jobs)
+        self._team.pause(SETTLE_SECONDS)
+        busy, began = _busy_seconds(), time.monotonic()
+        self._team.pause(self._sizes.seconds)
+        ended = time.monotonic()
+        load = (_busy_seconds() - busy) / (ended - began) / (os.cpu_count() or 1)
+        self._team.wait_for(lambda: all(job.progress().reaches(ended) for job in jobs), "the next all-reduces end")
+        self._rest(jobs)
+        return [MBIT * job.progress().pace(began, ended) for job in jobs], load
+
+    def _go(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.go()
+
+    def _rest(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.rest()
+        self._team.wait_for(lambda: all(job.progress().rests for job in jobs), "ranks rest")
+
+
+def simulated(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) -> list[float]:
+    """Of each job, the part of a whole link at which it sends. Each job's two flows follow one another."""
+    source, destination = _leaves(flows)
+    job = (np.arange(len(flows)) // 2).tolist()
+    found = rates(topology, source, destination, np.array(ways, dtype=np.int64), None, job)
+    return [float(rate) / topology.unit for rate in found[::2]]
+
+
+def fullest(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) -> list[int]:
+    """Of each job, the flows on the fullest link that it crosses."""
+    source, destination = _leaves(flows)
+    spine = np.array(ways, dtype=np.int64)
+    up, down = loads(topology, source, destination, spine, np.ones(len(flows)))
+    return [int(load) for load in np.maximum(up[source, spine], down[destination, spine]).reshape(-1, 2).max(axis=1)]
+
+
+def _check(flows: Sequence[Flow], ways: Sequence[int], sent: Ints) -> None:
+    """That the bytes went where the leaves say: RuntimeError where other links carried them. sent: (leaves, spines)."""
+    elsewhere = sent.copy()
+    elsewhere[[flow.source.leaf for flow in flows], list(ways)] = 0
+    if elsewhere.sum() > ELSEWHERE * sent.sum():
+        raise RuntimeError(f"leaves say that flows take {list(ways)}, and have sent {sent.tolist()} bytes")
+
+
+def _leaves(flows: Sequence[Flow]) -> tuple[Ints, Ints]:
+    """Of their sources, and of their destinations."""
+    source, destination = np.array([(flow.source.leaf, flow.destination.leaf) for flow in flows], dtype=np.int64).T
+    return source, destination
+
+
+def _topology(wiring: Wiring) -> Topology:
+    assert wiring.topology is not None
+    return wiring.topology
+
+
+def _planned_ways(jobs: Sequence[Job]) -> list[int]:
+    return [job.ways[pair] for job in jobs for pair in ((0, 1), (1, 0))]
+
+
+def _strays(jobs: Sequence[Job], ways: Sequence[int]) -> int:
+    return sum(way != wanted for way, wanted in zip(ways, _planned_ways(jobs), strict=True))
+
+
+def _busy_seconds() -> float:
+    """Of all processors, since the machine's start (proc(5))."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, file.readline().split()[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""The switches of the real fabric: their seeds, a cut cable, and what they themselves say of flows and links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pacekeeper_operator.api import FabricSpec, LevelSpec, UplinkSpec
+from pacekeeper_operator.decide.wiring import LinkRates, spine_of, wire
+from pacekeeper_operator.network import Wiring
+from pacekeeper_operator.observation import NodeView
+from testcluster.shell import run
+from tests.support.fabric import FabricHost, LeafSpine
+
+LABEL = "fabric.topograph.run/tier-0"
+
+
+class Flow(NamedTuple):
+    """What one end of a TCP connection sends to the other."""
+
+    source: FabricHost
+    destination: FabricHost
+    source_port: int
+    port: int
+
+
+class Switches:
+    """`rate`: bits a second that each link carries, each way."""
+
+    def __init__(self, fabric: LeafSpine, rate: float) -> None:
+        self._fabric = fabric
+        self.spec = FabricSpec(
+            spines=fabric.spines,
+            levels=(LevelSpec(LABEL),),
+            uplink=UplinkSpec(rate),
+            hops={address: spine_of(int(name[1:])) for address, name in fabric.hops.items()},
+        )
+        self._nodes = [NodeView(host.namespace, host.namespace, labels=_labels(host)) for host in fabric.hosts]
+        fabric.shape(f"{rate / 1e6:g}mbit")
+
+    def wiring(self) -> Wiring:
+        """The fabric as planning sees it now."""
+        return wire(self.spec, self._nodes, self._down())
+
+    def draw(self, seed: int) -> None:
+        """Other choices among equal paths, each leaf its own."""
+        for leaf in range(self._fabric.leaves):
+            number = 1 + seed * self._fabric.leaves + leaf
+            setting = f"net.ipv4.fib_multipath_hash_seed={number}"
+            run("ip", "netns", "exec", self._fabric.leaf(leaf), "sysctl", "-qw", setting)
+
+    def ways(self, flows: Sequence[Flow]) -> list[int]:
+        """By which spine each goes, as its leaf answers."""
+        found = [-1] * len(flows)
+        for leaf in {flow.source.leaf for flow in flows}:
+            places = [place for place, flow in enumerate(flows) if flow.source.leaf == leaf]
+            questions = "\n".join(_question(flows[place]) for place in places)
+            said = run("ip", "-n", self._fabric.leaf(leaf), "-json", "-batch", "-", stdin=questions)
+            for place, line in zip(places, filter(str.strip, said.splitlines()), strict=True):
+                found[place] = int(json.loads(line)[0]["dev"].removeprefix("up"))
+        return found
+
+    @contextmanager
+    def cut(self, leaf: int, spine: int) -> Iterator[None]:
+        """The cable between them, whose ends notice it; the other leaves are told at once, as by routing protocols."""
+        self._lay(leaf, spine, "down")
+        self._route(leaf, without=spine)
+        try:
+            yield
+        finally:
+            self._lay(leaf, spine, "up")
+            self._route(leaf)
+
+    def sent(self) -> list[list[int]]:
+        """Bytes that each leaf has sent up to each spine so far."""
+        return [self._fabric.sent(leaf) for leaf in range(self._fabric.leaves)]
+
+    def _down(self) -> LinkRates:
+        """What an exporter of the switches would say, of links that are down."""
+        down = {}
+        for leaf in range(self._fabric.leaves):
+            for link in json.loads(run("ip", "-n", self._fabric.leaf(leaf), "-json", "link", "show")):
+                if link["ifname"].startswith("up") and "LOWER_UP" not in link["flags"]:
+                    down[f"l{leaf}", spine_of(int(link["ifname"].removeprefix("up")))] = 0.0
+        return down
+
+    def _lay(self, leaf: int, spine: int, state: str) -> None:
+        run("ip", "-n", self._fabric.leaf(leaf), "link", "set", f"up{spine}", state)
+
+    def _route(self, leaf: int, without: int | None = None) -> None:
+        """From all other leaves to this one, over all spines but one."""
+        for other in range(self._fabric.leaves):
+            if other != leaf:
+                spines = [spine for spine in range(self._fabric.spines) if spine != without]
+                ways = [word for spine in spines for word in ("nexthop", "via", f"10.98.{other}.{2 * spine + 1}")]
+                run("ip", "-n", self._fabric.leaf(other), "route", "replace", f"10.99.{leaf}.0/24", *ways)
+
+
+def _labels(host: FabricHost) -> dict[str, str]:
+    return {LABEL: f"l{host.leaf}"}
+
+
+def _question(flow: Flow) -> str:
+    """By which cable a packet comes in makes no difference, but some cable has to be named."""
+    ends = f"{flow.destination.address} from {flow.source.address} iif up0"
+    return f"route get {ends} ipproto tcp sport {flow.source_port} dport {flow.port}"
