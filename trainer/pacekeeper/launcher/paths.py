@@ -48,7 +48,7 @@ MOST_KNOCKS = 16
 """For one path."""
 MOST_PORTS = 8
 """That the shim tries."""
-NARROW_SECONDS = 0.5
+NARROW_SECONDS, NARROW_PAUSE = 1.0, 0.02
 ROCE_PORT = 4791
 ROCE_FIRST_SOURCE_PORT = 0xC000
 """Of a queue pair with flow label 0 + what its packets' UDP source port is higher (rdma-core)."""
@@ -181,10 +181,16 @@ def _tracer(own: str, deadline: float, kind: int = socket.SOCK_STREAM) -> Tracer
 
 
 def narrow(each: Found, plan: WorkerPaths, own: str, knocked: Sequence[int]) -> Found:
-    """A path from here on a connection that waits for a knock: of the ports that fit the way back, those that fit."""
-    there = listen_port(plan, each.path.destination)
+    """A path from here on a connection that waits for a knock: of the ports that fit the way back, those that fit.
+
+    A port is free again when the end of its knock has been answered, for which a full network takes its time.
+    """
+    there, deadline = listen_port(plan, each.path.destination), time.monotonic() + NARROW_SECONDS
     probes = [Probe(port, each.path.address, there) for port in knocked]
-    fitting = find(probes, each.path.hops, _tracer(own, time.monotonic() + NARROW_SECONDS), PORTS)
+    fitting = find(probes, each.path.hops, _tracer(own, deadline), PORTS)
+    while fitting is PathFault.PORTS_TAKEN and time.monotonic() < deadline:
+        time.sleep(NARROW_PAUSE)
+        fitting = find(probes, each.path.hops, _tracer(own, deadline), PORTS)
     if isinstance(fitting, PathFault):
         return replace(each, fault=fitting)
     return replace(each, ports=tuple(probe.source_port for probe in fitting), fault=PathFault.NONE)
