@@ -38,7 +38,8 @@ class Switches:
             hops={address: spine_of(int(name[1:])) for address, name in fabric.hops.items()},
         )
         self._nodes = [NodeView(host.namespace, host.namespace, labels=_labels(host)) for host in fabric.hosts]
-        fabric.shape(f"{rate / 1e6:g}mbit")
+        self._rate = f"{rate / 1e6:g}mbit"  # in tc's words
+        fabric.shape(self._rate)
 
     def wiring(self) -> Wiring:
         """The fabric as planning sees it now."""
@@ -65,13 +66,11 @@ class Switches:
     @contextmanager
     def cut(self, leaf: int, spine: int) -> Iterator[None]:
         """The cable between them, whose ends notice it; the other leaves are told at once, as by routing protocols."""
-        self._lay(leaf, spine, "down")
-        self._route(leaf, without=spine)
+        self._fabric.cut(leaf, spine)
         try:
             yield
         finally:
-            self._lay(leaf, spine, "up")
-            self._route(leaf)
+            self._fabric.heal(leaf, spine, self._rate)
 
     def sent(self) -> list[list[int]]:
         """Bytes that each leaf has sent up to each spine so far."""
@@ -79,23 +78,7 @@ class Switches:
 
     def _down(self) -> LinkRates:
         """What an exporter of the switches would say, of links that are down."""
-        down = {}
-        for leaf in range(self._fabric.leaves):
-            for link in json.loads(run("ip", "-n", self._fabric.leaf(leaf), "-json", "link", "show")):
-                if link["ifname"].startswith("up") and "LOWER_UP" not in link["flags"]:
-                    down[f"l{leaf}", spine_of(int(link["ifname"].removeprefix("up")))] = 0.0
-        return down
-
-    def _lay(self, leaf: int, spine: int, state: str) -> None:
-        run("ip", "-n", self._fabric.leaf(leaf), "link", "set", f"up{spine}", state)
-
-    def _route(self, leaf: int, without: int | None = None) -> None:
-        """From all other leaves to this one, over all spines but one."""
-        for other in range(self._fabric.leaves):
-            if other != leaf:
-                spines = [spine for spine in range(self._fabric.spines) if spine != without]
-                ways = [word for spine in spines for word in ("nexthop", "via", f"10.98.{other}.{2 * spine + 1}")]
-                run("ip", "-n", self._fabric.leaf(other), "route", "replace", f"10.99.{leaf}.0/24", *ways)
+        return {(f"l{leaf}", spine_of(spine)): 0.0 for leaf, spine in self._fabric.broken().links}
 
 
 def _labels(host: FabricHost) -> dict[str, str]:
