@@ -114,8 +114,8 @@ class Bench:
         first = [job.round for job in jobs]
         self._go(jobs)
         team.pause(SETTLE_SECONDS + self._sizes.seconds)
-        with switches.cut(flows[0].source.leaf, switches.ways(flows)[0]):
-            at = time.monotonic()
+        way, at = switches.ways(flows)[0], time.monotonic()
+        with switches.cut(flows[0].source.leaf, way):
             look_at = at + random.Random(seed).uniform(0.0, LOOK_SECONDS)
             while look_at < at + AFTER_CUT_SECONDS:
                 team.pause(look_at - time.monotonic())

@@ -31,6 +31,7 @@ class Switches:
 
     def __init__(self, fabric: LeafSpine, rate: float) -> None:
         self._fabric = fabric
+        self._rate = f"{rate / 1e6:g}mbit"  # in tc's words
         self.spec = FabricSpec(
             spines=fabric.spines,
             levels=(LevelSpec(LABEL),),
@@ -38,7 +39,6 @@ class Switches:
             hops={address: spine_of(int(name[1:])) for address, name in fabric.hops.items()},
         )
         self._nodes = [NodeView(host.namespace, host.namespace, labels=_labels(host)) for host in fabric.hosts]
-        self._rate = f"{rate / 1e6:g}mbit"  # in tc's words
         fabric.shape(self._rate)
 
     def wiring(self) -> Wiring:
@@ -65,7 +65,7 @@ class Switches:
 
     @contextmanager
     def cut(self, leaf: int, spine: int) -> Iterator[None]:
-        """The cable between them, whose ends notice it; the other leaves are told at once, as by routing protocols."""
+        """The cable between them. Both ends see it, and the other leaves are told, as by a routing protocol."""
         self._fabric.cut(leaf, spine)
         try:
             yield
