@@ -30,10 +30,10 @@ RANK = Path(paths.__file__).parent / "scripts" / "fabric_rank.py"
 
 TRACE = """
 import json, socket, sys
-from pacekeeper.launcher.hops import Probe, trace
+from pacekeeper.launcher.hops import HopProbe, trace
 own, peer, port, hops, kind, *sources = sys.argv[1:]
 kind = socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM
-found = trace(own, [Probe(int(source), peer, int(port), int(hops)) for source in sources], 0.3, kind)
+found = trace(own, [HopProbe(int(source), peer, int(port), int(hops)) for source in sources], 0.3, kind)
 print(json.dumps([{probe.source_port: end for probe, end in found.ends.items()}, [p.source_port for p in found.taken]]))
 """
 SERVE = """

@@ -355,9 +355,9 @@ class TestCommand:
 
 TRACE = """
 import json, sys
-from pacekeeper.launcher.hops import Probe, trace
+from pacekeeper.launcher.hops import HopProbe, trace
 own, peer, port, *sources = sys.argv[1:]
-found = trace(own, [Probe(int(source), peer, int(port), 2) for source in sources], 1.0)
+found = trace(own, [HopProbe(int(source), peer, int(port), 2) for source in sources], 1.0)
 print(json.dumps({probe.source_port: end for probe, end in found.ends.items()}))
 """
 

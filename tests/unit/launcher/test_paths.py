@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher import hops, path_finder, paths
-from pacekeeper.launcher.hops import Probe, Trace
+from pacekeeper.launcher.hops import HopProbe, Trace
 from pacekeeper.launcher.knocks import Doors, knock
 from pacekeeper.launcher.path_finder import PathFinder
 from pacekeeper.launcher.paths import (
@@ -50,9 +50,9 @@ class Switches:
     quiet_beyond: bool = False  # the leaves behind them do not answer
     most_answers: int = 1000
     spines: int = SPINES
-    sent: list[Probe] = field(default_factory=list)
+    sent: list[HopProbe] = field(default_factory=list)
 
-    def __call__(self, probes: Sequence[Probe]) -> Trace:
+    def __call__(self, probes: Sequence[HopProbe]) -> Trace:
         self.sent += probes
         found = Trace(taken={probe for probe in probes if {probe.source_port, probe.port} & set(self.taken)})
         for probe in probes:
@@ -61,7 +61,7 @@ class Switches:
                 self.most_answers -= 1
         return found
 
-    def end(self, probe: Probe) -> str:
+    def end(self, probe: HopProbe) -> str:
         chooses = probe.source_port if probe.source_port >= 20500 else probe.port  # the other one is the listener's
         spine = f"10.98.0.{chooses % self.spines}"
         if probe.hops < self.distance:
@@ -71,11 +71,11 @@ class Switches:
         return "" if spine in self.dead or self.quiet_beyond else "far"
 
 
-def probes(count: int = 4 * SPINES) -> list[Probe]:
-    return [Probe(25000 + number, HIGH, 20001) for number in range(count)]
+def probes(count: int = 4 * SPINES) -> list[HopProbe]:
+    return [HopProbe(25000 + number, HIGH, 20001) for number in range(count)]
 
 
-def ports(found: list[Probe] | PathFault) -> list[int]:
+def ports(found: list[HopProbe] | PathFault) -> list[int]:
     assert isinstance(found, list), found
     return [probe.source_port for probe in found]
 
@@ -200,6 +200,21 @@ class TestSearch:
         knocked = (20759, 20761, 20763, 20765)
         assert paths.narrow(waiting, both, HIGH, knocked).ports == (20761, 20765)
         assert paths.narrow(waiting, both, HIGH, (20759, 20763)).fault is PathFault.NOT_FOUND
+
+    def test_ports_whose_knocks_have_not_ended_yet_are_tried_again(
+        self, network: Switches, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both = task(path(0, 1, LOW), path(1, 0, LOW))
+        (waiting,) = paths.search(both, (0,), HIGH, "salt", labels=False)
+        tries = 0
+
+        def trace(_own: str, probes: Sequence[HopProbe], _seconds: float, _kind: int) -> Trace:
+            nonlocal tries
+            tries += 1
+            return network(probes) if tries > 4 else Trace(taken=set(probes))
+
+        monkeypatch.setattr(paths, "trace", trace)
+        assert paths.narrow(waiting, both, HIGH, (20759, 20761, 20763, 20765)).ports == (20761, 20765)
 
     def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
         (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)

@@ -26,7 +26,7 @@ _ANSWERED = {errno.ECONNREFUSED, 0}
 """What a connection comes to whose packet has arrived."""
 
 
-class Probe(NamedTuple):
+class HopProbe(NamedTuple):
     """One packet: from a port of ours to a peer's address and port, `hops` hops far."""
 
     source_port: int
@@ -39,11 +39,13 @@ class Probe(NamedTuple):
 class Trace:
     """What has come of probes. Whose are in neither: nobody answered in time."""
 
-    ends: dict[Probe, str] = field(default_factory=dict)  # the address of the switch, or of the peer, at which it ended
-    taken: set[Probe] = field(default_factory=set)  # those whose port cannot be had here
+    ends: dict[HopProbe, str] = field(
+        default_factory=dict
+    )  # the address of the switch, or of the peer, at which it ended
+    taken: set[HopProbe] = field(default_factory=set)  # those whose port cannot be had here
 
 
-def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.SOCK_STREAM) -> Trace:
+def trace(own: str, probes: Iterable[HopProbe], seconds: float, kind: int = socket.SOCK_STREAM) -> Trace:
     """Sends them all, and blocks until all are answered or `seconds` are over.
 
     `own`: the address that they come from. `kind`: SOCK_DGRAM for UDP. They must differ in more than their hops.
@@ -51,7 +53,7 @@ def trace(own: str, probes: Iterable[Probe], seconds: float, kind: int = socket.
     found = Trace()
     poll = select.poll()
     with contextlib.ExitStack() as opened:
-        waiting: dict[int, tuple[socket.socket, Probe]] = {}
+        waiting: dict[int, tuple[socket.socket, HopProbe]] = {}
         for probe in probes:
             try:
                 sent = opened.enter_context(_send(own, probe, kind))
@@ -81,7 +83,7 @@ def answers(poll: select.poll, more: Callable[[], bool], seconds: float) -> Iter
             return
 
 
-def _send(own: str, probe: Probe, kind: int) -> socket.socket:
+def _send(own: str, probe: HopProbe, kind: int) -> socket.socket:
     """Raises OSError where the port is taken, or there is no way at all."""
     v6 = ":" in own
     sending = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, kind)
@@ -105,7 +107,7 @@ def _send(own: str, probe: Probe, kind: int) -> socket.socket:
     return sending
 
 
-def _who_answered(answered: socket.socket, probe: Probe) -> str:
+def _who_answered(answered: socket.socket, probe: HopProbe) -> str:
     """ "": somebody who does not say that the packet has come to an end at his place."""
     try:
         _, ancillary, _, _ = answered.recvmsg(512, 512, socket.MSG_ERRQUEUE)

@@ -28,7 +28,7 @@ from ipaddress import ip_address
 from pacekeeper_analysis.plan import WorkerPath, WorkerPaths
 from pacekeeper_analysis.reports import PathFault
 
-from .hops import Probe, Trace, trace
+from .hops import HopProbe, Trace, trace
 from .sockets import Connection
 
 HOPS = (2, 3)
@@ -53,7 +53,7 @@ ROCE_PORT = 4791
 ROCE_FIRST_SOURCE_PORT = 0xC000
 """Of a queue pair with flow label 0 + what its packets' UDP source port is higher (rdma-core)."""
 
-Tracer = Callable[[Sequence[Probe]], Trace]
+Tracer = Callable[[Sequence[HopProbe]], Trace]
 Ends = tuple[int, int]
 """Ranks: a path's source and destination."""
 
@@ -68,10 +68,12 @@ class Found:
     fault: PathFault = PathFault.NONE
 
 
-def find(probes: Sequence[Probe], wanted: Collection[str], tracer: Tracer, enough: int) -> list[Probe] | PathFault:
+def find(
+    probes: Sequence[HopProbe], wanted: Collection[str], tracer: Tracer, enough: int
+) -> list[HopProbe] | PathFault:
     """Those that go by a switch with one of the `wanted` addresses, `enough` of them, or why there are none."""
     distances: tuple[int, ...] = HOPS
-    fitting, passing = list[Probe](), list[Probe]()
+    fitting, passing = list[HopProbe](), list[HopProbe]()
     heard = usable = False
     for start in range(0, len(probes), BATCH):
         batch = probes[start : start + BATCH]
@@ -95,7 +97,7 @@ def find(probes: Sequence[Probe], wanted: Collection[str], tracer: Tracer, enoug
     return fitting[:enough] if _go_on(fitting, passing, tracer) else PathFault.BLACK_HOLE
 
 
-def _go_on(fitting: Sequence[Probe], passing: Sequence[Probe], tracer: Tracer) -> bool:
+def _go_on(fitting: Sequence[HopProbe], passing: Sequence[HopProbe], tracer: Tracer) -> bool:
     """Whether packets come beyond the spine. Where those that pass other spines are not answered from there either,
     nobody knows, and it is taken for granted."""
     ask = [probe._replace(hops=probe.hops + 1) for probe in (*fitting[:PORTS], *passing[:PORTS])]
@@ -124,13 +126,13 @@ def source_ports(path: WorkerPath, paths: WorkerPaths, salt: str, *, knocked: bo
     return random.Random(drawn_by).sample(range(first, first + quarter), min(count, quarter))
 
 
-def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list[Probe]:
+def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list[HopProbe]:
     """What to try, as seen from the sender."""
     if initiates(own, path.address):
         there = listen_port(paths, path.destination)
-        return [Probe(port, path.address, there) for port in source_ports(path, paths, salt, knocked=False)]
+        return [HopProbe(port, path.address, there) for port in source_ports(path, paths, salt, knocked=False)]
     here = listen_port(paths, path.source)
-    return [Probe(here, path.address, port) for port in source_ports(path, paths, salt, knocked=True)]
+    return [HopProbe(here, path.address, port) for port in source_ports(path, paths, salt, knocked=True)]
 
 
 def _goes_both_ways(path: WorkerPath, paths: WorkerPaths) -> bool:
@@ -159,7 +161,7 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
     probes = probes_of(path, plan, own, salt)
     found = Found(path)
     if not path.spine:
-        fitting: list[Probe] | PathFault = probes[:PORTS]
+        fitting: list[HopProbe] | PathFault = probes[:PORTS]
     elif connects and both_ways:
         fitting = []
     else:
@@ -169,7 +171,7 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
     found = replace(found, ports=tuple(probe.source_port if connects else probe.port for probe in fitting))
     if labels and path.spine:
         draws = random.Random(salt).sample(range(1, 0x4000), PROBES_PER_SPINE * plan.spines)
-        tries = [Probe(ROCE_FIRST_SOURCE_PORT + label, path.address, ROCE_PORT) for label in draws]
+        tries = [HopProbe(ROCE_FIRST_SOURCE_PORT + label, path.address, ROCE_PORT) for label in draws]
         labelled = find(tries, path.hops, _tracer(own, deadline, socket.SOCK_DGRAM), 1)
         if not isinstance(labelled, PathFault):
             found = replace(found, label=labelled[0].source_port - ROCE_FIRST_SOURCE_PORT)
@@ -186,7 +188,7 @@ def narrow(each: Found, plan: WorkerPaths, own: str, knocked: Sequence[int]) -> 
     A port is free again when the end of its knock has been answered, for which a full network takes its time.
     """
     there, deadline = listen_port(plan, each.path.destination), time.monotonic() + NARROW_SECONDS
-    probes = [Probe(port, each.path.address, there) for port in knocked]
+    probes = [HopProbe(port, each.path.address, there) for port in knocked]
     fitting = find(probes, each.path.hops, _tracer(own, deadline), PORTS)
     while fitting is PathFault.PORTS_TAKEN and time.monotonic() < deadline:
         time.sleep(NARROW_PAUSE)
