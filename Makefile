@@ -73,8 +73,8 @@ test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
 	$(BIN)/pytest tests/distributed tests/cluster
 
-demo: venv ## The main job: a training job that heals itself (build/demo/report.html)
-	$(BIN)/python -m demo
+demo: venv ## The main job: a training job that heals itself (build/demo/report.html; STORY=traffic: jobs that share links)
+	$(BIN)/python -m demo $(if $(STORY),--story $(STORY))
 
 # What needs a GPU runs by the Python of the machine that has it: no environment is made, nothing is installed.
 GPU_PYTHON ?= python3

@@ -11,10 +11,9 @@ from pacekeeper_operator import ledger
 
 NAMESPACE = "demo"
 NAME = "gpt"
+STEP_SECONDS = "pacekeeper_rank_step_seconds"
 STOP_FILE = "/checkpoints/enough"
 """The script's --stop-file in examples/gpt.yaml."""
-SELECTOR = f'{{namespace="{NAMESPACE}",trainingjob="{NAME}"}}'
-"""The job's series in Prometheus."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Job:
     mode: str
 
     @classmethod
-    def read(cls) -> Job | None:
-        body = kube.get("trainingjob", NAME, NAMESPACE)
+    def read(cls, name: str = NAME) -> Job | None:
+        body = kube.get("trainingjob", name, NAMESPACE)
         if body is None:
             return None
         status = body.get("status", {})
@@ -51,9 +50,14 @@ class Job:
         return self.phase in ("Complete", "Failed")
 
 
-def worker_of_rank(rank: int) -> str:
+def series(metric: str, name: str = NAME) -> str:
+    """A metric of the job's ranks, as Prometheus has it."""
+    return f'{metric}{{namespace="{NAMESPACE}",trainingjob="{name}"}}'
+
+
+def worker_of_rank(rank: int, name: str = NAME) -> str:
     """The pod that holds `rank` under the plan in force."""
-    for member in _plan().members:
+    for member in plan(name).members:
         if rank in member.ranks:
             return member.worker
     raise kube.DemoError(f"no worker holds rank {rank}")
@@ -81,15 +85,15 @@ def last_event(reason: str) -> dict[str, Any] | None:
     return max(mine, key=lambda event: str(event["eventTime"]), default=None)
 
 
-def live_step() -> int:
+def live_step(name: str = NAME) -> int:
     """The newest step that all ranks have completed, seconds fresher than the status."""
-    newest = _metric("min", "pacekeeper_rank_step")
+    newest = _metric("min", "pacekeeper_rank_step", name)
     return -1 if newest is None else int(newest)
 
 
-def step_seconds() -> float | None:
+def step_seconds(name: str = NAME) -> float | None:
     """Mean over the ranks; None before the first step."""
-    return _metric("avg", "pacekeeper_rank_step_seconds")
+    return _metric("avg", STEP_SECONDS, name)
 
 
 def loss() -> float | None:
@@ -97,17 +101,18 @@ def loss() -> float | None:
     return _metric("avg", "pacekeeper_rank_loss")
 
 
-def stop() -> str:
+def stop(name: str = NAME) -> str:
     """Have the script end by itself, and return what was done, in words."""
-    worker = worker_of_rank(0)
+    worker = worker_of_rank(0, name)
     kube.kubectl("exec", worker, "-c", "trainer", "-n", NAMESPACE, "--", "touch", STOP_FILE)
     return f"touch {STOP_FILE} in {worker}"
 
 
-def _metric(over_ranks: str, name: str) -> float | None:
-    found = kube.query(f"{over_ranks}({name}{SELECTOR})")
+def plan(name: str = NAME) -> Plan:
+    """In force."""
+    return ledger.read(kube.get("trainingjobstate", name, NAMESPACE), name).draft.plan
+
+
+def _metric(over_ranks: str, metric: str, name: str = NAME) -> float | None:
+    found = kube.query(f"{over_ranks}({series(metric, name)})")
     return float(found[0]["value"][1]) if found else None
-
-
-def _plan() -> Plan:
-    return ledger.read(kube.get("trainingjobstate", NAME, NAMESPACE), NAME).draft.plan

@@ -19,7 +19,7 @@ from testcluster.settings import REPOSITORY
 STEADY_SECONDS = 300.0  # importing torch on five nodes takes a loaded machine a minute
 COMPLETE_SECONDS = 900.0
 _SHARE, _STEP, _LOSS, _OWN_WORK = (
-    f"pacekeeper_rank_{what}{job.SELECTOR}" for what in ("share", "step_seconds", "loss", "compute_seconds")
+    job.series(f"pacekeeper_rank_{what}") for what in ("share", "step_seconds", "loss", "compute_seconds")
 )
 
 

@@ -20,6 +20,7 @@ from testcluster.settings import KUBECONFIG, STATE, Node, nodes
 from testcluster.shell import ClusterError, run, write
 
 LEAVES, SPINES, MOST_PORTS = 3, 3, 2
+NAME = "testcluster"
 LABEL = "fabric.topograph.run/tier-0"
 """Of a node: its leaf."""
 FAST = "10G"
@@ -134,7 +135,7 @@ def describe(found: LeafSpine, capacity: str, exceptions: list[dict[str, str]]) 
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "Fabric",
-        "metadata": {"name": "testcluster"},
+        "metadata": {"name": NAME},
         "spec": spec,
     }
 

@@ -156,6 +156,11 @@ def shape_uplinks(rate: str) -> None:
     fabric.shape(rate)
 
 
+def rehash(seed: int) -> None:
+    """The fabric's leaves choose otherwise among equal spines, as switches do after a boot."""
+    fabric.network().draw(seed)
+
+
 def _plug(node: str, up: bool) -> None:
     for cable in _cables(node):
         cable.far.plug(up)

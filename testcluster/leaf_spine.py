@@ -33,7 +33,7 @@ _SWITCH_SETTINGS = {
     "net.ipv4.conf.all.rp_filter": 0,
     "net.ipv4.conf.default.rp_filter": 0,
 }
-_FIRST_SEED = 7001
+_SEED, _FIRST_SEED = "net.ipv4.fib_multipath_hash_seed", 7001
 _LATENCY = "100ms"
 _NAMESPACES = Path("/run/netns")
 
@@ -109,11 +109,11 @@ class LeafSpine:
             self.remove()
             self._make()
         for number, switch in enumerate(self.switches):
-            _configure(switch, {**_SWITCH_SETTINGS, "net.ipv4.fib_multipath_hash_seed": _FIRST_SEED + number})
+            _configure(switch, {**_SWITCH_SETTINGS, _SEED: _FIRST_SEED + number})
         for number, machine in enumerate(self.machines):
             unfiltered = {f"net.ipv4.conf.{name}.rp_filter": 0 for name in ("all", *self._ports)}
             seed = _FIRST_SEED + len(self.switches) + number
-            _configure(machine.namespace, {**_HASH, **unfiltered, "net.ipv4.fib_multipath_hash_seed": seed})
+            _configure(machine.namespace, {**_HASH, **unfiltered, _SEED: seed})
         for namespace, lines in self.interfaces().items():
             _set_up(namespace, lines)
         self.shape(rate)
@@ -163,11 +163,23 @@ class LeafSpine:
         for leaf, spine in self.links:
             self.slow(leaf, spine, rate)
 
+    def draw(self, seed: int) -> None:
+        """Leaves choose otherwise among equal spines, each in a way of its own, for connections that there are, too."""
+        for number in range(self.planes * self.leaves):
+            _configure(self.switches[number], {_SEED: _FIRST_SEED + len(self.switches) * (1 + seed) + number})
+
     def sent(self, leaf: int) -> list[int]:
         """Bytes that a leaf has sent up to each spine so far."""
+        return self._bytes(leaf, "tx")
+
+    def received(self, leaf: int) -> list[int]:
+        """The same of what it got from each."""
+        return self._bytes(leaf, "rx")
+
+    def _bytes(self, leaf: int, direction: str) -> list[int]:
         found = [_devices(self.leaf(leaf, plane)) for plane in range(self.planes)]
         return [
-            int(found[plane][_up(spine)]["stats64"]["tx"]["bytes"])
+            int(found[plane][_up(spine)]["stats64"][direction]["bytes"])
             for plane in range(self.planes)
             for spine in self._spines(plane)
         ]

@@ -128,6 +128,7 @@ class PlannedPath:
     destination: _Rank
     spine: _Name = ""
     draw: Annotated[int, Within(0, 2**31)] = 0
+    among: Annotated[int, Within(0, 2**32)] = 0  # the spines that were alive when it was chosen (Topology.among)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class JobTraffic:
     seats: tuple[Seat, ...]
     membership: int = 0
     ways: Mapping[Pair, int] = field(default_factory=dict)  # that its plan names
+    among: Mapping[Pair, int] = field(default_factory=dict)  # what these were chosen among (Topology.among); 0: all
     sent: Mapping[Pair, float] = field(default_factory=dict)  # bytes, where they were measured
     by_nccl: bool = False  # rather than by gloo
     ports: Ports | None = None  # that its connections take; None: any
@@ -88,6 +89,7 @@ class Wiring:
     leaves: tuple[str, ...]  # a leaf's place here is its group in the topology
     leaf_of: Mapping[str, int]  # node → group; without nodes that do not say
     topology: Topology | None
+    routes: Topology | None = None  # without what jobs' flows have shown, of which switches know nothing
     strange: tuple[str, ...] = ()  # links that something was said of, and that there are not
     slow: Shares = field(default_factory=dict)  # by what jobs' flows have shown
     views: Mapping[str, Topology] = field(default_factory=dict)  # namespace → with what its flows alone have shown, too

@@ -5,7 +5,7 @@ Each test leaves the network whole and both jobs training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def network(cluster: Cluster) -> Iterator[LeafSpine]:
         wait_for(lambda: is_true(cluster, "LeavesKnown"), 30, "the operator knows the leaves")
         yield fabric.network()
     finally:
-        cluster.kubectl("delete", "fabric", "testcluster", "--ignore-not-found")
+        cluster.kubectl("delete", "fabric", fabric.NAME, "--ignore-not-found")
         testcluster.cluster.up(ports=0)
 
 
@@ -91,43 +91,7 @@ def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     for pair in (("l1", "l2"), ("l2", "l1")):
         assert len({way[pair] for way in ways}) == 2, ways
 
-    before = network.sent(0)
-    for job in jobs:
-        job.until_trained_on(10)
-    sent = [now - was for now, was in zip(network.sent(0), before, strict=True)]
-    busy = {fabric.spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
-    assert busy == {way["l1", "l2"] for way in ways}, sent
-
-
-def test_a_link_that_dies_is_planned_around_while_training_goes_on(cluster: Cluster, jobs: list[Job]) -> None:
-    for job in jobs:
-        job.until_trained_on(20)
-    dying = flows(jobs[0])["l1", "l2"]
-    moved = [job for job in jobs if dying in flows(job).values()]
-    others = [job for job in jobs if job not in moved]
-    rounds = {job.name: job.status["round"] for job in jobs}
-    known = {job.name: job.incident_names() for job in jobs}
-
-    faults.cut_uplink("l1", dying)
-    try:
-        cluster.apply(fabric.manifest())
-        for job in moved:
-            replanned = partial(is_replanned, job, dying, rounds[job.name])
-            job.until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on other ways")
-        status = planned(cluster, 4)
-        assert status is not None
-        assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
-        for job in jobs:
-            job.until_trained_on()
-        for job in moved:
-            (incident,) = (i for i in job.incidents() if i["metadata"]["name"] not in known[job.name])
-            assert (incident["spec"]["cause"], incident["status"]["remedy"]) == ("slow-communication", "PlanTraffic")
-        for job in others:
-            assert (job.status["round"], job.incident_names()) == (rounds[job.name], known[job.name]), "left alone"
-    finally:
-        faults.heal_uplink("l1", dying)
-        cluster.apply(fabric.manifest())
-    wait_for(lambda: (planned(cluster, 4) or {}).get("dead") == 0, 10, "the link counts again")
+    assert spines_used(network, jobs) == {way["l1", "l2"] for way in ways}
 
 
 def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:
@@ -160,6 +124,35 @@ def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -
     assert not any("tbf" in run("tc", *where, device) for device in ("eth0", "fab0"))
 
 
+def test_a_link_that_dies_is_planned_around_while_training_goes_on(
+    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+) -> None:
+    """The other job's ways are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
+    for job in jobs:
+        job.until_trained_on(20)
+    dying = flows(jobs[0])["l1", "l2"]
+    rounds = {job.name: job.status["round"] for job in jobs}
+    known = {job.name: job.incident_names() for job in jobs}
+
+    faults.cut_uplink("l1", dying)
+    try:
+        cluster.apply(fabric.manifest())
+        for job in jobs:
+            replanned = partial(is_replanned, job, dying, rounds[job.name])
+            job.until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their ways")
+        status = planned(cluster, 4)
+        assert status is not None
+        assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
+        assert spines_used(network, jobs) == {flows(job)["l1", "l2"] for job in jobs}
+        for job in jobs:
+            (incident,) = (i for i in job.incidents() if i["metadata"]["name"] not in known[job.name])
+            assert (incident["spec"]["cause"], incident["status"]["remedy"]) == ("slow-communication", "PlanTraffic")
+    finally:
+        faults.heal_uplink("l1", dying)
+        cluster.apply(fabric.manifest())
+    wait_for(lambda: (planned(cluster, 4) or {}).get("dead") == 0, 10, "the link counts again")
+
+
 def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_one_again(
     cluster: Cluster, network: LeafSpine, jobs: list[Job]
 ) -> None:
@@ -183,6 +176,15 @@ def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_on
     wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
 
 
+def spines_used(network: LeafSpine, jobs: Sequence[Job]) -> set[str]:
+    """By which leaf l1 sends while all jobs train on."""
+    before = network.sent(0)
+    for job in jobs:
+        job.until_trained_on(10)
+    sent = [now - was for now, was in zip(network.sent(0), before, strict=True)]
+    return {fabric.spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
+
+
 def flows(job: Job) -> dict[tuple[str, str], str]:
     """Spines that the job's plan names, by the leaves of sender and receiver."""
     draft = job.draft()
@@ -203,13 +205,13 @@ def on_their_ways(job: Job) -> bool:
 
 def planned(cluster: Cluster, count: int) -> dict[str, Any] | None:
     """What the Fabric says, once so many flows have ways; None: not yet."""
-    found: dict[str, Any] = (cluster.get("fabric", "testcluster") or {}).get("status", {})
+    found: dict[str, Any] = (cluster.get("fabric", fabric.NAME) or {}).get("status", {})
     return found if found.get("flows") == count and is_true(cluster, "Planned") else None
 
 
 def condition(cluster: Cluster, kind: str) -> dict[str, str]:
     """Of the Fabric; {} where it has not been written yet."""
-    found = (cluster.get("fabric", "testcluster") or {}).get("status", {}).get("conditions", ())
+    found = (cluster.get("fabric", fabric.NAME) or {}).get("status", {}).get("conditions", ())
     return next((one for one in found if one["type"] == kind), {})
 
 

@@ -105,6 +105,21 @@ def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way
     assert used(fabric, far, near) == {0, 2}, "now they are told"
 
 
+def test_after_another_draw_the_same_connections_go_elsewhere(fabric: LeafSpine) -> None:
+    near, far, _ = fabric.hosts
+
+    def carried() -> list[int]:
+        """Bytes by each spine, as the leaf at the other end has got them."""
+        before = fabric.received(far.leaf)
+        used(fabric, near, far)
+        return [now - was for now, was in zip(fabric.received(far.leaf), before, strict=True)]
+
+    first = carried()
+    assert carried() == pytest.approx(first, abs=200), "neighbours are asked for now and then"
+    fabric.draw(1)
+    assert carried() != pytest.approx(first, abs=200)
+
+
 def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: LeafSpine) -> None:
     near, far, other = fabric.hosts
     for spine in range(3):

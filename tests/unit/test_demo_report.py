@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from demo import fabric, kube
+from demo import fabric
 from demo.report import Outcome, Report, page, write
+from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
 HEALED = Outcome(
     fault="rank crash",
@@ -65,33 +63,25 @@ def test_page_is_self_contained_and_escapes() -> None:
     assert "no data" in text
 
 
-def network(load: int, in_force: bool = True) -> dict[str, Any]:
-    links = [{"leaf": "l1", "spine": "s1", "up": load, "down": 0}, {"leaf": "l1", "spine": "s2", "up": 0, "down": 1}]
-    condition = {"type": "InForce", "status": str(in_force), "reason": "Oldest"}
-    status = {"leaves": 1, "flows": 3, "maxLoad": load, "links": links, "conditions": [condition]}
-    return {"metadata": {"name": "pods"}, "spec": {"spines": 2}, "status": status}
+def links(load: int) -> FabricView:
+    found = (FabricLink("l1", "s1", load, 0), FabricLink("l1", "s2", 0, 1))
+    return FabricView("pods", 2, 1, 3, load, links=found, unit="Mbit/s")
 
 
-def test_a_story_about_traffic_shows_the_links_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads = iter((2, 1))
-    monkeypatch.setattr(kube, "get", lambda _: [network(9, in_force=False), network(next(loads))])
-    report = replace(REPORT, fabrics=(fabric.look(), fabric.look()))
-    write(report, tmp_path)
+def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) -> None:
+    write(replace(REPORT, fabrics=(links(2), links(1))), tmp_path)
     picture = (tmp_path / "fabric.svg").read_text()
     assert picture in (tmp_path / "report.html").read_text()
     assert picture.index("pods, before") < picture.index("2 up, 0 down") < picture.index("pods, after")
     assert "fabric.svg" not in {path.name for path in written_without(tmp_path / "other")}
 
 
+def test_a_leaf_sends_by_the_spines_that_carry_something() -> None:
+    assert fabric.busy(links(9), "l1") == {"s1"}
+    assert fabric.busy(links(0), "l1") == fabric.busy(links(9), "l2") == set()
+
+
 def written_without(folder: Path) -> list[Path]:
     """Any fabric."""
     write(REPORT, folder)
     return list(folder.iterdir())
-
-
-def test_a_story_about_traffic_needs_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kube, "get", lambda _: [])
-    with pytest.raises(kube.DemoError, match="there is no Fabric"):
-        fabric.look()

@@ -7,6 +7,7 @@ uplink (s, w) and the downlink (d, w); what stays in its group loads neither.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -60,6 +61,24 @@ class Topology:
     def symmetric(self) -> bool:
         """All links are alive and alike."""
         return bool((self.up == self.unit).all() and (self.down == self.unit).all())
+
+    def among(self, source: Ints, destination: Ints, way: Ints) -> Ints:
+        """Of flows, each a number for the ways of its plane that are alive between its groups; 0: all are.
+
+        Leaves choose among these by a hash: when one dies or comes back, flows that went by others may change, too.
+        """
+        dead_up, dead_down = self.up == 0, self.down == 0
+        found = np.zeros(len(way), dtype=np.int64)
+        known: dict[tuple[int, int, int], int] = {}
+        at_risk = (way != WITHIN) & (dead_up.any(axis=1)[source] | dead_down.any(axis=1)[destination])
+        for flow in np.flatnonzero(at_risk).tolist():
+            ends = int(source[flow]), int(destination[flow]), int(way[flow]) // self.spines
+            if ends not in known:
+                plane = slice(ends[2] * self.spines, (ends[2] + 1) * self.spines)
+                dead = dead_up[ends[0], plane] | dead_down[ends[1], plane]
+                known[ends] = zlib.crc32(np.packbits(dead).tobytes()) if dead.any() else 0
+            found[flow] = known[ends]
+        return found
 
     def without(self, up: Iterable[tuple[int, int]] = (), down: Iterable[tuple[int, int]] = ()) -> Topology:
         """The same with these links, (group, way), dead."""

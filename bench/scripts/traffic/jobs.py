@@ -81,15 +81,16 @@ class Job:
         """As planning sees it: all that its ranks do is wait for each other's data."""
         seats = tuple(Seat(host.namespace, (rank,)) for rank, host in enumerate(self.hosts))
         membership = self._plan.membership
+        ways, among = self.ways, paths.among_of(self._plan)
         return JobTraffic(
-            self.name, seats, membership, self.ways, ports=PORTS, waiting=1.0, round_seconds=round_seconds
+            self.name, seats, membership, ways, among, ports=PORTS, waiting=1.0, round_seconds=round_seconds
         )
 
-    def begin(self, ways: Mapping[Pair, int], hops: Sequence[Hop]) -> None:
-        """A new round of both ranks, over these ways; of none: the network chooses."""
+    def begin(self, ways: Mapping[Pair, int], among: Mapping[Pair, int], hops: Sequence[Hop]) -> None:
+        """A new round of both ranks, over these ways; of none: the network chooses. among: of `JobTraffic`."""
         self.ways = ways
         number = self._plan.membership + 1
-        wanted = tuple(PlannedPath(*pair, spine_of(way)) for pair, way in ways.items())
+        wanted = tuple(PlannedPath(*pair, spine_of(way), among=among.get(pair, 0)) for pair, way in ways.items())
         self._plan = Plan(
             version=number,
             membership=number,

@@ -124,7 +124,7 @@ class Bench:
                 plan = self._plan(wiring, jobs, median(self._round_seconds))
                 for job in jobs:
                     if job.name in plan.due:
-                        job.begin(plan.ways[job.name], self._hops)
+                        self._begin_by(plan, job)
             until = time.monotonic()
             flows = self._connected(jobs)
             strays = _strays(jobs, switches.ways(flows))
@@ -177,10 +177,14 @@ class Bench:
         flows of each job, once all are connected."""
         began = time.monotonic()
         for job in jobs:
-            job.begin(plan.ways[job.name] if plan else {}, self._hops)
+            self._begin_by(plan, job)
         flows = self._connected(jobs)
         self._round_seconds.append(time.monotonic() - began)
         return flows
+
+    def _begin_by(self, plan: Traffic | None, job: Job) -> None:
+        ways = plan.ways[job.name] if plan else {}
+        job.begin(ways, traffic.among(self._switches.wiring(), job.traffic(), ways), self._hops)
 
     def _connected(self, jobs: Sequence[Job]) -> list[Flow]:
         self._team.wait_for(lambda: all(job.flows() for job in jobs), "ranks are connected")

@@ -47,10 +47,7 @@ class Switches:
 
     def draw(self, seed: int) -> None:
         """Other choices among equal paths, each leaf its own."""
-        for leaf in range(self._fabric.leaves):
-            number = 1 + seed * self._fabric.leaves + leaf
-            setting = f"net.ipv4.fib_multipath_hash_seed={number}"
-            run("ip", "netns", "exec", self._fabric.leaf(leaf), "sysctl", "-qw", setting)
+        self._fabric.draw(seed)
 
     def ways(self, flows: Sequence[Flow]) -> list[int]:
         """By which spine each goes, as its leaf answers."""

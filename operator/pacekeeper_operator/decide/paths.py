@@ -7,7 +7,8 @@ is a remedy with a price (`replan`).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pacekeeper_analysis.plan import LEAST_PORTS, Hop, Paths, Plan, PlannedPath
 from pacekeeper_analysis.reports import PathFault, PathReport
@@ -91,10 +92,12 @@ def put_back(observation: Observation, changed: tuple[WayChange, ...]) -> Paths 
     if present is None or network is None:
         return present
     before = (PlannedPath(one.source, one.destination, one.spine_before, one.draw_before) for one in changed)
-    alive = _living(network, _own(observation))
+    own = _own(observation)
+    alive = _living(network, own)
     spines = {hop.spine for hop in present.hops}
     wanted = _by_pair(present) | {pair: path for pair, path in _by_pair_of(before).items() if alive(path)}
     kept = tuple(path for _, path in sorted(wanted.items()) if path.spine in spines or path.draw)
+    kept = _among(network, own, kept)
     return Paths(kept, present.hops, present.first_port, present.last_port) if kept else None
 
 
@@ -112,6 +115,13 @@ def _living(network: Network, own: JobTraffic) -> Callable[[PlannedPath], bool]:
         return bool(topology.up[source, way] and topology.down[destination, way])
 
     return alive
+
+
+def _among(network: Network, own: JobTraffic, wanted: Sequence[PlannedPath]) -> tuple[PlannedPath, ...]:
+    """As they are chosen now."""
+    ways = {(path.source, path.destination): way_of(path.spine) for path in wanted}
+    among = traffic.among(network.wiring, own, {pair: way for pair, way in ways.items() if way is not None})
+    return tuple(replace(path, among=among.get((path.source, path.destination), 0)) for path in wanted)
 
 
 def _by_pair(paths: Paths | None) -> dict[Pair, PlannedPath]:
@@ -155,6 +165,12 @@ def ways_of(plan: Plan) -> Mapping[Pair, int]:
     return {(source, destination): way for source, destination, way in ways if way is not None}
 
 
+def among_of(plan: Plan) -> Mapping[Pair, int]:
+    """What each of them was chosen among, where not among all."""
+    named = plan.paths.wanted if plan.paths is not None else ()
+    return {(path.source, path.destination): path.among for path in named if path.among}
+
+
 def ports_of(plan: Plan) -> Ports | None:
     return None if plan.paths is None else (plan.paths.first_port, plan.paths.last_port)
 
@@ -185,7 +201,7 @@ def planned(observation: Observation, network: Network) -> Paths | None:
         for pair, way in sorted(_ways(network, own).items())
         if spine_of(way) in answering
     ]
-    return None if ports is None or not paths else Paths(tuple(paths[:MOST]), hops, *ports)
+    return None if ports is None or not paths else Paths(_among(network, own, paths[:MOST]), hops, *ports)
 
 
 def _own(observation: Observation) -> JobTraffic:
@@ -196,6 +212,7 @@ def _own(observation: Observation) -> JobTraffic:
         tuple(Seat(node.get(member.worker, ""), member.ranks) for member in plan.members),
         plan.membership,
         ways_of(plan),
+        among_of(plan),
         by_nccl=uses_gpus(job),
         ports=ports_of(plan),
     )

@@ -1,16 +1,18 @@
 """Joint planning: which way each flow of each job takes through the fabric. Pure, and without a memory of its own.
 
 All jobs' plans go in, with the ways that stand in them, and the ways that shall stand there come out. Who has a way
-that is alive keeps it, unless what all jobs win by moving flows outweighs the rounds that this costs. Whoever stops in
-the middle has changed some plans and others not: the next look ends the same. A namespace that alone calls links slow
-has its own flows led around them, as far as that slows nobody else.
+that is alive keeps it, unless what all jobs win by moving flows outweighs the rounds that this costs. Where a leaf has
+other spines to choose among than when a round was planned, its ports may lead elsewhere: that flow is adrift until the
+job's next round, which is begun where it is worth it. Whoever stops in the middle has changed some plans and others
+not: the next look ends the same. A namespace that alone calls links slow has its own flows led around them, as far as
+that slows nobody else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,7 +43,7 @@ def plan(wiring: Wiring, jobs: Sequence[JobTraffic]) -> Traffic | None:
     topology = wiring.topology
     table = _table(wiring, topology, jobs)
     before = _present_pace(topology, table)
-    settled = _weighed(topology, table, before, _assigned(topology, table, frozenset()))
+    settled = _weighed(topology, table, before, frozenset())
     movable = [place for place, job in enumerate(jobs) if _is_movable(wiring, job)]
     chosen = _best(topology, table, before, settled, [place for place in movable if jobs[place].acts])
     recommended = dict[JobName, Replanned]()
@@ -70,6 +72,16 @@ def place(wiring: Wiring, others: Iterable[JobTraffic], own: JobTraffic) -> Mapp
     return _ways(table, found)[own.name]
 
 
+def among(wiring: Wiring, job: JobTraffic, ways: Mapping[Pair, int]) -> Mapping[Pair, int]:
+    """What these ways of a job are chosen among, for `JobTraffic.among`; nothing where they are chosen among all."""
+    if wiring.topology is None or wiring.routes is None:
+        return {}
+    table = _table(wiring, wiring.topology, [job])
+    chosen = _ints(ways.get(pair, WITHIN) for pair in table.pairs)
+    found = wiring.routes.among(table.flows.source, table.flows.destination, chosen)
+    return {pair: number for pair, number in zip(table.pairs, found.tolist(), strict=True) if number}
+
+
 def _is_movable(wiring: Wiring, job: JobTraffic) -> bool:
     """Who has a view of its own is led by that: what all others see would bring it back."""
     return _is_free(job) and job.name[0] not in wiring.views
@@ -89,9 +101,10 @@ def _best(
     """The plan that wins most, if some of the movable jobs move; `settled`: nobody does."""
     chosen = settled
     if settled.assignment.level == settled.assignment.bound:
-        return chosen
+        adrift = set(table.job[table.adrift].tolist())
+        movable = [place for place in movable if place in adrift]
     for some in _some(table.jobs, movable):
-        found = _weighed(topology, table, before, _assigned(topology, table, some))
+        found = _weighed(topology, table, before, some)
         fewer_lost = len(found.assignment.lost) <= len(chosen.assignment.lost)
         if found.net_seconds > max(0.0, chosen.net_seconds) and fewer_lost:
             chosen = found
@@ -133,6 +146,7 @@ class _Table:
     receiver: Ints
     flows: Flows
     living: Ints  # the ways that the plans name, as far as they are alive; WITHIN: none
+    adrift: NDArray[np.bool_]  # the flows that may have left these ways since their round was planned
 
 
 def _table(wiring: Wiring, topology: Topology, jobs: Sequence[JobTraffic]) -> _Table:
@@ -148,7 +162,10 @@ def _table(wiring: Wiring, topology: Topology, jobs: Sequence[JobTraffic]) -> _T
     leaves = _ints(wiring.leaf_of.values())
     flows = Flows(leaves[sender], leaves[receiver], _ints(row.weight for row in rows))
     ways = living(topology, flows, [jobs[row.job].ways.get(row.pair, WITHIN) for row in rows])
-    return _Table(jobs, [row.pair for row in rows], _ints(row.job for row in rows), sender, receiver, flows, ways)
+    chosen_among = _ints(jobs[row.job].among.get(row.pair, 0) for row in rows)
+    adrift = (ways != WITHIN) & ((wiring.routes or topology).among(flows.source, flows.destination, ways) != chosen_among)
+    pairs, numbers = [row.pair for row in rows], _ints(row.job for row in rows)
+    return _Table(jobs, pairs, numbers, sender, receiver, flows, ways, adrift)
 
 
 class _Row(NamedTuple):
@@ -215,12 +232,28 @@ class _Weighed(NamedTuple):
 
 
 def _weighed(
-    topology: Topology, table: _Table, before: Mapping[int, float], found: Assignment, tenant: str | None = None
+    topology: Topology, table: _Table, before: Mapping[int, float], movable: frozenset[int]
 ) -> _Weighed:
-    """`tenant`: whose jobs alone count; None: all."""
+    """The plan in which these jobs' flows may leave a way that is alive, and are found again where they are adrift."""
+    found = _assigned(topology, table, movable)
+    renewed = movable | {number for number, job in enumerate(table.jobs) if not job.round_seconds}
+    return _worth(topology, table, before, found, renewed & set(table.job[table.adrift].tolist()))
+
+
+def _worth(
+    topology: Topology,
+    table: _Table,
+    before: Mapping[int, float],
+    found: Assignment,
+    renewed: Set[int] = frozenset(),
+    tenant: str | None = None,
+) -> _Weighed:
+    """`renewed`: jobs that begin a round even where no way of theirs changes. `tenant`: whose jobs alone count; None:
+    all."""
     counted = {number for number, job in enumerate(table.jobs) if tenant in (None, job.name[0])}
-    after = _pace(topology, table, found.ways)
-    changed = {int(table.job[flow]) for flow in np.flatnonzero(found.ways != table.living)} & counted
+    changed = set(table.job[found.ways != table.living].tolist()) | renewed
+    after = _mean_pace(topology, table, found.ways, table.adrift & ~np.isin(table.job, list(changed)))
+    changed &= counted
     training = frozenset(number for number in changed if 0 < table.jobs[number].round_seconds < math.inf)
     gain = sum(
         HORIZON_SECONDS * job.ranks * job.waiting * (1.0 - before[number] / after[number])
@@ -273,7 +306,7 @@ def _around(
             ways = tried
     moved = tuple(np.flatnonzero((table.living != WITHIN) & (ways != table.living)).tolist())
     assignment = replace(found, ways=ways, moved=moved)
-    weighed = _weighed(view, table, _present_pace(view, table), assignment, tenant)
+    weighed = _worth(view, table, _present_pace(view, table), assignment, tenant=tenant)
     if (ways == found.ways).all() or (weighed.changed and weighed.net_seconds <= 0):
         return None
     return weighed
@@ -293,15 +326,20 @@ def _on_the_emptiest(view: Topology, flows: Flows, ways: Ints, flow: int) -> Int
 
 
 def _present_pace(topology: Topology, table: _Table) -> Mapping[int, float]:
-    """As things are: where no way is planned that is alive, the mean over some that hashing may have chosen."""
-    draws = DRAWS if (table.living == WITHIN).any() else 1
-    paces = [_pace(topology, table, _as_hashed(topology, table, draw)) for draw in range(draws)]
+    """As things are."""
+    return _mean_pace(topology, table, table.living, (table.living == WITHIN) | table.adrift)
+
+
+def _mean_pace(topology: Topology, table: _Table, ways: Ints, unknown: NDArray[np.bool_]) -> Mapping[int, float]:
+    """By these ways; of the flows whose way is not known, the mean over some that hashing may have chosen."""
+    draws = DRAWS if unknown.any() else 1
+    paces = [_pace(topology, table, _as_hashed(topology, table, ways, unknown, draw)) for draw in range(draws)]
     return {number: sum(pace[number] for pace in paces) / draws for number in paces[0]}
 
 
-def _as_hashed(topology: Topology, table: _Table, draw: int) -> Ints:
-    ways = table.living.copy()
-    for flow in np.flatnonzero(ways == WITHIN).tolist():
+def _as_hashed(topology: Topology, table: _Table, ways: Ints, unknown: NDArray[np.bool_], draw: int) -> Ints:
+    ways = ways.copy()
+    for flow in np.flatnonzero(unknown).tolist():
         source, destination = int(table.flows.source[flow]), int(table.flows.destination[flow])
         alive = np.flatnonzero((topology.up[source] > 0) & (topology.down[destination] > 0))
         if len(alive):

@@ -42,6 +42,7 @@ def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates, doubts: D
     links = np.full((len(leaves), ways), full, dtype=np.int64)
     strange = _set(links, group, told) + _set(links, group, _excepted(spec))
     links = np.minimum(links, full)
+    routes = Topology(links, links, spec.planes)
     excepted = frozenset((one.leaf, one.spine) for one in spec.exceptions)
 
     def doubted(links: Ints, shares: Shares) -> Ints:
@@ -57,6 +58,7 @@ def wire(spec: FabricSpec, nodes: Iterable[NodeView], told: LinkRates, doubts: D
         leaves,
         leaf_of,
         Topology(links, links, spec.planes),
+        routes,
         tuple(dict.fromkeys(strange)),
         slow={link: share for link, share in doubts.of_all.items() if link[0] in group and link not in excepted},
         views={tenant: Topology(view, view, spec.planes) for tenant, view in views.items() if (view < links).any()},

@@ -12,7 +12,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import Evidence
 
 from ..api import Cause, Job, JobPhase, Mode, Remedy
-from ..decide.paths import ports_of, ways_of
+from ..decide.paths import among_of, ports_of, ways_of
 from ..decide.verify_ways import TRY_AGAIN_SECONDS
 from ..manifests import uses_gpus
 from ..network import JobName, JobTraffic, Pair, Seat
@@ -48,6 +48,7 @@ def of_job(name: JobName, memory: JobMemory, now: float, *, acts: bool = True) -
         tuple(Seat(node.get(member.worker, ""), member.ranks) for member in draft.plan.members),
         membership=draft.plan.membership,
         ways=ways_of(draft.plan),
+        among=among_of(draft.plan),
         by_nccl=uses_gpus(job),
         ports=ports_of(draft.plan),
         # Coarsely: each change of it is a reason to plan anew.

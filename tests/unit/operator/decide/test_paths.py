@@ -11,7 +11,7 @@ import pytest
 from pacekeeper_analysis.plan import Hop
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.decide import paths, traffic
-from pacekeeper_operator.decide.paths import PORTS, hops_of, ways_of
+from pacekeeper_operator.decide.paths import PORTS, among_of, hops_of, ways_of
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import NO_FABRIC, JobName, JobTraffic, Network, Pair, Seat
@@ -146,6 +146,13 @@ class TestTraining:
         after = step(cut)
         assert ways(after)[1, 0] == 1 - way
         assert ways(after)[2, 1] == ways(draft)[2, 1]
+
+    def test_it_is_written_down_what_the_leaves_could_choose_among(self) -> None:
+        whole = step(starting(network()))
+        assert not among_of(whole.plan)
+        cut = step(starting(network(exceptions=(LinkException("b", "s1"),))))
+        assert among_of(cut.plan).keys() == ways(cut).keys(), "both leaves of each flow lack the same spine"
+        assert len(set(among_of(cut.plan).values())) == 1
 
 
 class TestChangedMembers:

@@ -12,7 +12,7 @@ import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
 from pacekeeper_operator.decide.link_state import Doubts
-from pacekeeper_operator.decide.traffic import edges, place, plan
+from pacekeeper_operator.decide.traffic import among, edges, place, plan
 from pacekeeper_operator.decide.wiring import wire
 from pacekeeper_operator.network import JobName, JobTraffic, Seat, Traffic, Wiring
 from pacekeeper_operator.observation import NodeView
@@ -142,7 +142,8 @@ class TestDue:
         assert planned(fabric(spines=3), *self.jobs()).due == {}
 
     def test_whose_link_has_died_where_others_may_be_in_the_way(self) -> None:
-        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs())
+        one, two = self.jobs()
+        cut = planned(fabric(spines=3, dead=[("a", "s1")]), one, replace(two, round_seconds=math.inf))
         assert set(cut.due) == {("team", "one")}
         assert set(cut.ways["team", "one"].values()) == {2}
         due = cut.due["team", "one"]
@@ -180,6 +181,57 @@ class TestDue:
         assert set(found.due) == {("team", "one")}
         assert found.due["team", "one"].slowdown == pytest.approx(1 / (1 - 0.3 * 0.75))
         assert set(found.ways["team", "one"].values()) == {2}
+
+
+class TestAdrift:
+    """Leaves choose by a hash among the spines that are alive: where one dies or comes back, all flows of that leaf may
+    leave the ways that their ports led to."""
+
+    def jobs(self, wiring: Wiring | None = None, **changes: Any) -> list[JobTraffic]:
+        """Four that have been planned apart over this fabric, two of them between other leaves; all train."""
+        wiring = wiring or fabric(spines=3)
+        ends = {"one": "ab", "two": "ab", "three": "bc", "four": "bc"}
+        jobs = [job(name, *(f"{leaf}{n}" for leaf in leaves)) for n, (name, leaves) in enumerate(ends.items())]
+        found = planned(wiring, *jobs)
+        values: dict[str, Any] = {"waiting": 0.3, "round_seconds": 5.0} | changes
+        ways = found.ways
+        return [replace(one, ways=ways[one.name], among=among(wiring, one, ways[one.name]), **values) for one in jobs]
+
+    def cut(self, jobs: Sequence[JobTraffic]) -> Wiring:
+        """Of the first job's link."""
+        return fabric(spines=3, dead=[("a", f"s{jobs[0].ways[0, 1] + 1}")])
+
+    def test_who_is_on_another_spine_of_the_leaf_begins_a_round_as_well(self) -> None:
+        jobs = self.jobs()
+        found = planned(self.cut(jobs), *jobs)
+        assert set(found.due) == {("team", "one"), ("team", "two")}, "the others' leaves have what they had"
+        assert found.ways["team", "two"] == jobs[1].ways, "by the ways that it had, for which it finds ports anew"
+        assert found.moved == 0
+        assert found.due["team", "two"].cost_seconds == 20.0
+
+    def test_but_not_where_that_costs_more_than_it_wins(self) -> None:
+        one, two, *others = self.jobs()
+        assert set(planned(self.cut([one]), one, replace(two, round_seconds=200.0), *others).due) == {("team", "one")}
+
+    def test_nor_who_may_not_be_moved(self) -> None:
+        one, two, *others = self.jobs()
+        assert set(planned(self.cut([one]), one, replace(two, held=True), *others).due) == {("team", "one")}
+
+    def test_after_its_round_it_is_where_it_should_be(self) -> None:
+        jobs = self.jobs()
+        cut = self.cut(jobs)
+        assert planned(cut, *self.jobs(cut)).due == {}
+
+    def test_a_link_that_comes_back_does_the_same(self) -> None:
+        jobs = self.jobs(fabric(spines=3, dead=[("a", "s1")]))
+        assert set(planned(fabric(spines=3), *jobs).due) == {("team", "one"), ("team", "two")}
+
+    def test_what_only_flows_have_shown_no_leaf_goes_by(self) -> None:
+        jobs = self.jobs()
+        nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in "abc" for n in range(10)]
+        dead = ("a", f"s{jobs[0].ways[0, 1] + 1}")
+        black_hole = wire(FabricSpec(3, levels=(LevelSpec("leaf"),)), nodes, {}, Doubts(of_all={dead: 0.0}))
+        assert set(planned(black_hole, *jobs).due) == {("team", "one")}
 
 
 class TestOthers:
