@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 from testcluster import fabric
+from testcluster.leaf_spine import LeafSpine, Link
 
 SECONDS = 3.0
 
@@ -14,13 +14,16 @@ SECONDS = 3.0
 def measured(flows: int, seconds: float = SECONDS) -> FabricView:
     """In Mbit/s, over so many seconds from now on."""
     network, began = fabric.network(), time.monotonic()
-    before = _carried()
+    before = _carried(network)
     time.sleep(seconds)
-    passed = time.monotonic() - began
-    loads = [[_mbits(now - was, passed) for now, was in zip(*both, strict=True)] for both in zip(_carried(), before)]
+    after, passed = _carried(network), time.monotonic() - began
+
+    def load(link: Link, direction: int) -> int:
+        return round((after[link][direction] - before[link][direction]) * 8 / 1e6 / passed)
+
     links = tuple(
-        FabricLink(fabric.leaf_name(leaf), fabric.spine_name(spine), up, down)
-        for (leaf, spine), up, down in zip(network.links, *loads, strict=True)
+        FabricLink(fabric.leaf_name(link[0]), fabric.spine_name(link[1]), load(link, 0), load(link, 1))
+        for link in network.links
     )
     return FabricView(
         fabric.NAME,
@@ -39,13 +42,9 @@ def busy(view: FabricView, leaf: str) -> set[str]:
     return {spine for spine, load in up.items() if load > 0.1 * sum(up.values())}
 
 
-def _carried() -> tuple[Sequence[int], Sequence[int]]:
+def _carried(network: LeafSpine) -> dict[Link, tuple[int, int]]:
     """Bytes so far that leaves have sent over each link, and got."""
-    network = fabric.network()
     leaves = range(network.leaves)
     sent = [count for leaf in leaves for count in network.sent(leaf)]
-    return sent, [count for leaf in leaves for count in network.received(leaf)]
-
-
-def _mbits(count: int, seconds: float) -> int:
-    return round(count * 8 / 1e6 / seconds)
+    received = [count for leaf in leaves for count in network.received(leaf)]
+    return dict(zip(network.links, zip(sent, received, strict=True), strict=True))

@@ -19,7 +19,7 @@ import yaml
 from demo import fabric, job, kube, story
 from demo.faults import Fault
 from demo.job import Job
-from demo.report import Outcome, Report, write
+from demo.report import Curve, Outcome, Report, write
 from demo.view import View
 from pacekeeper_analysis.fabric.view import FabricView
 from testcluster import cluster, faults
@@ -222,7 +222,9 @@ def _end(view: View) -> list[Job]:
 
 def _report(told: _Told, jobs: Sequence[Job], fabrics: tuple[FabricView, FabricView]) -> Report:
     now = time.time()
-    curves = {f"Step time of job {name} (s)": kube.curve(_step_of(name), told.started, now) for name in NODES}
+    curves: dict[str, Curve] = {
+        f"Step time of job {name} (s)": kube.curve(_step_of(name), told.started, now) for name in NODES
+    }
     return Report(
         outcomes=tuple(told.outcomes),
         phase=next((one.phase for one in jobs if one.phase != "Complete"), "Complete"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from testcluster import credentials
-from testcluster.settings import API_URL
+from testcluster.settings import API_URL, Node
 from testcluster.shell import ClusterError
 
 
@@ -66,3 +66,11 @@ def ready_nodes() -> set[str]:
         for node in get("/api/v1/nodes")["items"]
         if any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", []))
     }
+
+
+def kubelet_answers(node: Node) -> bool:
+    """Whether the node's kubelet serves, and its loop over the pods turns."""
+    try:
+        return bool(get(f"/api/v1/nodes/{node.name}/proxy/healthz") == "ok")
+    except Unavailable:
+        return False

@@ -77,12 +77,7 @@ def up(count: int | None = None, ports: int | None = None) -> None:
             volumes.ensure()
             prometheus.ensure(programs)
             network_policies.ensure(len(wanted))
-            wait_for(
-                lambda: _all_ready({member.name for member in wanted}),
-                120,
-                "all nodes Ready",
-                LOGS / "node-*-kubelet.log",
-            )
+            wait_for(lambda: _all_ready(wanted, programs), 120, "all nodes Ready", LOGS / "node-*-kubelet.log")
             fabric.label_nodes(wanted)
 
 
@@ -135,9 +130,15 @@ def _members(count: int | None) -> list[Node]:
     return nodes(wanted)
 
 
-def _all_ready(names: set[str]) -> bool:
+def _all_ready(wanted: list[Node], programs: Programs) -> bool:
+    """Whether all are Ready, and on the word of kubelets that live: a dead one's node stays Ready for most of a minute.
+
+    A kubelet that finds its containerd busy for five seconds ends, and waits for its service manager: for us.
+    """
+    for member in wanted:
+        node.ensure_kubelet(member, programs)
     try:
-        return names <= api.ready_nodes()
+        return {member.name for member in wanted} <= api.ready_nodes() and all(map(api.kubelet_answers, wanted))
     except api.Unavailable:
         return False
 

@@ -215,6 +215,21 @@ def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: Cluster,
     wait_for(lambda: answers(f"http://{address}:8000"), 20, "the pod answers")
 
 
+def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(cluster: Cluster, namespace: str) -> None:
+    daemons = _daemons()
+    faults.signal_process(daemons["node-3-containerd"], signal.SIGSTOP)
+    try:
+        faults.signal_process(daemons["node-3-kubelet"], signal.SIGKILL)
+        up = _python("testcluster", "up")
+        first = wait_for(lambda: _other("node-3-kubelet", than=daemons["node-3-kubelet"]), 20, "there is a kubelet")
+        wait_for(lambda: _other("node-3-kubelet", than=first), 20, "there is another after it")
+    finally:
+        faults.signal_process(daemons["node-3-containerd"], signal.SIGCONT)
+    assert up.wait(60) == 0
+    cluster.apply(_pod("server", SERVE, node="node-3"), namespace)
+    _running(cluster, namespace, "server")
+
+
 def _pod(
     name: str,
     command: list[str],
@@ -272,6 +287,11 @@ def _daemons() -> dict[str, int]:
         folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in folders if folder.is_dir()
     }
     return {name: min(pids) for name, pids in found.items() if pids}
+
+
+def _other(daemon: str, *, than: int) -> int | None:
+    found = _daemons().get(daemon)
+    return found if found != than else None
 
 
 def _python(module: str, *arguments: str) -> subprocess.Popen[bytes]:

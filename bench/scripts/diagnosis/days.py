@@ -84,7 +84,7 @@ def _day(seed: int, recordings: Sequence[Recording]) -> Found:
     _happen(day, draw, usual)
     alarms: list[str] = []
     looks = 0
-    for first, last in _conspicuous(day, template.early_step):
+    for first, last in _conspicuous(day, usual):
         looks += 1
         alarms += sorted({told.incident for told in judge(template.stretch(day, first, last))})
     return Found(float(day.moments[-1]), looks, tuple(alarms), _naive(day, template))

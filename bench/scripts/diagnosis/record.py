@@ -116,40 +116,14 @@ def pace(told: Iterable[Mapping[str, Any]]) -> float:
     return median(paces) if paces else math.inf
 
 
-def _wait_until_calm(running: Job) -> None:
-    """Raises SystemExit where the machine stays busy."""
-    deadline = time.monotonic() + CALM_SECONDS
-    while (now := pace(_told(running))) > CALM:
-        if time.monotonic() > deadline:
-            sys.exit(
-                f"steps take {now:.2f} × as long as the first ones: stop what else the machine does, and try again"
-            )
-        time.sleep(1.0)
-
-
-def _told(running: Job, since: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
-    """What the agents have written, oldest first; `since`: behind so many bytes, by host."""
-    lines: list[dict[str, Any]] = []
-    for host in running.hosts:
-        if host.told.exists():
-            with host.told.open() as file:
-                file.seek((since or {}).get(host.number, 0))
-                lines += [json.loads(line) for line in file if line.endswith("\n")]
-    return sorted(lines, key=lambda line: line["at"])
-
-
 def _healthy(running: Job, place: int) -> Recording:
-    _wait_until_calm(running)
-    listening = _Listening(running)
+    listening = _listen_to_calm(running)
     time.sleep(HEALTHY_SECONDS)
     return listening.recording(HEALTHY, place, 0.0)
 
 
 def _struck(running: Job, fault: Fault, place: int) -> Recording:
-    _wait_until_calm(running)
-    load = os.getloadavg()[0]
-    listening = _Listening(running)
-    time.sleep(BEFORE_SECONDS)
+    listening = _listen_to_calm(running)
     began = time.time()
     fault.strike(running, place)
     name = f"profile-{running.plan.version + 1}"
@@ -165,12 +139,28 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
     finally:
         fault.heal(running, place)
     profiled, patterns = running.patterns(name)
-    made = listening.recording(fault.name, place, began, patterns, profiled, load)
+    made = listening.recording(fault.name, place, began, patterns, profiled)
     if fault.hangs:
         running.train()
     running.give(profile=None, probe=None)
     time.sleep(LINKS_FLUSH_SECONDS if fault.of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
     return made
+
+
+def _listen_to_calm(running: Job) -> _Listening:
+    """Since BEFORE_SECONDS, in which steps were as fast as they should be. Raises SystemExit where the machine stays
+    busy."""
+    deadline = time.monotonic() + CALM_SECONDS
+    while True:
+        listening = _Listening(running)
+        time.sleep(BEFORE_SECONDS)
+        now = pace(listening.told())
+        if now <= CALM:
+            return listening
+        if time.monotonic() > deadline:
+            sys.exit(
+                f"steps take {now:.2f} × as long as the first ones: stop what else the machine does, and try again"
+            )
 
 
 class _Listening:
@@ -181,6 +171,15 @@ class _Listening:
         self._load = os.getloadavg()[0]
         self._from = {host.number: host.told.stat().st_size if host.told.exists() else 0 for host in running.hosts}
 
+    def told(self) -> list[dict[str, Any]]:
+        """So far, oldest first."""
+        lines: list[dict[str, Any]] = []
+        for host in self._running.hosts:
+            with host.told.open() as file:
+                file.seek(self._from[host.number])
+                lines += [json.loads(line) for line in file if line.endswith("\n")]
+        return sorted(lines, key=lambda line: line["at"])
+
     def recording(
         self,
         name: str,
@@ -188,13 +187,12 @@ class _Listening:
         began: float,
         patterns: Mapping[int, bytes] | None = None,
         profiled: float = 0.0,
-        load: float | None = None,
     ) -> Recording:
-        lines = _told(self._running, self._from)
+        """Ends it, and empties the files."""
+        told = self.told()
         for host in self._running.hosts:
             os.truncate(host.told, 0)
-        load = self._load if load is None else load
-        return Recording(name, place, began, time.time(), lines, patterns or {}, profiled, load)
+        return Recording(name, place, began, time.time(), told, patterns or {}, profiled, self._load)
 
 
 @cache

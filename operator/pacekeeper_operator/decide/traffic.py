@@ -163,7 +163,9 @@ def _table(wiring: Wiring, topology: Topology, jobs: Sequence[JobTraffic]) -> _T
     flows = Flows(leaves[sender], leaves[receiver], _ints(row.weight for row in rows))
     ways = living(topology, flows, [jobs[row.job].ways.get(row.pair, WITHIN) for row in rows])
     chosen_among = _ints(jobs[row.job].among.get(row.pair, 0) for row in rows)
-    adrift = (ways != WITHIN) & ((wiring.routes or topology).among(flows.source, flows.destination, ways) != chosen_among)
+    adrift = (ways != WITHIN) & (
+        (wiring.routes or topology).among(flows.source, flows.destination, ways) != chosen_among
+    )
     pairs, numbers = [row.pair for row in rows], _ints(row.job for row in rows)
     return _Table(jobs, pairs, numbers, sender, receiver, flows, ways, adrift)
 
@@ -231,9 +233,7 @@ class _Weighed(NamedTuple):
         return self.gain_seconds - self.cost_seconds
 
 
-def _weighed(
-    topology: Topology, table: _Table, before: Mapping[int, float], movable: frozenset[int]
-) -> _Weighed:
+def _weighed(topology: Topology, table: _Table, before: Mapping[int, float], movable: frozenset[int]) -> _Weighed:
     """The plan in which these jobs' flows may leave a way that is alive, and are found again where they are adrift."""
     found = _assigned(topology, table, movable)
     renewed = movable | {number for number, job in enumerate(table.jobs) if not job.round_seconds}

@@ -107,7 +107,9 @@ def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
     "paths",
     [
         Paths((), ()),
-        Paths((PlannedPath(1, 0, "s1", among=7), PlannedPath(0, 1, "s2")), (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2"))),
+        Paths(
+            (PlannedPath(1, 0, "s1", among=7), PlannedPath(0, 1, "s2")), (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2"))
+        ),
         Paths((PlannedPath(1, 0, "", 3), PlannedPath(0, 1, "", 0)), (), 20000, 20511),
     ],
 )

@@ -12,7 +12,7 @@ from pacekeeper_analysis.fabric.topology import WITHIN, Topology, uniform
 def among(topology: Topology, *flows: Sequence[int]) -> list[int]:
     """Flows are (source, destination, way)."""
     source, destination, way = np.array(flows, dtype=np.int64).T
-    return topology.among(source, destination, way).tolist()
+    return [int(number) for number in topology.among(source, destination, way)]
 
 
 def test_all_are_alive() -> None:
@@ -28,7 +28,10 @@ def test_a_dead_link_is_one_choice_less_for_all_flows_that_could_use_it() -> Non
 
 def test_it_is_the_same_choice_at_whichever_end_the_spine_is_cut_off() -> None:
     fabric = uniform(3, 4)
-    (sender,), (receiver,) = among(fabric.without(up=[(0, 1)]), (0, 1, 0)), among(fabric.without(down=[(1, 1)]), (0, 1, 0))
+    (sender,), (receiver,) = (
+        among(fabric.without(up=[(0, 1)]), (0, 1, 0)),
+        among(fabric.without(down=[(1, 1)]), (0, 1, 0)),
+    )
     assert sender == receiver
     (other,) = among(fabric.without(up=[(0, 2)]), (0, 1, 0))
     assert other not in (0, sender)

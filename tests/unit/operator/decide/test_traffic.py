@@ -133,17 +133,17 @@ class TestRepair:
 class TestDue:
     """Whether a job that trains begins a round for other ways."""
 
-    def jobs(self, **changes: Any) -> list[JobTraffic]:
+    def jobs(self, *, leaf: str = "a", **changes: Any) -> list[JobTraffic]:
+        """The first between leaves a and b, the other between `leaf` and b."""
         values: dict[str, Any] = {"waiting": 0.3, "round_seconds": 5.0} | changes
         one = job("one", "a0", "b0", ways={(0, 1): 0, (1, 0): 0}, **values)
-        return [one, job("two", "a1", "b1", ways={(0, 1): 1, (1, 0): 1}, **values)]
+        return [one, job("two", f"{leaf}1", "b1", ways={(0, 1): 1, (1, 0): 1}, **values)]
 
     def test_nobody_whose_ways_are_as_they_should_be(self) -> None:
         assert planned(fabric(spines=3), *self.jobs()).due == {}
 
     def test_whose_link_has_died_where_others_may_be_in_the_way(self) -> None:
-        one, two = self.jobs()
-        cut = planned(fabric(spines=3, dead=[("a", "s1")]), one, replace(two, round_seconds=math.inf))
+        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(leaf="c"))
         assert set(cut.due) == {("team", "one")}
         assert set(cut.ways["team", "one"].values()) == {2}
         due = cut.due["team", "one"]
@@ -172,7 +172,7 @@ class TestDue:
         slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 100e9) for leaf in "ab")
         stays = planned(fabric(spines=3, exceptions=slow), *self.jobs(held=True))
         assert (stays.due, set(stays.ways["team", "one"].values())) == ({}, {0})
-        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(held=True))
+        cut = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(leaf="c", held=True))
         assert set(cut.due) == {("team", "one")}
 
     def test_a_link_that_is_slow_is_left(self) -> None:
@@ -212,6 +212,11 @@ class TestAdrift:
     def test_but_not_where_that_costs_more_than_it_wins(self) -> None:
         one, two, *others = self.jobs()
         assert set(planned(self.cut([one]), one, replace(two, round_seconds=200.0), *others).due) == {("team", "one")}
+
+    def test_nobody_is_led_around_what_may_be_anywhere(self) -> None:
+        """Beside a flow that stays adrift, one way is as good as another."""
+        one, two, *_ = self.jobs()
+        assert planned(self.cut([one]), one, replace(two, round_seconds=math.inf)).due == {}
 
     def test_nor_who_may_not_be_moved(self) -> None:
         one, two, *others = self.jobs()
