@@ -8,10 +8,11 @@ remedy. A node's only link becomes slow: there is none, so the ranks synchronise
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -32,8 +33,11 @@ FLOWS = 4
 RATE, SLOW, CRAWLING = "50mbit", "10mbit", "8mbit"
 """Of links: as they are built, of one between a leaf and a spine that has become slow, and of a node's."""
 BATCH = 16
-BACK, BACK_SECONDS = 1.1, 20.0
-"""× the time of a step that a job has on ways of its own, and how soon it has that again."""
+DETECTION = {"windowSteps": 8, "stragglerSlowdown": 1.5}
+"""Four ranks on two processors disturb each other by less."""
+BACK, BACK_SECONDS, SMOOTH = 1.1, 20.0, 5
+"""× the time of a step that a job has on ways of its own, how soon it has that again, and of how many seconds
+the median counts, since single steps vary on a machine with few processors."""
 MOST_DRAWS = 20
 STEADY_STEPS, STEADY_SECONDS, END_SECONDS = 12, 120.0, 120.0
 
@@ -76,18 +80,15 @@ class _Told:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def of(self, fault: Fault, *, soon: bool = False) -> None:
-        """`soon`: healed is only what has steps as short again as they are now, and in time."""
-        usual = {name: job.step_seconds(name) or 0.0 for name in NODES}
+        """`soon`: healed is only what has steps as short again as before, and in time."""
         outcome = story.endure(fault, self.started, self.view)
-        self.outcomes.append(self._timed(outcome, usual) if soon else outcome)
+        self.outcomes.append(self._timed(outcome) if soon else outcome)
         self.view.add(self.outcomes[-1])
 
-    def _timed(self, outcome: Outcome, usual: Mapping[str, float]) -> Outcome:
+    def _timed(self, outcome: Outcome) -> Outcome:
         at = self.started + outcome.injected_at
-        time.sleep(max(0.0, at + BACK_SECONDS + 2.0 - time.time()))
-        curves = {name: kube.curve(_step_of(name), at, time.time()) for name in NODES}
-        slow = [since for name, curve in curves.items() for since, value in curve if value > BACK * usual[name]]
-        back = max(slow, default=0.0)
+        time.sleep(max(0.0, at + BACK_SECONDS + SMOOTH - time.time()))
+        back = max(_slow_until(name, at, time.time()) for name in NODES)
         words = f"steps as before after {back:.0f} s"
         return replace(outcome, healed=outcome.healed and 0 < back <= BACK_SECONDS, gain=f"{outcome.gain}, {words}")
 
@@ -118,7 +119,7 @@ def _manifests(name: str) -> list[dict[str, Any]]:
     claim["metadata"]["name"] = f"{name}-checkpoints"
     training["metadata"]["name"] = name
     spec: dict[str, Any] = training["spec"]
-    spec |= {"replicas": len(NODES[name]), "spares": 0, "detection": {"windowSteps": 8}}
+    spec |= {"replicas": len(NODES[name]), "spares": 0, "detection": DETECTION}
     spec["checkpoint"]["volumeClaimName"] = claim["metadata"]["name"]
     pod = spec["template"]["spec"]
     command = pod["containers"][0]["command"]
@@ -218,6 +219,16 @@ def _end(view: View) -> list[Job]:
         return found if len(found) == len(NODES) and all(one.ended for one in found) else []
 
     return kube.wait_for(ended, END_SECONDS, "the jobs' end")
+
+
+def _slow_until(name: str, at: float, now: float) -> float:
+    """Seconds from `at`, when a fault was made, until the job's steps are as short again as before; 0: they always
+    were."""
+    before = [pace for _, pace in kube.curve(_step_of(name), at - 2 * SMOOTH, at)]
+    after = kube.curve(_step_of(name), at, now)
+    paces = [median(pace for _, pace in after[place : place + SMOOTH]) for place in range(len(after) - SMOOTH + 1)]
+    slow = [since for (since, _), pace in zip(after, paces, strict=False) if pace > BACK * median(before)]
+    return max(slow) + SMOOTH // 2 if slow else 0.0
 
 
 def _report(told: _Told, jobs: Sequence[Job], fabrics: tuple[FabricView, FabricView]) -> Report:
