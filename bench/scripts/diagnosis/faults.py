@@ -1,6 +1,7 @@
 """The faults: how each begins and ends on the hosts, and what is true about it.
 
-Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them.
+Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them. What slows
+ranks down is measured in what they usually need, so that it is as deep on any machine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ PLACES = 3
 VICTIMS = (3, 4, 6)
 """The rank of a fault of one rank, by place."""
 STRENGTHS = (1.0, 0.6, 1.6)
-SECONDS = 0.05
-"""That a slow script loses in a step of about 0.12 s, at strength 1."""
+SLOW = 0.42
+"""Part of a step that a slow script adds to it, at strength 1."""
 PAIRS = ((0, 1), (3, 2), (1, 3))
 """Source and destination hosts of a slow link: of gradients, of gradients, of activations."""
 RATES = ("200mbit", "300mbit", "40mbit")
@@ -123,9 +124,9 @@ def _of_hosts() -> Iterator[Fault]:
     def hosts(place: int) -> tuple[int, ...]:
         return (VICTIMS[place] // RANKS_A_HOST,)
 
-    def throttle(job: Job, which: tuple[int, ...], cores: float | None) -> None:
+    def throttle(job: Job, which: tuple[int, ...], part: float | None) -> None:
         for number in which:
-            quota(job.hosts[number], cores)
+            quota(job.hosts[number], None if part is None else part * job.usual.cores[number])
 
     def of_host(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
         return lambda place: (Truth(classes, job_ranks(hosts(place))),)
@@ -151,8 +152,8 @@ def _of_hosts() -> Iterator[Fault]:
     )
 
 
-QUOTAS = (0.10, 0.11, 0.08)
-"""Cores for the two ranks of a host, which need about 0.14."""
+QUOTAS = (0.7, 0.75, 0.55)
+"""Part of the processor time that the ranks of a host need."""
 
 
 def _of_scripts() -> Iterator[Fault]:
@@ -222,7 +223,7 @@ def _in_script(
 
     def strike(job: Job, place: int) -> None:
         for rank in ranks(place):
-            job.strike(rank, {"kind": kind, "seconds": part * SECONDS * STRENGTHS[place]})
+            job.strike(rank, {"kind": kind, "seconds": part * SLOW * STRENGTHS[place] * job.usual.step_seconds})
 
     def mend(job: Job, place: int) -> None:
         for rank in ranks(place):

@@ -117,8 +117,18 @@ class Host:
         return int(RingReader(self.runtime.ring(rank - self.ranks[0])).state()["pid"])
 
 
+@dataclass(frozen=True)
+class Usual:
+    """How the job is while nothing is wrong."""
+
+    step_seconds: float
+    cores: tuple[float, ...]  # that the ranks of each host need
+
+
 class Job:
-    """The job on its hosts."""
+    """The job on its hosts. `usual`: to be set before it is struck."""
+
+    usual: Usual
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = hosts
@@ -148,6 +158,10 @@ class Job:
             lambda: all(h.heartbeat.membership == membership and h.heartbeat.steps_in_round > 5 for h in self.hosts),
             "the ranks train",
         )
+
+    def cpu_seconds(self) -> tuple[float, ...]:
+        """What the ranks of each host have used so far."""
+        return tuple(cgroups.cpu_seconds(host.cgroup) for host in self.hosts)
 
     def give(self, **changes: Any) -> None:
         """The next version of the plan, each worker's part to itself."""

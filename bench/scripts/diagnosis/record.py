@@ -24,7 +24,7 @@ from typing import Any
 from testcluster.settings import REPOSITORY
 
 from .faults import PLACES, Fault, catalogue
-from .hosts import Job, job
+from .hosts import Job, Usual, job
 
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
@@ -109,11 +109,15 @@ def record(faults: Sequence[Fault], places: int = PLACES) -> None:
 
 def pace(told: Iterable[Mapping[str, Any]]) -> float:
     """Steps now over the job's first ones, by the ranks' last windows; infinite where none has told of any."""
-    windows = {
-        window["rank"]: window for words in told if "evidence" in words for window in words["evidence"]["windows"]
-    }
-    paces = [mean(window["step_seconds"]) / window["baseline_seconds"] for window in windows.values()]
+    paces = [mean(window["step_seconds"]) / window["baseline_seconds"] for window in _last_windows(told)]
     return median(paces) if paces else math.inf
+
+
+def _last_windows(told: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """One of each rank."""
+    return {
+        window["rank"]: window for words in told if "evidence" in words for window in words["evidence"]["windows"]
+    }.values()
 
 
 def _healthy(running: Job, place: int) -> Recording:
@@ -148,14 +152,17 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
 
 
 def _listen_to_calm(running: Job) -> _Listening:
-    """Since BEFORE_SECONDS, in which steps were as fast as they should be. Raises SystemExit where the machine stays
-    busy."""
+    """Since BEFORE_SECONDS, in which steps were as fast as they should be; what the job usually needs is known then.
+    Raises SystemExit where the machine stays busy."""
     deadline = time.monotonic() + CALM_SECONDS
     while True:
-        listening = _Listening(running)
+        listening, used = _Listening(running), running.cpu_seconds()
         time.sleep(BEFORE_SECONDS)
-        now = pace(listening.told())
+        told, after = listening.told(), running.cpu_seconds()
+        now = pace(told)
         if now <= CALM:
+            cores = tuple((at - was) / BEFORE_SECONDS for at, was in zip(after, used, strict=True))
+            running.usual = Usual(median(mean(window["step_seconds"]) for window in _last_windows(told)), cores)
             return listening
         if time.monotonic() > deadline:
             sys.exit(
