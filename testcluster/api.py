@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -48,8 +50,16 @@ def watch(path: str, version: str, seconds: int = 60) -> Iterator[Any]:
 def _open(path: str, timeout: float) -> http.client.HTTPResponse:
     request = urllib.request.Request(API_URL + path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
     context = ssl.create_default_context(cafile=str(credentials.CA))
-    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
-    return answer
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
+            return answer
+        except urllib.error.HTTPError as error:
+            # An API server that has just begun is ready before its storage of custom resources is: "try again".
+            if error.code != http.HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def is_ready() -> bool:
