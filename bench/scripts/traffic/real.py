@@ -90,7 +90,7 @@ class Bench:
     def alone(self) -> float:
         """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
         first = self._team.jobs[:1]
-        self._begin(first, None)
+        self._begin(first, self._switches.wiring(), None)
         return median(self._speeds(first)[0][0] for _ in range(self._sizes.alone))
 
     def runs(self) -> Iterator[Run]:
@@ -110,7 +110,8 @@ class Bench:
         """The link that the first job's rank 0 sends over; then the operator's looks, until well after the goal."""
         jobs, switches, team = self._team.jobs[:CUT_JOBS], self._switches, self._team
         switches.draw(seed)
-        flows = self._begin(jobs, self._plan(switches.wiring(), jobs))
+        wiring = switches.wiring()
+        flows = self._begin(jobs, wiring, self._plan(wiring, jobs))
         first = [job.round for job in jobs]
         self._go(jobs)
         team.pause(SETTLE_SECONDS + self._sizes.seconds)
@@ -124,7 +125,7 @@ class Bench:
                 plan = self._plan(wiring, jobs, median(self._round_seconds))
                 for job in jobs:
                     if job.name in plan.due:
-                        self._begin_by(plan, job)
+                        self._begin_by(wiring, plan, job)
             until = time.monotonic()
             flows = self._connected(jobs)
             strays = _strays(jobs, switches.ways(flows))
@@ -145,7 +146,7 @@ class Bench:
         switches.draw(seed)
         wiring = switches.wiring()
         plan, topology = self._plan(wiring, jobs), _topology(wiring)
-        flows = self._begin(jobs, plan if planned else None)
+        flows = self._begin(jobs, wiring, plan if planned else None)
         ways, before = switches.ways(flows), switches.sent()
         speeds, load = self._speeds(jobs)
         _check(flows, ways, np.array(switches.sent()) - np.array(before))
@@ -172,19 +173,19 @@ class Bench:
         assert plan is not None
         return plan
 
-    def _begin(self, jobs: Sequence[Job], plan: Traffic | None) -> list[Flow]:
+    def _begin(self, jobs: Sequence[Job], wiring: Wiring, plan: Traffic | None) -> list[Flow]:
         """A round of each, over the plan's ways, or over those that the network chooses. Answers what they send, two
         flows of each job, once all are connected."""
         began = time.monotonic()
         for job in jobs:
-            self._begin_by(plan, job)
+            self._begin_by(wiring, plan, job)
         flows = self._connected(jobs)
         self._round_seconds.append(time.monotonic() - began)
         return flows
 
-    def _begin_by(self, plan: Traffic | None, job: Job) -> None:
+    def _begin_by(self, wiring: Wiring, plan: Traffic | None, job: Job) -> None:
         ways = plan.ways[job.name] if plan else {}
-        job.begin(ways, traffic.among(self._switches.wiring(), job.traffic(), ways), self._hops)
+        job.begin(ways, traffic.among(wiring, job.traffic(), ways), self._hops)
 
     def _connected(self, jobs: Sequence[Job]) -> list[Flow]:
         self._team.wait_for(lambda: all(job.flows() for job in jobs), "ranks are connected")
