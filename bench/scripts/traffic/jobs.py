@@ -51,8 +51,6 @@ class Job:
         self.name = ("bench", f"job-{number}")
         self.hosts = hosts
         self.folder = folder
-        self.ways: Mapping[Pair, int] = {}
-        """That its plan names."""
         self._plan = Plan()
         self._runtimes = [Runtime(folder / worker) for worker in ("w0", "w1")]
         for one in (folder, *(runtime.root for runtime in self._runtimes)):
@@ -81,14 +79,13 @@ class Job:
         """As planning sees it: all that its ranks do is wait for each other's data."""
         seats = tuple(Seat(host.namespace, (rank,)) for rank, host in enumerate(self.hosts))
         membership = self._plan.membership
-        ways, among = self.ways, paths.among_of(self._plan)
+        among = paths.among_of(self._plan)
         return JobTraffic(
-            self.name, seats, membership, ways, among, ports=PORTS, waiting=1.0, round_seconds=round_seconds
+            self.name, seats, membership, self.ways, among, ports=PORTS, waiting=1.0, round_seconds=round_seconds
         )
 
     def begin(self, ways: Mapping[Pair, int], among: Mapping[Pair, int], hops: Sequence[Hop]) -> None:
         """A new round of both ranks, over these ways; of none: the network chooses. among: of `JobTraffic`."""
-        self.ways = ways
         number = self._plan.membership + 1
         wanted = tuple(PlannedPath(*pair, spine_of(way), among=among.get(pair, 0)) for pair, way in ways.items())
         self._plan = Plan(
@@ -127,6 +124,11 @@ class Job:
         rounds = range(self._plan.round if first_round is None else first_round, self._plan.round + 1)
         files = [self.folder / f"progress-{number}" for number in rounds]
         return Progress.read(line for file in files if file.exists() for line in file.read_text().splitlines(True))
+
+    @property
+    def ways(self) -> Mapping[Pair, int]:
+        """That its plan names."""
+        return paths.ways_of(self._plan)
 
     @property
     def round(self) -> int:
