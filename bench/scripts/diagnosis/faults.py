@@ -152,7 +152,7 @@ def _of_hosts() -> Iterator[Fault]:
     )
 
 
-QUOTAS = (0.7, 0.75, 0.55)
+QUOTAS = (0.85, 0.9, 0.75)
 """Part of the processor time that the ranks of a host need."""
 
 

@@ -20,6 +20,8 @@ from pacekeeper_analysis.reports import Evidence, LinkWindow
 
 MB = 1_000_000
 LOOKS = WINDOWS * WINDOW_LOOKS + 1
+END = bytes([socket.AF_INET]) + bytes.fromhex("13891388") + bytes(44)
+"""The kernel's name for a connection between two ports 5001."""
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -119,12 +121,12 @@ class TestWindows:
     ) -> None:
         """By what the kernel counts in each second, after three in which all went well."""
         write_json(runtime.sockets, {"7": 5})
-        seen, name = Connections(runtime), bytes([2]) + bytes.fromhex("13891388") + bytes(44)
+        seen = Connections(runtime)
 
         def at(look: int) -> list[tuple[bytes, tuple[int, bytes]]]:
             since = max(0, look - 3)
             told = (min(look, 3) * MB + acked * since, 0, 0, 1, busy * since * MB, closed * since * MB, 0, 0)
-            return [(name, (7, connections._INFO.pack(*(int(each) for each in told))))]
+            return [(END, (7, connections._INFO.pack(*(int(each) for each in told))))]
 
         for look in range(7):
             monkeypatch.setattr(connections, "_dump", lambda look=look: at(look))
@@ -144,6 +146,21 @@ class TestWindows:
         early = {(window.early_bytes, window.early_busy_seconds) for window in seen.windows()}
         assert [acked for acked, _ in early] == [4 * MB]
         assert all(window.acked_bytes == 8 * MB for window in seen.windows())
+
+    @pytest.mark.parametrize(("quick_windows", "usual"), [(4, 1.5), (6, 0.3)])
+    def test_what_was_quick_for_a_moment_only_is_not_the_usual(
+        self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, quick_windows: int, usual: float
+    ) -> None:
+        """Six windows are half a minute, after which a fault may have begun."""
+        write_json(runtime.sockets, {"7": 5})
+        seen, acked, busy = Connections(runtime), 0, 0.0
+        for look in range(EARLY_LOOKS + 1):
+            told = (acked, 0, 0, 1, round(busy * MB), 0, 0, 0)
+            monkeypatch.setattr(connections, "_dump", lambda told=told: [(END, (7, connections._INFO.pack(*told)))])
+            seen.look(float(look))
+            acked += 2 * MB
+            busy += (0.3 if look < quick_windows * WINDOW_LOOKS else 1.5) / WINDOW_LOOKS
+        assert {round(window.early_busy_seconds, 6) for window in seen.windows()} == {usual}
 
     def test_others_connections_and_quiet_ones_are_left_out(self, runtime: Runtime, pair: Pair) -> None:
         strangers = owned(runtime, {})

@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 WINDOW_LOOKS = 5
 """A window's looks: `busy` goes on in ticks of 4 ms, so a short one would be coarse."""
 WINDOWS = 3
-EARLY_LOOKS = 6 * WINDOW_LOOKS
+EARLY_LOOKS = 20 * WINDOW_LOOKS
 """A connection's first looks: the windows in them say how fast it is by nature."""
 EARLY_BYTES = 1_000_000
 """That a window has to carry for that."""
@@ -78,7 +78,8 @@ class _Early:
 
     @property
     def usual(self) -> tuple[int, float]:
-        """Of the fast ones: a fault may begin in the first half minute, and slowness be luck, but speed is not."""
+        """Of the fast ones, since a fault may begin when a third of them is over; not of the fastest, in which small
+        messages may have been acknowledged at once, and later are so after the kernel's usual delay."""
         return self.windows[len(self.windows) // 4] if self.windows else (0, 0.0)
 
     def look(self, info: bytes) -> None:
