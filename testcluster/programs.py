@@ -1,7 +1,8 @@
 """The programs that a cluster is made of: found on this machine, or installed, or built into the cache.
 
 - Kubernetes' servers, etcd and pause are built from `go/` (4 minutes, once).
-- Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes.
+- Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes. Its promtool is
+  built where rules are tested (a minute more, once).
 - kubectl is carried by a wheel of the Python environment.
 - containerd, runc, network plugins and tools come by apt-get (Debian, Ubuntu).
 """
@@ -53,7 +54,7 @@ class Programs:
         self._kubernetes = _kubernetes_servers()
         self.etcd = _find("etcd", _knows_its_progress) or _build_kubernetes() / "etcd"
         self.pause = _build_kubernetes() / "pause"
-        self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus() / "prometheus"
+        self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus("prometheus", "2 minutes")
         self.kubectl = kubectl()
         self.cni_folder = _cni_folder()
 
@@ -91,8 +92,13 @@ def _build_kubernetes() -> Path:
     return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 4 minutes on 2 cores")
 
 
-def _build_prometheus() -> Path:
-    """The folder that holds Prometheus, with no service discovery but that of Kubernetes and no web pages."""
+def promtool() -> Path:
+    """Checks and tests Prometheus' rules. No part of a cluster."""
+    return _build_prometheus("promtool", "1 minute")
+
+
+def _build_prometheus(command: str, duration: str) -> Path:
+    """A command of Prometheus' module, with no service discovery but that of Kubernetes and no web pages."""
 
     def compile_into(target: Path) -> None:
         # Built where Go keeps the module, so that its own go.mod and go.sum choose all versions.
@@ -101,9 +107,10 @@ def _build_prometheus() -> Path:
         if "Dir" not in source:
             raise ClusterError(f"`go mod download {module}` failed: {source.get('Error', 'no answer')}")
         tags = ("-tags", "remove_all_sd,enable_kubernetes_sd")
-        _go_build(Path(source["Dir"]), "./cmd/prometheus", target / "prometheus", "-ldflags", "-s -w", *tags)
+        _go_build(Path(source["Dir"]), f"./cmd/{command}", target / command, "-ldflags", "-s -w", *tags)
 
-    return _cached(f"prometheus-{PROMETHEUS_VERSION}", compile_into, "about 2 minutes on 2 cores")
+    folder = _cached(f"{command}-{PROMETHEUS_VERSION}", compile_into, f"about {duration} on 2 cores")
+    return folder / command
 
 
 def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> Path:

@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import kopf
 from prometheus_client import start_http_server
@@ -20,6 +21,7 @@ from . import cluster, process, server
 from .certificates import Certificates
 from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
+from .observe.prometheus_access import over_http
 from .runtime import Runtime
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -54,7 +56,10 @@ class _Edges:
         return Certificates(api, settings, runtime)
 
     def prometheus(self, settings: Settings) -> Prometheus:
-        return Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label)
+        url, folder = settings.prometheus_url, settings.prometheus_credentials
+        ask = over_http(url, Path(folder) if folder else None, settings.prometheus_headers) if url else None
+        matchers = settings.prometheus_matchers
+        return Prometheus(url, settings.dcgm_namespace, settings.dcgm_node_label, ask, matchers)
 
     @asynccontextmanager
     async def listen(

@@ -161,6 +161,7 @@ class Reason(StrEnum):
     # MetricsAvailable
     METRICS_ANSWERED = "PrometheusAnswers"
     METRICS_AWAY = "PrometheusAway"
+    METRICS_REFUSED = "PrometheusRefuses"
     FIGURES_MISSING = "FiguresMissing"
     METRICS_NOT_CONFIGURED = "PrometheusNotConfigured"
     # PathsInForce

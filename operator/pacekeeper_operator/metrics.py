@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from .api import FabricStatus
+from .api import FabricStatus, JobStatus, QuarantineCondition, QuarantineStatus
+
+_JOB = ("namespace", "trainingjob")
+_STATUS_VALUES = {"True": 1, "False": 0}
 
 INCIDENTS = Counter("pacekeeper_incidents", "Incidents opened.", ("cause", "class_", "mode"))
 REMEDIES = Counter("pacekeeper_remedies", "Remedies applied.", ("remedy",))
@@ -33,15 +36,34 @@ REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sideca
 CERTIFICATE_ENDS = Gauge(
     "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
 )
+JOB_PHASE = Gauge("pacekeeper_job_phase", "1: the phase that the job is in.", (*_JOB, "phase"))
+JOB_STEP = Gauge("pacekeeper_job_step", "Last completed optimizer step.", _JOB)
+JOB_SLOWDOWN = Gauge("pacekeeper_job_slowdown", "A step's time over that without stragglers.", _JOB)
+JOB_GOODPUT = Gauge("pacekeeper_job_goodput", "Share of the time since the first step not lost to incidents.", _JOB)
+JOB_WORKERS = Gauge("pacekeeper_job_workers", "Workers: desired and ready with ranks, spare.", (*_JOB, "state"))
+JOB_RESTARTS = Gauge("pacekeeper_job_restarts", "Restarts that count against the budget, since the job began.", _JOB)
+JOB_RESTARTS_LEFT = Gauge("pacekeeper_job_restarts_left", "Of the restart budget, within its window.", _JOB)
+JOB_RESTARTS_ALLOWED = Gauge("pacekeeper_job_restarts_allowed", "The restart budget of a window.", _JOB)
+JOB_MODE = Gauge("pacekeeper_job_mode", "1: the mode in which the ranks synchronise.", (*_JOB, "mode"))
+JOB_CONDITION = Gauge(
+    "pacekeeper_job_condition",
+    "Conditions of the job, by their present reasons: 1 True, 0 False; missing: not known.",
+    (*_JOB, "condition", "reason"),
+)
+NODE_QUARANTINE = Gauge(
+    "pacekeeper_node_quarantine",
+    "1: the phase of a NodeQuarantine, which has its node's name, and the reason of its condition Quarantined.",
+    ("nodequarantine", "phase", "reason"),
+)
 HOT_LINKS = Gauge(
     "pacekeeper_hot_links",
     "Hot places of the job's delay matrix (links, senders, receivers) when its connections were last looked at.",
-    ("namespace", "trainingjob"),
+    _JOB,
 )
 LINK_SIDES = Gauge(
     "pacekeeper_link_side_ratio",
     "Time for a byte that a rank sends (receives) over the usual, of the slowest sides at that time.",
-    ("namespace", "trainingjob", "rank", "side"),
+    (*_JOB, "rank", "side"),
 )
 FABRIC_LINK_LOAD = Gauge(
     "pacekeeper_fabric_link_load",
@@ -52,37 +74,62 @@ FABRIC_FLOWS = Gauge("pacekeeper_fabric_flows", "Flows between leaves, of all jo
 FABRIC_MAX_LOAD = Gauge("pacekeeper_fabric_max_load", "Planned load of the fullest link.", ("fabric",))
 FABRIC_BOUND = Gauge("pacekeeper_fabric_bound", "Load of the fullest link below which no plan comes.", ("fabric",))
 FABRIC_DEAD_LINKS = Gauge("pacekeeper_fabric_dead_links", "Links that carry nothing.", ("fabric",))
-_shown_jobs: set[tuple[str, str]] = set()
-_shown_sides: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
-"""(rank, side) that are shown, by namespace and job."""
-_shown_series: dict[Gauge, frozenset[tuple[str, ...]]] = {}
-"""Of a Fabric, by their labels."""
+_shown: dict[tuple[Gauge, Hashable], frozenset[tuple[str, ...]]] = {}
+"""Labels of what is shown, by whose they are."""
+
+
+def show_job(
+    namespace: str, job: str, status: JobStatus | None, left: int | None = None, allowed: int | None = None
+) -> None:
+    """What the job's status says, and its restart budget: some twenty series a job, however many ranks it has.
+    None: not known; without a status nothing of the job is shown any more."""
+    status = status or JobStatus()
+    named = status.phase is not None
+    workers = {"desired": status.workers.desired, "ready": status.workers.ready, "spare": status.workers.spare}
+    found: Mapping[Gauge, Mapping[tuple[str, ...], float]] = {
+        JOB_PHASE: {(status.phase,): 1} if status.phase is not None else {},
+        JOB_MODE: {(status.sync_mode,): 1} if status.sync_mode is not None else {},
+        JOB_WORKERS: {(state,): count for state, count in workers.items()} if named else {},
+        JOB_CONDITION: {
+            (one.type, one.reason): _STATUS_VALUES[one.status]
+            for one in status.conditions
+            if one.status in _STATUS_VALUES
+        },
+        JOB_STEP: _one(status.step),
+        JOB_SLOWDOWN: _one(status.slowdown),
+        JOB_GOODPUT: _one(status.goodput),
+        JOB_RESTARTS: _one(status.restarts),
+        JOB_RESTARTS_LEFT: _one(left),
+        JOB_RESTARTS_ALLOWED: _one(allowed),
+    }
+    for metric, series in found.items():
+        _show(metric, (namespace, job), {(namespace, job, *labels): value for labels, value in series.items()})
 
 
 def show_links(namespace: str, job: str, hot: int | None, sides: Iterable[tuple[int, str, float]] = ()) -> None:
     """What a job's connections showed: a few series a job, however many ranks it has. hot: None, nothing is known."""
-    now = {(str(rank), side): ratio for rank, side, ratio in sides}
-    for gone in _shown_sides.pop((namespace, job), frozenset()) - now.keys():
-        LINK_SIDES.remove(namespace, job, *gone)
-    for place, ratio in now.items():
-        LINK_SIDES.labels(namespace, job, *place).set(ratio)
-    if now:
-        _shown_sides[namespace, job] = frozenset(now)
-    if hot is not None:
-        HOT_LINKS.labels(namespace, job).set(hot)
-        _shown_jobs.add((namespace, job))
-    elif (namespace, job) in _shown_jobs:
-        _shown_jobs.remove((namespace, job))
-        HOT_LINKS.remove(namespace, job)
+    _show(LINK_SIDES, (namespace, job), {(namespace, job, str(rank), side): ratio for rank, side, ratio in sides})
+    _show(HOT_LINKS, (namespace, job), {} if hot is None else {(namespace, job): hot})
+
+
+def show_quarantines(found: Mapping[str, QuarantineStatus]) -> None:
+    """All there are, by their nodes' names. One without a phase has not been looked at yet."""
+    series: dict[tuple[str, ...], float] = {}
+    for name, status in found.items():
+        reason = next((one.reason for one in status.conditions if one.type == QuarantineCondition.QUARANTINED), "")
+        if status.phase is not None:
+            series[name, status.phase, reason] = 1
+    _show(NODE_QUARANTINE, None, series)
 
 
 def show_fabric(fabric: str, status: FabricStatus | None) -> None:
-    """What is said of it, or nothing any more: loads of the links that its status lists, where ways are planned."""
+    """What is said of the one in force, or nothing any more: loads of the links that its status lists, where ways are
+    planned."""
     status = status or FabricStatus()
     listed = () if status.max_load is None else status.links
-    loads: dict[tuple[str, ...], int] = {(fabric, link.leaf, link.spine, "up"): link.up for link in listed}
+    loads: dict[tuple[str, ...], float] = {(fabric, link.leaf, link.spine, "up"): link.up for link in listed}
     loads |= {(fabric, link.leaf, link.spine, "down"): link.down for link in listed}
-    _show(FABRIC_LINK_LOAD, loads)
+    _show(FABRIC_LINK_LOAD, None, loads)
     figures = {
         FABRIC_FLOWS: status.flows,
         FABRIC_MAX_LOAD: status.max_load,
@@ -90,13 +137,19 @@ def show_fabric(fabric: str, status: FabricStatus | None) -> None:
         FABRIC_DEAD_LINKS: status.dead,
     }
     for metric, value in figures.items():
-        _show(metric, {} if value is None else {(fabric,): value})
+        _show(metric, None, {} if value is None else {(fabric,): value})
 
 
-def _show(metric: Gauge, series: Mapping[tuple[str, ...], int]) -> None:
-    """These and no others. A scrape comes at any moment, from a thread of its own: what stays is never missing."""
-    for gone in _shown_series.get(metric, frozenset()) - series.keys():
+def _one(value: float | None) -> Mapping[tuple[str, ...], float]:
+    return {} if value is None else {(): value}
+
+
+def _show(metric: Gauge, owner: Hashable, series: Mapping[tuple[str, ...], float]) -> None:
+    """Of this owner these and no others. A scrape comes at any moment, from a thread of its own: what stays is never
+    missing."""
+    for gone in _shown.pop((metric, owner), frozenset()) - series.keys():
         metric.remove(*gone)
     for labels, value in series.items():
         metric.labels(*labels).set(value)
-    _shown_series[metric] = frozenset(series)
+    if series:
+        _shown[metric, owner] = frozenset(series)

@@ -169,6 +169,7 @@ class Metrics:
     gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show
     gpu_unvouched: str = ""  # why GPU series are no witness against a node; "": they are
     unavailable: str = ""  # why Prometheus does not answer; "": it does
+    refused: bool = False  # it is there, but does not answer us
     ranks: float | None = None  # of the job that tell of their steps
     least_step: float | None = None  # of these ranks
     scrape_age: float | None = None  # seconds since all of these ranks were scraped, when Prometheus was asked

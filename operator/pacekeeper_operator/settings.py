@@ -11,6 +11,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .api import Mode, parse_duration
 from .policies import Peer, parse_peers, peers_of_url
+from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 
 MAX_RELEASE_PROBES = 5
 """A NodeQuarantine keeps its last ten probes, those in vain among them."""
@@ -50,6 +51,12 @@ class Settings:
 
     prometheus_url: str = ""
     """Empty: DCGM's GPU errors are not seen, and conditions say so."""
+    prometheus_credentials: str = ""
+    """Folder where the Secret with token, username, password, ca.crt, tls.crt and tls.key is mounted; "": none."""
+    prometheus_headers: Headers = ()
+    """Sent with each question to Prometheus (a JSON object)."""
+    prometheus_matchers: Matchers = ()
+    """Put into every selector of the operator's own queries (a JSON list), like `cluster="a"`."""
     dcgm_namespace: str = ""
     """Where the platform's dcgm-exporter runs; "": no GPU series are read, since anybody can make some."""
     dcgm_node_label: str = "Hostname"
@@ -103,6 +110,7 @@ class Settings:
             raise InputError(
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
+        check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
 
@@ -150,6 +158,10 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return Mode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
+            case "Headers":
+                return parse_headers(text)
+            case "Matchers":
+                return parse_matchers(text)
             case "tuple[str, ...]":
                 return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:

@@ -14,7 +14,8 @@ from requests.exceptions import Timeout
 from pacekeeper_operator import process, server
 from pacekeeper_operator.certificates import Told
 from pacekeeper_operator.cluster import Cluster
-from pacekeeper_operator.observe.prometheus import TIMEOUT_SECONDS, Prometheus, Rows
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.observe.prometheus_access import TIMEOUT_SECONDS, Rows
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.sidecars import Sidecars
@@ -188,7 +189,8 @@ class _Edges:
         return _Trusted()
 
     def prometheus(self, settings: Settings) -> Prometheus:
-        return Prometheus(settings.prometheus_url, settings.dcgm_namespace, settings.dcgm_node_label, self._ask)
+        dcgm = settings.dcgm_namespace, settings.dcgm_node_label
+        return Prometheus(settings.prometheus_url, *dcgm, self._ask, settings.prometheus_matchers)
 
     async def _ask(self, query: str) -> Rows:
         world, place = self._world, self._pod.name

@@ -356,7 +356,8 @@ def _metrics(observation: Observation) -> _Found:
         return _Found(Condition.METRICS_AVAILABLE, None, Reason.METRICS_AWAY, away)
     if not away:
         return _Found(Condition.METRICS_AVAILABLE, True, Reason.METRICS_ANSWERED, observation.metrics.gpu_unvouched)
-    reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else Reason.METRICS_AWAY
+    refused = Reason.METRICS_REFUSED if observation.metrics.refused else Reason.METRICS_AWAY
+    reason = Reason.METRICS_NOT_CONFIGURED if "configured" in away else refused
     return _Found(Condition.METRICS_AVAILABLE, False, reason, f"{away}: DCGM's GPU errors cannot be seen")
 
 

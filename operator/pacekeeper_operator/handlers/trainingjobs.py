@@ -12,7 +12,7 @@ from pacekeeper_analysis.errors import InputError
 from .. import metrics
 from ..api import GROUP, VERSION, Job
 from ..services.operator import Operator
-from ..services.reconcile import clean_up, close_incidents, desk_for, reconcile
+from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reconcile
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
@@ -62,6 +62,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     except InputError as error:
         log.warning("%s cannot be read any more: %s", where, error)
     finally:
+        hide(job)
         await desk.errands.close()
 
 

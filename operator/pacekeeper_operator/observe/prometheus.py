@@ -5,23 +5,20 @@ What is counted was scraped from the pod that it speaks for: `namespace`, `pod` 
 own service discovery (the chart's PodMonitors), and a worker that exports them, too, finds its own renamed. A row that
 makes no sense costs that row.
 
-The client is synchronous, so it works in a thread, with a time-out and without retries: the next look comes soon.
+A question has a time-out and no retries: the next look comes soon. How it reaches Prometheus is prometheus_access's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_api_client.exceptions import PrometheusApiClientException
-from prometheus_api_client.prometheus_connect import PrometheusConnect
 from requests.exceptions import RequestException
-from urllib3.util.retry import Retry
 
 from pacekeeper_analysis.diagnose.gpu_health import (
     MINUTES,
@@ -34,23 +31,24 @@ from pacekeeper_analysis.diagnose.gpu_health import (
 
 from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
 from ..observation import NOT_ASKED, GpuValue, Metrics
+from ..prometheus_options import Matchers
 from ..words import shortened
+from .prometheus_access import Ask, NotAdmitted, Rows, over_http
 
-TIMEOUT_SECONDS = 3
 MAX_UUID = 96
 MAX_LINK_ROWS = 65536
 MAX_LEAF, MAX_SPINE, MAX_WORDS = 512, 5, 500
 """Characters."""
 BY_JOB = "by (namespace, trainingjob)"
-WORKERS = '{pod=~".+-w[0-9]+-[0-9]+",rank=~"[0-9]{1,7}"}'
+WORKERS = ('pod=~".+-w[0-9]+-[0-9]+"', 'rank=~"[0-9]{1,7}"')
 """Nobody else's pod speaks for a job, and only of ranks."""
-LAST_STEP = f"pacekeeper_rank_step{WORKERS}"
 FIGURES: Mapping[str, str] = {
-    "ranks": f"count {BY_JOB} ({LAST_STEP})",
-    "least_step": f"min {BY_JOB} ({LAST_STEP})",
-    "scrape_age": f"max {BY_JOB} (clamp_min(time() - timestamp({LAST_STEP}), 0))",
+    "ranks": f"count {BY_JOB} (%s)",
+    "least_step": f"min {BY_JOB} (%s)",
+    "scrape_age": f"max {BY_JOB} (clamp_min(time() - timestamp(%s), 0))",
 }
-"""One number a job: signs of life of ranks whose sidecars the operator does not hear. How they train, sidecars tell."""
+"""One number a job, of its ranks' steps: signs of life of ranks whose sidecars the operator does not hear. How they
+train, sidecars tell."""
 GPU_NAMES = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
 BUSY = 0.5
 """Of the time: a GPU whose cores work less lets its clock fall by itself."""
@@ -71,6 +69,7 @@ class Sample:
     gpu: tuple[GpuValue, ...] = ()
     gpu_signs: tuple[GpuValue, ...] = ()
     unavailable: str = NOT_ASKED
+    refused: bool = False  # Prometheus is there, but does not answer us
     unvouched: str = ""  # why GPU series are no witness against a node; "": they are
 
     def of(self, namespace: str, job: str) -> Metrics:
@@ -82,6 +81,7 @@ class Sample:
             gpu_signs=self.gpu_signs,
             gpu_unvouched=self.unvouched,
             unavailable=self.unavailable,
+            refused=self.refused,
             at=self.at,
         )
 
@@ -95,12 +95,6 @@ class LinkAnswer:
     trouble: str = ""
 
 
-Rows = Sequence[Mapping[str, Any]]
-"""Of an answer's `result`: each the labels of a series and its value."""
-Ask = Callable[[str], Awaitable[Rows]]
-"""Raises requests' RequestException, or PrometheusApiClientException."""
-
-
 class Prometheus:
     """Asks Prometheus at `url`; an empty one is always away.
 
@@ -108,16 +102,19 @@ class Prometheus:
     if the scrape says on which `node` a target is; with `dcgm_node_label` alone, the target does.
     """
 
-    def __init__(self, url: str, dcgm_namespace: str, dcgm_node_label: str, ask: Ask | None = None) -> None:
-        """`ask`: how a query gets its rows; None: over HTTP."""
+    def __init__(
+        self, url: str, dcgm_namespace: str, dcgm_node_label: str, ask: Ask | None = None, matchers: Matchers = ()
+    ) -> None:
+        """`ask`: how a query gets its rows; None: over HTTP, without credentials."""
         self._url = url
         self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
-        self._query = query(dcgm_namespace)
+        self._query = query(dcgm_namespace, matchers)
+        self._signs_query = gpu_signs_query(dcgm_namespace, matchers)
         self._said: dict[str, str] = {}
         self._signs: tuple[GpuValue, ...] = ()
         self._signs_at = -math.inf
-        self._ask = ask or (_over_http(url) if url else None)
+        self._ask = ask or (over_http(url) if url else None)
 
     async def sample(self, now: float) -> Sample:
         """Never raises for Prometheus' sake: what is wrong stands in the sample."""
@@ -125,6 +122,9 @@ class Prometheus:
             return Sample(now, unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
         try:
             sample = self._read(await self._ask(self._query), now)
+        except NotAdmitted as error:
+            reason = f"Prometheus at {self._url} {error}"
+            return Sample(now, gpu_signs=self._signs, unavailable=reason, refused=True)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return Sample(now, gpu_signs=self._signs, unavailable=reason)
@@ -146,6 +146,8 @@ class Prometheus:
         try:
             rows = await self._ask(query)
             self._take(take, rows[:MAX_LINK_ROWS])
+        except NotAdmitted as error:
+            return LinkAnswer({}, f"Prometheus at {self._url} {error}")
         except (RequestException, PrometheusApiClientException, ValueError, KeyError, TypeError) as error:
             return LinkAnswer({}, shortened(f"Prometheus at {self._url} does not answer: {error}", MAX_WORDS))
         if len(rows) > MAX_LINK_ROWS:
@@ -157,7 +159,7 @@ class Prometheus:
         """That they cannot be had, for whatever the exporters show, costs nothing else: what was known stays."""
         answer, trouble = _Answer(self._dcgm_node_label), ""
         try:
-            self._take(answer.take_sign, await ask(gpu_signs_query(self._dcgm_namespace)))
+            self._take(answer.take_sign, await ask(self._signs_query))
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             trouble = f"Prometheus at {self._url} does not tell the signs of GPUs: {error}"
         self._say("signs", trouble)
@@ -186,34 +188,26 @@ class Prometheus:
         self._said[about] = trouble
 
 
-def _over_http(url: str) -> Ask:
-    client = PrometheusConnect(url=url, retry=Retry(total=0), timeout=TIMEOUT_SECONDS)
-
-    async def ask(text: str) -> Rows:
-        return await asyncio.to_thread(client.custom_query, text)
-
-    return ask
-
-
-def query(dcgm_namespace: str) -> str:
+def query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     """All of it in one request; the label `figure` tells the answers apart."""
-    asked = dict(FIGURES)
+    steps = "pacekeeper_rank_step" + _selector(*WORKERS, *matchers)
+    asked = {name: expression % steps for name, expression in FIGURES.items()}
     if dcgm_namespace:
-        place = f'{{__name__=~"{GPU_NAMES}", namespace="{dcgm_namespace}"'
-        asked["gpu"] = f"{place}}} > 0"
-        asked["named"] = f'count({place}, node!=""}})'
-        asked["unnamed"] = f'count({place}, node=""}})'
+        place = (f'__name__=~"{GPU_NAMES}"', f'namespace="{dcgm_namespace}"', *matchers)
+        asked["gpu"] = f"{_selector(*place)} > 0"
+        asked["named"] = "count(" + _selector(*place, 'node!=""') + ")"
+        asked["unnamed"] = "count(" + _selector(*place, 'node=""') + ")"
     return _together(asked)
 
 
-def gpu_signs_query(dcgm_namespace: str) -> str:
+def gpu_signs_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     """The signs that GPUs show, by the policy of `pacekeeper_analysis.diagnose.gpu_health`.
 
     A counter that was reset in these ten minutes, by a driver or by an exporter that has slipped, says nothing.
     """
 
     def of(*names: str) -> str:
-        return f'{{__name__=~"{"|".join(names)}",namespace="{dcgm_namespace}"}}'
+        return _selector(f'__name__=~"{"|".join(names)}"', f'namespace="{dcgm_namespace}"', *matchers)
 
     def risen(name: str, least: float) -> str:
         return f"(increase({of(name)}[{MINUTES}m]) >= {least:g} unless resets({of(name)}[{MINUTES}m]) > 0)"
@@ -236,6 +230,10 @@ def gpu_signs_query(dcgm_namespace: str) -> str:
             f"and on (UUID) ({busy} > {BUSY})",
         }
     )
+
+
+def _selector(*matchers: str) -> str:
+    return "{" + ",".join(matchers) + "}"
 
 
 def _together(asked: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ import kopf
 
 from pacekeeper_analysis.errors import InputError
 
+from .. import metrics
 from ..api import (
     API_VERSION,
     FIELD_MANAGER_CORDON,
@@ -26,6 +27,7 @@ from ..api import (
     Mode,
     ObjectRef,
     QuarantineSpec,
+    QuarantineStatus,
     Sign,
     Verdict,
     Witness,
@@ -191,8 +193,18 @@ async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, cha
 async def _look_at_all(cluster: Cluster, runtime: Runtime, settings: Settings) -> float:
     """Seconds until one of them wants to be looked at again."""
     fleet = Fleet(cluster, settings)
-    names = [body["metadata"]["name"] for body in await cluster.list(QUARANTINES)]
+    bodies = await cluster.list(QUARANTINES)
+    names = [body["metadata"]["name"] for body in bodies]
+    metrics.show_quarantines({body["metadata"]["name"]: _status(body) for body in bodies})
     return min([RESYNC_SECONDS, *[await _try_reconcile(cluster, runtime, settings, name, fleet) for name in names]])
+
+
+def _status(body: Object) -> QuarantineStatus:
+    """As it was last said; one that cannot be read says nothing."""
+    try:
+        return QuarantineStatus.parse(body.get("status") or {})
+    except InputError:
+        return QuarantineStatus()
 
 
 async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:

@@ -88,7 +88,6 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 
     A pod whose node does not confirm its end is struck off without it. The job's incidents stay.
     """
-    _show_links(desk.job, None)
     now, left = operator.runtime.now(), await gather.pods(operator.cluster, desk.job)
     for pod in left:
         node = operator.nodes.get(("", pod.node))
@@ -188,10 +187,20 @@ def _swept(desk: Desk, draft: Draft) -> Draft:
 
 async def _report(operator: Operator, desk: Desk, observation: Observation) -> None:
     """Patch the status: at once where phase or conditions change, every 15 s for figures."""
-    status = statuses.report(observation, policy(operator, desk.job), _status(desk))
+    rules = policy(operator, desk.job)
+    status = statuses.report(observation, rules, _status(desk))
     desk.memory.phase = status.phase
+    used = observation.state.budget.within(observation.now, rules.restart_window)
+    left = max(0, rules.max_restarts - used)
+    metrics.show_job(desk.job.namespace, desk.job.name, status, left, rules.max_restarts)
     _show_links(desk.job, observation.state.adaptation.link)
     await _patch_status(operator, desk, status)
+
+
+def hide(job: Job) -> None:
+    """Nobody looks at it any more: no figure of its outlives it."""
+    metrics.show_job(job.namespace, job.name, None)
+    metrics.show_links(job.namespace, job.name, None)
 
 
 def _show_links(job: Job, seen: LinkLook | None) -> None:
@@ -202,8 +211,9 @@ def _show_links(job: Job, seen: LinkLook | None) -> None:
 
 async def _report_blind(operator: Operator, desk: Desk, words: str) -> None:
     """The job's bookkeeping cannot be read, or begun: all that can be said of it is why."""
-    now = operator.runtime.now()
-    await _patch_status(operator, desk, statuses.blind(_status(desk), desk.job.generation, words, now))
+    status = statuses.blind(_status(desk), desk.job.generation, words, operator.runtime.now())
+    metrics.show_job(desk.job.namespace, desk.job.name, status)
+    await _patch_status(operator, desk, status)
 
 
 def _status(desk: Desk) -> JobStatus:

@@ -147,7 +147,7 @@ def test_pods_pass_restricted_pod_security(objects: list[dict[str, Any]]) -> Non
     for spec in specs:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert all("emptyDir" in volume for volume in spec["volumes"])
+        assert all({"emptyDir", "secret"} & set(volume) for volume in spec["volumes"])
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -467,6 +467,30 @@ def test_what_else_reaches_the_operator() -> None:
     assert json.loads(given["PACEKEEPER_METRICS_FROM"]) == json.loads(peers)
 
 
+def test_how_prometheus_is_reached() -> None:
+    rendered = helm_template(
+        "--set",
+        "prometheus.secretName=access",
+        "--set-json",
+        r"""prometheus={"headers": {"X-Scope-OrgID": "a, b"},
+        "matchers": ["cluster=\"a\"", "region=~\"eu|us\\\\.\""]}""",
+    )
+    settings = Settings.from_environment(environment(rendered))
+    assert settings.prometheus_headers == (("X-Scope-OrgID", "a, b"),)
+    assert settings.prometheus_matchers == ('cluster="a"', r'region=~"eu|us\\."')
+    (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    (secret,) = [volume for volume in pod["volumes"] if "secret" in volume]
+    assert mounts[secret["name"]] == {
+        "name": secret["name"],
+        "mountPath": settings.prometheus_credentials,
+        "readOnly": True,
+    }
+    assert secret["secret"] == {"secretName": "access", "optional": True, "defaultMode": 0o440}
+    unset = environment(helm_template())
+    assert not [name for name in unset if name.startswith("PACEKEEPER_PROMETHEUS_") and not name.endswith("_URL")]
+
+
 def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -> None:
     job = one(objects, "Job", f"{RELEASE}-release-nodes")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
@@ -486,6 +510,10 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
         ("image.repository=", "image.repository"),
         ("image.pullPolicy=Sometimes", "image.pullPolicy"),
         ("prometheus.url=prometheus:9090", "prometheus.url"),
+        ("prometheus.url=http://me:secret@prometheus", "prometheus.url"),
+        ("prometheus.secretName=My_Secret", "prometheus.secretName"),
+        ("prometheus.headers.X Scope=a", "prometheus.headers"),
+        ("prometheus.matchers={cluster}", "prometheus.matchers"),
         ("logLevel=loud", "logLevel"),
         ("crds.kept=true", "kept"),
         ("watchNamespaces={Team_A}", "watchNamespaces"),

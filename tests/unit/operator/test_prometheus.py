@@ -17,6 +17,7 @@ import testcluster.prometheus
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample, gpu_signs_query, query
 from pacekeeper_operator.settings import Settings
+from tests.support import metric_names
 from tests.support.chart import CHART, helm_template
 
 NOW = 1000.0
@@ -194,6 +195,20 @@ class TestScrapes:
             assert sources["trainingjob"] == ["__meta_kubernetes_pod_label_pacekeeper_dev_job"]
         if name == "pacekeeper-dcgm":
             assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["gpus"]}
+
+    def test_the_operator_alone_speaks_of_jobs_and_nodes(self) -> None:
+        found = {o["metadata"]["name"]: o for o in helm_template("--set", "podMonitor.enabled=true")}
+        (of_workers,) = found["pacekeeper-workers"]["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+        assert (of_workers["sourceLabels"], of_workers["action"]) == (["__name__"], "keep")
+        kept = re.compile(of_workers["regex"])
+        assert all(kept.fullmatch(name) for name in metric_names.of_a_sidecar())
+        assert not [name for name in metric_names.of_the_operator() if kept.fullmatch(name)]
+
+    def test_the_operator_speaks_of_jobs_in_their_namespaces(self) -> None:
+        found = {o["metadata"]["name"]: o for o in helm_template("--set", "podMonitor.enabled=true")}
+        set_, drop = found["pacekeeper"]["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+        assert set_ == {"sourceLabels": ["exported_namespace"], "regex": "(.+)", "targetLabel": "namespace"}
+        assert drop == {"regex": "exported_namespace", "action": "labeldrop"}
 
     def test_a_gpu_monitor_needs_the_namespace(self) -> None:
         with pytest.raises(subprocess.CalledProcessError) as refused:

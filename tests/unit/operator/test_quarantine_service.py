@@ -9,6 +9,7 @@ from typing import Any
 
 import kopf
 import pytest
+from prometheus_client import REGISTRY
 
 from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Mode, ObjectRef, QuarantinePhase, Verdict
 from pacekeeper_operator.cluster import (
@@ -286,6 +287,24 @@ class TestWatchOver:
         changed.set()
         await place.timeline.run(1)
         assert place.cluster.marked() == {"node-1"}
+        watching.cancel()
+
+    async def test_all_there_are_are_shown_to_prometheus_until_they_are_gone(self, place: Place) -> None:
+        labels = {"nodequarantine": "node-1", "phase": "Active", "reason": "Quarantined"}
+        await place.by_hand()
+        await place.by_hand("node-2", approved=True)
+        place.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
+        changed = asyncio.Event()
+        watching = place.runtime.start(watch_over(place.cluster, place.runtime, SETTINGS, changed), "quarantines")
+        await place.timeline.run(1)
+        changed.set()
+        await place.timeline.run(1)
+        assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
+        for name in ("node-1", "node-2"):
+            del place.cluster.objects["nodequarantines", "", name]
+        changed.set()
+        await place.timeline.run(1)
+        assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) is None
         watching.cancel()
 
     async def test_two_writers_end_in_one_state(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

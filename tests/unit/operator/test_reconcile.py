@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import kopf
 import pytest
+from prometheus_client import REGISTRY
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator import ledger
+from pacekeeper_operator import ledger, metrics
 from pacekeeper_operator.api import Cause
 from pacekeeper_operator.cluster import PODS, Denied, NotFound, Refused
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.handlers.trainingjobs import keep
 from pacekeeper_operator.observation import Observation, Policy
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import READ_SECONDS, clean_up, close_incidents, desk_for, reconcile
+from pacekeeper_operator.services.reconcile import READ_SECONDS, clean_up, close_incidents, desk_for, hide, reconcile
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
@@ -43,6 +46,7 @@ def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def cluster() -> FakeCluster:
+    metrics.show_job("ns", "j", None)  # whatever the test before has shown of it
     return FakeCluster()
 
 
@@ -112,6 +116,49 @@ async def test_bookkeeping_that_cannot_be_read_is_told_with_its_remedy(cluster: 
         await reconcile(operator, desk)
     assert "delete it" in condition(cluster, "Hindered")["message"]
     await close_incidents_of_a_deleted_job(operator, desk)
+
+
+def shown(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"pacekeeper_job_{name}", {"namespace": "ns", "trainingjob": "j", **labels})
+
+
+async def test_what_is_said_of_the_job_is_shown_to_prometheus_until_nobody_looks_at_it(cluster: FakeCluster) -> None:
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    status = cluster.objects["trainingjobs", "ns", "j"]["status"]
+    assert shown("phase", phase=status["phase"]) == 1
+    assert shown("workers", state="desired") == 2
+    assert shown("restarts_left") == shown("restarts_allowed") == desk.job.spec.remediation.max_restarts
+    cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
+    desk.memory.draft = None
+    with pytest.raises(InputError):
+        await reconcile(operator, desk)
+    assert shown("condition", condition="Hindered", reason="NotDone") == 1
+    assert shown("restarts_left") is None, "nobody knows"
+    hide(desk.job)
+    assert shown("phase", phase=status["phase"]) is None
+    assert shown("condition", condition="Hindered", reason="NotDone") is None
+
+
+class Stopped(asyncio.Event):
+    """As kopf's: asked like a flag, too."""
+
+    def __bool__(self) -> bool:
+        return self.is_set()
+
+
+async def test_who_stops_keeping_a_job_shows_nothing_of_it_any_more(cluster: FakeCluster) -> None:
+    operator, _ = await at_work(cluster, training(replicas=2, spares=1))
+    await operator.nodes.read(cluster, ())
+    body = {**cluster.objects["trainingjobs", "ns", "j"], "spec": {"replicas": 2, "template": {}}}
+    stopped = Stopped()
+    keeping = asyncio.create_task(keep(memo=kopf.Memo(operator=operator), body=body, stopped=stopped))  # type: ignore[arg-type]  # as kopf calls it
+    async with asyncio.timeout(5):
+        while shown("workers", state="desired") is None:  # noqa: ASYNC110  # a gauge can only be looked at
+            await asyncio.sleep(0)
+    stopped.set()
+    await keeping
+    assert shown("workers", state="desired") is None
 
 
 async def close_incidents_of_a_deleted_job(operator: Operator, desk: Desk) -> None:

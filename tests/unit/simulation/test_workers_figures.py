@@ -11,7 +11,8 @@ from pacekeeper_operator.decide import straggler
 from pacekeeper_operator.decision import Decision
 from pacekeeper_operator.observation import Metrics
 from pacekeeper_operator.observe import figures
-from pacekeeper_operator.observe.prometheus import FIGURES, Prometheus, Rows, Sample
+from pacekeeper_operator.observe.prometheus import FIGURES, Prometheus, Sample
+from pacekeeper_operator.observe.prometheus_access import Rows
 from simulation.faults.control_plane import PrometheusFails, Silence
 from simulation.faults.moments import At
 from simulation.faults.ranks import NodeIsSlow

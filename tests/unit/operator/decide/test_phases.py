@@ -324,6 +324,14 @@ class TestMetrics:
         world = replace(training(), metrics=Metrics(unavailable=unavailable))
         assert condition(said(world), Condition.METRICS_AVAILABLE).reason == reason
 
+    def test_a_refusal_is_not_taken_for_silence(self) -> None:
+        words = "Prometheus at x refuses the operator (HTTP 401): look at token"
+        found = condition(
+            said(replace(training(), metrics=Metrics(unavailable=words, refused=True))), Condition.METRICS_AVAILABLE
+        )
+        assert (found.status, found.reason) == ("False", Reason.METRICS_REFUSED)
+        assert found.message.startswith(words)
+
     def test_sidecars_that_tell_no_figures_are_older_than_the_operator(self) -> None:
         def told(**changes: Any) -> ConditionStatus:
             world = replace(training(), metrics=Metrics(untold=("j-w1-0",)))

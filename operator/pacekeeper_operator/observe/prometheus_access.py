@@ -1,0 +1,159 @@
+"""How the operator reaches Prometheus: over HTTP, with the credentials and headers that the platform asks for.
+
+Credentials are files of a mounted Secret, looked at before each question: a token or an authority that was renewed
+counts from the next one on. They go to the host of the URL and to nobody else: no redirect is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_api_client.exceptions import PrometheusApiClientException
+from prometheus_api_client.prometheus_connect import PrometheusConnect
+from requests import PreparedRequest, Response, Session
+from requests.auth import AuthBase, HTTPBasicAuth
+from requests.exceptions import RequestException, SSLError
+from urllib3.util.retry import Retry
+
+from ..prometheus_options import Headers
+
+TIMEOUT_SECONDS = 3
+TOKEN, USERNAME, PASSWORD = "token", "username", "password"
+AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+KEYS = (TOKEN, USERNAME, PASSWORD, AUTHORITY, CERTIFICATE, KEY)
+SECRET = "the Secret that prometheus.secretName names"
+LEAST_SECRET = 4
+"""Characters: what is shorter would be found everywhere."""
+_TOKEN = re.compile(r"[!-~]+")
+
+Rows = Sequence[Mapping[str, Any]]
+"""Of an answer's `result`: each the labels of a series and its value."""
+Ask = Callable[[str], Awaitable[Rows]]
+"""Raises NotAdmitted, or requests' RequestException, PrometheusApiClientException."""
+
+
+class NotAdmitted(RequestException):
+    """Prometheus does not answer *us*; the words say what a person can do, and show no credential."""
+
+
+def over_http(url: str, credentials: Path | None = None, headers: Headers = ()) -> Ask:
+    """`credentials`: the folder of a mounted Secret; None: there are none."""
+    access = _Access(url, credentials, headers)
+
+    async def ask(query: str) -> Rows:
+        return await asyncio.to_thread(access.ask, query)
+
+    return ask
+
+
+class _Access:
+    """A client for the credentials as they are now."""
+
+    def __init__(self, url: str, folder: Path | None, headers: Headers) -> None:
+        self._url, self._folder, self._headers = url, folder, headers
+        self._made: tuple[Mapping[str, bytes], PrometheusConnect] | None = None
+
+    def ask(self, query: str) -> Rows:
+        client = self._client()
+        try:
+            return client.custom_query(query)  # type: ignore[no-any-return]  # the package has no types
+        except SSLError as error:
+            raise NotAdmitted(f"{_tls(error)}: look at {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET}") from error
+        except PrometheusApiClientException as error:
+            raise PrometheusApiClientException(self._hidden(str(error))) from None
+
+    def _client(self) -> PrometheusConnect:
+        """Two threads may make one each when credentials change, and the later one stays. The client before it may be
+        in use: it ends by itself."""
+        found = _read(self._folder) if self._folder else {}
+        made = self._made
+        if made is None or made[0] != found:
+            made = self._made = (found, self._connect(found))
+        return made[1]
+
+    def _connect(self, found: Mapping[str, bytes]) -> PrometheusConnect:
+        session = Session()
+        session.hooks["response"].append(_admitted)
+        session.headers.update(self._headers)
+        if self._folder and AUTHORITY in found:
+            session.verify = str(self._folder / AUTHORITY)
+        if self._folder and CERTIFICATE in found:
+            session.cert = str(self._folder / CERTIFICATE), str(self._folder / KEY)
+        return PrometheusConnect(
+            self._url, session=session, auth=_auth(found), retry=Retry(total=0), timeout=TIMEOUT_SECONDS
+        )
+
+    def _hidden(self, words: str) -> str:
+        """An answer may repeat what it was asked with."""
+        for secret in (*_secrets(self._made[0] if self._made else {}), *(value for _, value in self._headers)):
+            words = words.replace(secret, "…") if len(secret) >= LEAST_SECRET else words
+        return words
+
+
+class _Bearer(AuthBase):
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, request: PreparedRequest) -> PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+def _read(folder: Path) -> Mapping[str, bytes]:
+    """What the Secret holds of what is known. Raises NotAdmitted where that can be no credentials."""
+    try:
+        found = {key: (folder / key).read_bytes() for key in KEYS if (folder / key).exists()}
+    except OSError as error:
+        raise NotAdmitted(f"is not asked: {SECRET} cannot be read ({error.strerror})") from error
+    if not found:
+        raise NotAdmitted(f"is not asked: {SECRET} does not exist, or has none of {', '.join(KEYS)}")
+    for one, other in ((USERNAME, PASSWORD), (PASSWORD, USERNAME), (CERTIFICATE, KEY), (KEY, CERTIFICATE)):
+        if one in found and other not in found:
+            raise NotAdmitted(f"is not asked: {SECRET} has {one} without {other}")
+    if TOKEN in found and USERNAME in found:
+        raise NotAdmitted(f"is not asked: {SECRET} has both {TOKEN} and {USERNAME}: leave one of them")
+    return found
+
+
+def _secrets(found: Mapping[str, bytes]) -> tuple[str, ...]:
+    """As they may stand in a request."""
+    token, username, password = (found.get(key, b"").strip() for key in (TOKEN, USERNAME, PASSWORD))
+    basic = base64.b64encode(username + b":" + password)
+    return tuple(secret.decode(errors="replace") for secret in (token, basic, password))
+
+
+def _auth(found: Mapping[str, bytes]) -> AuthBase | None:
+    if TOKEN in found:
+        token = found[TOKEN].decode("latin-1").strip()
+        if not _TOKEN.fullmatch(token):
+            raise NotAdmitted(f"is not asked: {TOKEN} in {SECRET} is empty, or has characters that no token has")
+        return _Bearer(token)
+    if USERNAME in found:
+        return HTTPBasicAuth(found[USERNAME].strip(), found[PASSWORD].strip())
+    return None
+
+
+def _admitted(response: Response, **_: object) -> None:
+    """Raises NotAdmitted where the answer is about us, not about the query."""
+    if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise NotAdmitted(
+            f"refuses the operator (HTTP {response.status_code}): look at {TOKEN}, or {USERNAME} and {PASSWORD}, in "
+            f"{SECRET}, at what they may read, and at prometheus.headers"
+        )
+    if response.is_redirect:
+        place = urlsplit(response.headers["location"])
+        host = f"{place.scheme}://{place.hostname}" if place.hostname else "another path"
+        raise NotAdmitted(f"sends the operator on to {host}, where it does not go: set prometheus.url to what answers")
+
+
+def _tls(error: SSLError) -> str:
+    """In the words of OpenSSL, without the query that they stand behind."""
+    found = re.search(r"\[SSL(?::[^]]*)?\] ([^(']+)", str(error))
+    return f"no TLS connection comes about ({found[1].strip() if found else type(error).__name__})"

@@ -1,0 +1,66 @@
+"""The chart's alerts speak of what there is: series, values of labels, runbooks. When they fire is tests/cluster's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from pacekeeper_operator.api import Condition, JobPhase, QuarantinePhase, Reason, Verdict
+from tests.support import metric_names
+from tests.support.chart import CHART, REPOSITORY, helm_template
+
+GROUPS = yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"]
+RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
+ON_CALL = (REPOSITORY / "docs/on-call.md").read_text()
+VALUES = {
+    "phase": {*JobPhase, *QuarantinePhase},
+    "reason": {*Reason, *Verdict},
+    "condition": {*Condition},
+}
+"""Of labels that a rule may ask for."""
+
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+
+
+@each_rule
+def test_its_series_exist(rule: dict[str, Any]) -> None:
+    asked = set(re.findall(r"\b(?:pacekeeper_|DCGM_)\w+", rule["expr"]))
+    known = metric_names.of_the_operator() | metric_names.of_a_sidecar() | metric_names.of_dcgm()
+    assert asked
+    assert asked <= known
+
+
+@each_rule
+def test_its_labels_have_such_values(rule: dict[str, Any]) -> None:
+    for label, values in re.findall(r'\b(phase|reason|condition)(?:=|!=|=~|!~)"([^"]*)"', rule["expr"]):
+        assert set(values.split("|")) <= VALUES[label]
+
+
+@each_rule
+def test_it_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert page == "docs/on-call.md"
+    assert anchor == rule["alert"].lower(), "GitHub's anchor of the section with its name"
+    section = re.search(rf"^### {rule['alert']}\n(.+?)(?=^##|\Z)", ON_CALL, re.MULTILINE | re.DOTALL)
+    assert section
+    assert re.search(r"^kubectl ", section[1], re.MULTILINE), "what to look at"
+
+
+def test_each_has_its_cases_and_no_other_has_any() -> None:
+    cases = {path.stem for path in (REPOSITORY / "tests/cluster/alerts").glob("*.yaml")}
+    assert cases == {rule["alert"] for rule in RULES}
+    assert len(RULES) == len(cases)
+
+
+def test_the_chart_carries_them_with_the_platforms_own_page() -> None:
+    page = "https://git.example/pacekeeper/docs/on-call.md"
+    values = ("--set", f"prometheusRule.enabled=true,prometheusRule.runbookUrl={page}")
+    (found,) = [item for item in helm_template(*values) if item["kind"] == "PrometheusRule"]
+    text = (CHART / "files/alerts.yaml").read_text().replace("docs/on-call.md#", f"{page}#")
+    assert found["spec"] == yaml.safe_load(text)
+    assert not [item for item in helm_template() if item["kind"] == "PrometheusRule"]

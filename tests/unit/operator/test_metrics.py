@@ -1,0 +1,129 @@
+"""What the operator shows of jobs and quarantines: as their statuses say, and nothing of what is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_operator import metrics
+from pacekeeper_operator.api import (
+    ConditionStatus,
+    JobPhase,
+    JobStatus,
+    QuarantineCondition,
+    QuarantinePhase,
+    QuarantineStatus,
+    Verdict,
+    WorkerCounts,
+)
+
+RUNNING = JobStatus(
+    phase=JobPhase.RUNNING,
+    step=40,
+    workers=WorkerCounts.of(4, 3, 1),
+    slowdown=1.2,
+    goodput=0.97,
+    sync_mode=SyncMode.SYNC,
+    restarts=5,
+    conditions=(
+        ConditionStatus("Running", "True", "Training"),
+        ConditionStatus("Hindered", "False", "AllDone"),
+        ConditionStatus("MetricsAvailable", "Unknown", "PrometheusAway"),
+    ),
+)
+OF_A_JOB = (
+    "pacekeeper_job_phase",
+    "pacekeeper_job_step",
+    "pacekeeper_job_slowdown",
+    "pacekeeper_job_goodput",
+    "pacekeeper_job_workers",
+    "pacekeeper_job_restarts",
+    "pacekeeper_job_restarts_left",
+    "pacekeeper_job_restarts_allowed",
+    "pacekeeper_job_mode",
+    "pacekeeper_job_condition",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    for job in ("a", "b"):
+        metrics.show_job("ns", job, None)
+    metrics.show_quarantines({})
+
+
+def shown(job: str = "a") -> dict[str, float]:
+    """Values by name and the labels beside the job's."""
+    found = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name in OF_A_JOB and (labels.pop("namespace"), labels.pop("trainingjob")) == ("ns", job):
+                name = sample.name.removeprefix("pacekeeper_job_")
+                found[" ".join([name, *labels.values()])] = sample.value
+    return found
+
+
+def test_a_job_is_shown_as_its_status_says() -> None:
+    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
+    assert shown() == {
+        "phase Running": 1,
+        "step": 40,
+        "slowdown": 1.2,
+        "goodput": 0.97,
+        "workers desired": 4,
+        "workers ready": 3,
+        "workers spare": 1,
+        "restarts": 5,
+        "restarts_left": 3,
+        "restarts_allowed": 10,
+        "mode Sync": 1,
+        "condition Running Training": 1,
+        "condition Hindered AllDone": 0,
+    }, "what is not known is not shown"
+
+
+def test_what_holds_no_more_is_shown_no_more() -> None:
+    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
+    hindered = ConditionStatus("Hindered", "True", "PodDenied")
+    metrics.show_job(
+        "ns",
+        "a",
+        replace(RUNNING, phase=JobPhase.FAILED, sync_mode=SyncMode.EDIT, slowdown=None, conditions=(hindered,)),
+    )
+    found = shown()
+    assert {name for name in found if name.split()[0] in ("phase", "mode", "condition")} == {
+        "phase Failed",
+        "mode EDiT",
+        "condition Hindered PodDenied",
+    }
+    assert not {"slowdown", "restarts_left", "restarts_allowed"} & set(found)
+
+
+def test_a_job_that_is_gone_takes_its_own_series_and_no_others() -> None:
+    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
+    metrics.show_job("ns", "b", RUNNING, left=3, allowed=10)
+    metrics.show_job("ns", "a", None)
+    assert shown("a") == {}
+    assert len(shown("b")) == 13
+
+
+def test_quarantines_by_their_nodes_names() -> None:
+    held = ConditionStatus(QuarantineCondition.QUARANTINED, "False", Verdict.BUDGET_SPENT)
+    metrics.show_quarantines(
+        {
+            "node-1": QuarantineStatus(phase=QuarantinePhase.HELD, conditions=(held,)),
+            "node-2": QuarantineStatus(phase=QuarantinePhase.PENDING),
+            "node-3": QuarantineStatus(),
+        }
+    )
+    labels = {"nodequarantine": "node-1", "phase": "Held", "reason": "BudgetSpent"}
+    assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
+    metrics.show_quarantines({"node-2": QuarantineStatus(phase=QuarantinePhase.ACTIVE)})
+    (family,) = [found for found in REGISTRY.collect() if found.name == "pacekeeper_node_quarantine"]
+    assert [sample.labels["phase"] for sample in family.samples] == ["Active"]
