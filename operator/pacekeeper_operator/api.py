@@ -120,6 +120,9 @@ class JobPhase(StrEnum):
 class Condition(StrEnum):
     """Types of a job's conditions."""
 
+    READY = "Ready"  # for tools, by kstatus' conventions: exactly one of these three is True
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
     RUNNING = "Running"
     DEGRADED = "Degraded"
     RECOVERING = "Recovering"
@@ -141,6 +144,8 @@ class Reason(StrEnum):
     WAITING_FOR_PODS = "WaitingForPods"
     SCHEDULING_TIMEOUT = "SchedulingTimeout"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    # Reconciling
+    OTHER_REPLICAS = "ReplicasDiffer"
     # Degraded
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"
