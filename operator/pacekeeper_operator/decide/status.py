@@ -188,12 +188,8 @@ def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: J
 
 def _was_ready(before: JobStatus, now: float) -> bool:
     """Until the recovery that is under way began, and that is not long ago."""
-    known = {condition.type: condition for condition in before.conditions}
-    ready, recovering = known.get(Condition.READY), known.get(Condition.RECOVERING)
-    if ready is None or ready.status != "True":
-        return False
-    fresh = recovering is None or recovering.status != "True"
-    return fresh or now - recovering.last_transition_time < READY_SECONDS
+    since = {c.type: c.last_transition_time for c in before.conditions if c.status == "True"}
+    return Condition.READY in since and now - since.get(Condition.RECOVERING, now) < READY_SECONDS
 
 
 def _recovering(observation: Observation, phase: JobPhase) -> _Found:
