@@ -45,6 +45,8 @@ ANNOTATION_PROFILE = f"{GROUP}/profile"
 """On jobs: another value asks for a behaviour window at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
+PAUSE = "pacekeeper-pause"
+"""ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
 """Key of the taint (effect NoSchedule) of a quarantined node."""
 FINALIZER_JOB = f"{GROUP}/job"
@@ -120,6 +122,9 @@ class JobPhase(StrEnum):
 class Condition(StrEnum):
     """Types of a job's conditions."""
 
+    READY = "Ready"  # for tools, by kstatus' conventions: exactly one of these three is True
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
     RUNNING = "Running"
     DEGRADED = "Degraded"
     RECOVERING = "Recovering"
@@ -141,6 +146,8 @@ class Reason(StrEnum):
     WAITING_FOR_PODS = "WaitingForPods"
     SCHEDULING_TIMEOUT = "SchedulingTimeout"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    # Reconciling
+    OTHER_REPLICAS = "ReplicasDiffer"
     # Degraded
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pacekeeper_operator.api import API_VERSION, LABEL_JOB
+from pacekeeper_operator.api import API_VERSION, LABEL_JOB, PAUSE
 from pacekeeper_operator.codec import camel_case, to_json
 from pacekeeper_operator.legacy import LEFT_BEHIND, RENAMED
-from pacekeeper_operator.services.operator import PAUSE
 
 from ..kubernetes.errors import ApiError
 from ..world import NAMESPACE, OPERATOR_NAMESPACE

@@ -109,7 +109,15 @@ def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -
             yield f"{job.name}: its status counts {counts.get('summary')} workers"
         if status.get("restarts") != books.total:
             yield f"{job.name}: its status counts {status.get('restarts')} restarts of {books.total}"
+        if not _is_ready(status) and len(seats) == replicas:
+            yield f"{job.name} trains, and tools do not find it Ready"
     yield from _training(world, job, seats, schedule)
+
+
+def _is_ready(status: Object) -> bool:
+    """By what kubectl wait, Helm and Argo CD look at."""
+    true = {condition["type"] for condition in status.get("conditions", ()) if condition["status"] == "True"}
+    return true & {Condition.READY, Condition.RECONCILING, Condition.STALLED} == {Condition.READY}
 
 
 def _training(world: World, job: JobRecord, seats: list[str], schedule: Schedule) -> Iterator[str]:

@@ -15,11 +15,11 @@ from pacekeeper_operator.api import (
     LABEL_JOB,
     LABEL_NO_QUARANTINE,
     LABEL_PROBE,
+    PAUSE,
     TAINT_QUARANTINE,
     Condition,
 )
 from pacekeeper_operator.ledger import read_runs
-from pacekeeper_operator.services.operator import PAUSE
 
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change

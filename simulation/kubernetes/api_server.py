@@ -379,6 +379,7 @@ class ApiServer:
             metadata["labels"] = {**metadata.get("labels", {}), "kubernetes.io/metadata.name": metadata["name"]}
         elif kind.custom and kind.status:
             new.pop("status", None)
+            new = admission.decoded(kind, new, strict=False)  # whoever reads it finds a status that has a default
         return new
 
     def _deny(self, kind: Kind, name: str) -> None:

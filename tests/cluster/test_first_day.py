@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,6 +155,27 @@ class TestLong:
         job.until_step(10)
         return job
 
+    def test_tools_find_it_ready(self, job: Job) -> None:
+        job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=30s", "-n", job.namespace)
+        assert job.status["observedGeneration"] == job.read()["metadata"]["generation"]
+
+    def test_a_person_on_call_sees_how_it_is(self, job: Job) -> None:
+        assert "Running" in job.oncall("status")
+        assert "2 of 2 train" in job.oncall("status", job.name)
+        assert f"{job.name} in {job.namespace} is Running" in job.oncall("why", job.name)
+        assert "slowdown" in job.oncall("whatif", job.name)
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            job.oncall("why", "no-such-job")
+        assert "there are: deadline" in refused.value.stderr
+
+    def test_and_chooses_its_mode(self, job: Job) -> None:
+        for mode in ("Sync", "Auto"):
+            job.oncall("mode", job.name, mode)
+            assert job.read()["spec"]["syncMode"] == mode
+
+    def test_and_has_its_ranks_look_into_their_steps(self, job: Job) -> None:
+        assert "steps" in job.oncall("profile", job.name, timeout=200)
+
     def test_a_worker_speaks_for_itself(self, job: Job) -> None:
         worker = job.worker(0)
         status, answer = call(job, "/v1/plan", token(job, worker), {"worker": worker})
@@ -233,7 +255,7 @@ class TestLong:
 
     def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
-        job.patch(remediation={"mode": "Recommend"})
+        job.oncall("pause", job.name)
         job.until_seen()
         membership, round_, pods, began = job.plan()["membership"], job.plan()["round"], uids(job), job.began_behind()
         known = job.incident_names()
@@ -246,7 +268,8 @@ class TestLong:
         assert (job.plan()["membership"], job.plan()["round"], uids(job)) == (membership, round_, pods)
         assert job.began_behind() == began
 
-        job.patch(remediation={"mode": "Act"})
+        assert "only recommended" in job.oncall("incidents", incident["metadata"]["name"])
+        job.oncall("resume", job.name)
         job.until(lambda: len(job.began_behind()) > len(began), 30, "the ranks are restarted once that is allowed")
         job.until_trained_on()
         assert uids(job) == pods

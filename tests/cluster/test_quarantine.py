@@ -17,6 +17,7 @@ from kubernetes.aio import client, config
 from pacekeeper_operator.api import (
     FIELD_MANAGER_CORDON,
     LABEL_NO_QUARANTINE,
+    PAUSE,
     TAINT_QUARANTINE,
     Mode,
     ObjectRef,
@@ -28,7 +29,6 @@ from pacekeeper_operator.cluster import Cluster as Api
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.services.quarantine import Blame, look, reconcile, release_all, suspect, watch_over
 from pacekeeper_operator.settings import Settings
 from testcluster.images import OPERATOR_IMAGE
@@ -132,6 +132,11 @@ def cordoned(cluster: Cluster, node: str = NODE) -> bool:
 
 def is_held(cluster: Cluster, node: str = NODE) -> bool:
     return TAINT_QUARANTINE in taints(cluster, node) and cordoned(cluster, node)
+
+
+def is_ending(cluster: Cluster) -> bool:
+    found = cluster.get("nodequarantine", NODE)
+    return found is None or "deletionTimestamp" in found["metadata"]
 
 
 def is_free(cluster: Cluster, node: str = NODE) -> bool:
@@ -242,7 +247,7 @@ class TestLife:
         assert (await ask(api, cluster, asking)).verdict is Verdict.AWAITS_APPROVAL
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
-        cluster.kubectl("patch", "nodequarantine", NODE, "--type=merge", "-p", '{"spec":{"approved":true}}')
+        assert "cordoned and tainted" in cluster.oncall("approve", NODE, "--yes")
         await settle(api, settings)
         assert is_held(cluster)
 
@@ -256,8 +261,10 @@ class TestLife:
 
         make_by_hand(cluster, approved=True)
         await within_seconds(lambda: is_held(cluster))
-        cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
+        released = asyncio.create_task(asyncio.to_thread(cluster.oncall, "release", NODE, "--yes"))
+        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the person has asked for it")
         await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
+        assert "is released" in await released
         loop.cancel()
 
 

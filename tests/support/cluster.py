@@ -10,10 +10,11 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,14 @@ class Cluster:
 
     def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
         """Standard output of kubectl. subprocess.CalledProcessError with its messages if it fails."""
-        command = [*_kubectl(self.kubeconfig), *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
-        if done.returncode != 0:
-            error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-            error.add_note(done.stderr.strip())
-            raise error
-        return done.stdout
+        return _run([*_kubectl(self.kubeconfig), *arguments], stdin, timeout)
+
+    def oncall(self, *arguments: str, timeout: float = 60) -> str:
+        """The same of `kubectl pacekeeper`."""
+        program = [sys.executable, "-m", "pacekeeper_operator.oncall.command"]
+        path = f"{programs.kubectl().parent}{os.pathsep}{os.environ['PATH']}"
+        command = [*program, *arguments, f"--kubeconfig={self.kubeconfig}"]
+        return _run(command, None, timeout, environment={**os.environ, "PATH": path})
 
     def apply(self, manifest: str | dict[str, Any], namespace: str = "default") -> None:
         text = manifest if isinstance(manifest, str) else json.dumps(manifest)
@@ -102,6 +104,17 @@ def running_cluster() -> Iterator[Cluster]:
         # A namespace that stays has something in it whose finalizer nobody serves.
         selector = f"--selector={_SCRATCH}"
         found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+
+
+def _run(command: list[str], stdin: str | None, timeout: float, environment: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
+    if done.returncode != 0:
+        error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+        error.add_note(done.stderr.strip())
+        raise error
+    return done.stdout
 
 
 def _kubectl(kubeconfig: Path) -> list[str]:

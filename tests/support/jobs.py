@@ -195,6 +195,10 @@ class Job:
             "patch", "tj", self.name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
         )
 
+    def oncall(self, *arguments: str, timeout: float = 60) -> str:
+        """What `kubectl pacekeeper` says; the namespace is the job's."""
+        return self.cluster.oncall(*arguments, f"--namespace={self.namespace}", timeout=timeout)
+
     def crash(self, rank: int) -> None:
         """SIGKILL, as soon as the rank runs."""
         self._signal(rank, signal.SIGKILL)

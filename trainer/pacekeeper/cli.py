@@ -1,4 +1,4 @@
-"""The command `pacekeeper` (also `kubectl pacekeeper`): each subcommand is imported only when it is asked for."""
+"""The command `pacekeeper`: each subcommand is imported only when it is asked for."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
+READY_SECONDS = 60.0
+"""A recovery of up to so long leaves a job Ready: most take a second, and what tools wait for must not flap."""
 MAX_MESSAGE = 4000
 """Characters of a condition's message."""
 
@@ -117,15 +119,11 @@ def phase_of(observation: Observation) -> JobPhase:
 
 def _conditions(observation: Observation, policy: Policy, phase: JobPhase, before: JobStatus) -> Iterator[_Found]:
     state = observation.state
-    yield _running(observation, phase)
+    running, recovering = _running(observation, phase), _recovering(observation, phase)
+    yield from _for_tools(_verdict(observation, phase, recovering if recovering.holds else running, before))
+    yield running
     yield _degraded(observation, policy, phase)
-    incidents = [incident for incident in state.incidents.open if not incident.live]
-    yield _Found(
-        Condition.RECOVERING,
-        phase is JobPhase.RECOVERING,
-        Reason.INCIDENT if incidents else Reason.NO_INCIDENT,
-        "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5]),
-    )
+    yield recovering
     suspended = phase is JobPhase.SUSPENDED
     left = sum(view.pod is not None for view in observation.workers)
     yield _Found(
@@ -154,6 +152,51 @@ def _conditions(observation: Observation, policy: Policy, phase: JobPhase, befor
     if observation.job.spec.preflight.enabled:
         yield _preflight(observation, before)
     yield _metrics(observation)
+
+
+def _for_tools(verdict: _Found) -> Iterator[_Found]:
+    """By these three kubectl wait, Helm and Argo CD judge a job. The words stand at the one that is True."""
+    for one in (Condition.READY, Condition.RECONCILING, Condition.STALLED):
+        holds = one == verdict.type
+        yield _Found(one, holds, verdict.reason, verdict.message if holds else "")
+
+
+def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: JobStatus) -> _Found:
+    """Which of the three is True. Ready: the job is what its spec asks for, be it in training, suspended or complete.
+    Stalled: nothing more happens until somebody changes something. waits: why it does not train, where it does not."""
+    spec, state = observation.job.spec, observation.state
+    if phase is JobPhase.FAILED:
+        return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
+    if phase is JobPhase.COMPLETE:
+        return _Found(Condition.READY, True, Reason.TRAINED)
+    if phase is JobPhase.SUSPENDED:
+        gone = spec.suspend and all(view.pod is None for view in observation.workers)
+        reason = Reason.SUSPENDED if spec.suspend else Reason.RESUMED
+        return _Found(Condition.READY if gone else Condition.RECONCILING, True, reason)
+    if phase is JobPhase.RUNNING:
+        seats = len(observation.plan.members)
+        if spec.fewest_replicas <= seats <= spec.replicas:
+            return _Found(Condition.READY, True, Reason.TRAINING)
+        words = f"{seats} workers train, {spec.replicas} are asked for"
+        return _Found(Condition.RECONCILING, True, Reason.OTHER_REPLICAS, words)
+    if state.placement.template_rejected == observation.job.generation:
+        return _Found(Condition.STALLED, True, Reason.REFUSED, state.placement.rejection)
+    if phase is JobPhase.RECOVERING and _was_ready(before, observation.now):
+        return _Found(Condition.READY, True, Reason.TRAINING)
+    return _Found(Condition.RECONCILING, True, waits.reason, waits.message)
+
+
+def _was_ready(before: JobStatus, now: float) -> bool:
+    """Until the recovery that is under way began, and that is not long ago."""
+    since = {c.type: c.last_transition_time for c in before.conditions if c.status == "True"}
+    return Condition.READY in since and now - since.get(Condition.RECOVERING, now) < READY_SECONDS
+
+
+def _recovering(observation: Observation, phase: JobPhase) -> _Found:
+    incidents = [incident for incident in observation.state.incidents.open if not incident.live]
+    words = "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5])
+    reason = Reason.INCIDENT if incidents else Reason.NO_INCIDENT
+    return _Found(Condition.RECOVERING, phase is JobPhase.RECOVERING, reason, words)
 
 
 def _hindered(observation: Observation) -> _Found:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, Fabric, Job, JobPhase, Mode
+from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
 from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
@@ -26,8 +26,6 @@ from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
 
-PAUSE = "pacekeeper-pause"
-"""ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
 FIRST_WORD_SECONDS = 60.0

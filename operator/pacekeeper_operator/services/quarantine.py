@@ -23,6 +23,7 @@ from ..api import (
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
+    PAUSE,
     TAINT_QUARANTINE,
     Mode,
     ObjectRef,
@@ -59,7 +60,6 @@ from ..observation import Ruling
 from ..runtime import Runtime
 from ..settings import Settings
 from . import events, probing
-from .operator import PAUSE
 
 MAX_STEPS = 20
 """Of one call of `reconcile`: what is not done by then is done by the next."""

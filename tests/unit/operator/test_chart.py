@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT
+from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, PAUSE
 from pacekeeper_operator.certificates import SECRET
 from pacekeeper_operator.observe.reachability import KUBELET_PORT
 from pacekeeper_operator.services.leadership import LEASE
-from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.settings import Settings
 from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm, helm_template
 

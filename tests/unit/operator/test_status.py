@@ -9,7 +9,7 @@ import pytest
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_operator.api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
 from pacekeeper_operator.decide.pricing import SPARE_SECONDS, replace_lost_option, restart_option
-from pacekeeper_operator.decide.status import MAX_MESSAGE, report
+from pacekeeper_operator.decide.status import MAX_MESSAGE, READY_SECONDS, report
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import NOT_ASKED, Hindrance, Metrics, Observation
 from tests.support.worlds import (
@@ -200,3 +200,70 @@ def test_no_message_is_longer_than_a_condition_may_be(letters: int) -> None:
     )
     for condition in report(world, policy(), JobStatus()).conditions:
         assert len(condition.message) <= MAX_MESSAGE
+
+
+def with_draft(world: Observation, part: str, **changes: object) -> Observation:
+    return world.with_draft(getattr(world.draft, f"with_{part}")(**changes))
+
+
+class TestWhatToolsMakeOfAJob:
+    """By kstatus' rules (sigs.k8s.io/cli-utils), as Helm 4, Argo CD's checks and `kubectl wait` use them."""
+
+    SUSPENDED = job(4, 1, suspend=True)
+
+    @pytest.mark.parametrize(
+        ("world", "verdict", "reason"),
+        [
+            (training(), "Current", Reason.TRAINING),
+            (training(job=job(6, 0)), "InProgress", Reason.OTHER_REPLICAS),
+            (training(job=job(6, 0, min_replicas=2)), "Current", Reason.TRAINING),
+            (training(job=job(2, 0)), "InProgress", Reason.OTHER_REPLICAS),
+            (fresh(), "InProgress", Reason.WAITING_FOR_PODS),
+            (with_draft(fresh(), "placement", template_rejected=1, rejection="no"), "Failed", Reason.REFUSED),
+            (with_draft(training(), "placement", template_rejected=1), "Current", Reason.TRAINING),
+            (with_draft(training(), "life", completed_at=NOW), "Current", Reason.TRAINED),
+            (with_draft(training(), "life", failed_reason="ScriptFailed"), "Failed", Reason.SCRIPT_FAILED),
+            (replace(training(job=SUSPENDED), workers=()), "Current", Reason.SUSPENDED),
+            (training(job=SUSPENDED), "InProgress", Reason.SUSPENDED),
+            (with_draft(training(), "plan", stop=Stop.SUSPEND), "InProgress", Reason.RESUMED),
+        ],
+    )
+    def test_one_of_three_conditions_says_it(self, world: Observation, verdict: str, reason: Reason) -> None:
+        status = report(world, policy(), JobStatus(observed_generation=-1))
+        assert kstatus(status, generation=1) == (verdict, reason)
+        assert kstatus(status, generation=2) == ("InProgress", None), "the operator has not seen the newest spec"
+
+    def test_a_job_that_nobody_has_seen_is_in_progress(self) -> None:
+        assert kstatus(JobStatus(observed_generation=-1), generation=1) == ("InProgress", None)
+
+    def test_a_short_recovery_leaves_it_ready_and_a_long_one_does_not(self) -> None:
+        world = training()
+        before = report(world, policy(), JobStatus())
+        hanging = think(replace(world, faults=stalls(world, culprit=2)), policy()).observation
+        short = report(hanging, policy(), before)
+        assert (short.phase, kstatus(short, 1)) == (JobPhase.RECOVERING, ("Current", Reason.TRAINING))
+        nearly, long = (
+            report(replace(hanging, now=NOW + seconds), policy(), short)
+            for seconds in (READY_SECONDS - 1, READY_SECONDS)
+        )
+        assert kstatus(nearly, 1) == ("Current", Reason.TRAINING)
+        assert nearly.conditions == short.conditions, "nothing to be written"
+        assert kstatus(long, 1) == ("InProgress", Reason.INCIDENT)
+        (reconciling,) = (c for c in long.conditions if c.type == Condition.RECONCILING)
+        assert "rank 2" in reconciling.message
+        assert kstatus(report(hanging, policy(), long), 1)[0] == "InProgress", "until it trains again"
+
+    def test_a_job_that_was_not_ready_is_not_so_for_recovering(self) -> None:
+        world = training()
+        hanging = think(replace(world, faults=stalls(world, culprit=2)), policy()).observation
+        assert kstatus(report(hanging, policy(), JobStatus()), 1)[0] == "InProgress"
+
+
+def kstatus(status: JobStatus, generation: int) -> tuple[str, str | None]:
+    """What kstatus computes, and the reason of the condition that says so."""
+    if status.observed_generation != generation:
+        return "InProgress", None
+    true = [c for c in status.conditions if c.status == "True"]
+    verdicts = {"Reconciling": "InProgress", "Stalled": "Failed", "Ready": "Current"}
+    (said,) = (c for c in true if c.type in verdicts)
+    return verdicts[said.type], said.reason

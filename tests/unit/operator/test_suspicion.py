@@ -12,6 +12,7 @@ import pytest
 from pacekeeper_operator.api import (
     LABEL_CIRCLE,
     LABEL_NO_QUARANTINE,
+    PAUSE,
     TAINT_QUARANTINE,
     Inconclusive,
     Mode,
@@ -47,7 +48,6 @@ from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services import quarantine as service
-from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.services.quarantine import Blame, look, suspect
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster

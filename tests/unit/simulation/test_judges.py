@@ -14,13 +14,13 @@ from pacekeeper_operator.api import (
     LABEL_JOB,
     LABEL_NO_QUARANTINE,
     LABEL_PROBE,
+    PAUSE,
     Cause,
     Class,
     Outcome,
     format_time,
 )
 from pacekeeper_operator.services.leadership import LEASE, LeaseLost
-from pacekeeper_operator.services.operator import PAUSE
 from pacekeeper_operator.state import Draft, Incident
 from simulation.judges import behaviour
 from simulation.kubernetes.connection import Request

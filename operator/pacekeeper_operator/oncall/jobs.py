@@ -1,0 +1,148 @@
+"""Jobs in words: how they are, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..api import Condition, ConditionStatus, JobPhase, Mode, WantedMode
+from . import incidents as words
+from .seen import SeenIncident, SeenJob
+from .text import duration, entries, paragraph, table
+
+NEWEST = 3
+"""Incidents that `why` tells."""
+BAD_IF_TRUE = (Condition.FAILED, Condition.INVALID_TEMPLATE, Condition.HINDERED, Condition.DEGRADED)
+BAD_IF_NOT = (Condition.PREFLIGHT, Condition.PATHS_IN_FORCE, Condition.METRICS_AVAILABLE)
+
+
+def overview(jobs: Sequence[SeenJob], now: float, *, namespaces: bool = False) -> str:
+    """A table of them."""
+    heads = ["NAME", "PHASE", "STEP", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "AGE", "WHY"]
+    rows = [
+        [
+            seen.job.name,
+            seen.status.phase or "–",
+            "–" if seen.status.step is None else str(seen.status.step),
+            seen.status.workers.summary or "–",
+            "" if seen.status.slowdown is None else f"{seen.status.slowdown:.2f}",
+            "" if seen.status.goodput is None else f"{seen.status.goodput:.0%}",
+            seen.status.sync_mode or "",
+            duration(now - seen.job.created_at),
+            _headline(seen),
+        ]
+        for seen in jobs
+    ]
+    if namespaces:
+        heads = ["NAMESPACE", *heads]
+        rows = [[seen.job.namespace, *row] for seen, row in zip(jobs, rows, strict=True)]
+    return table(heads, rows)
+
+
+def status(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
+    """How one job is. incidents: its own, the newest first."""
+    job, told = seen.job, seen.status
+    title = f"{job.name} in {job.namespace}: {told.phase or 'not looked at yet'}{_since(seen, now)}"
+    return "\n".join([title, entries([*_figures(seen), *_troubles(seen, incidents), ("next", _next(seen, incidents))])])
+
+
+def why(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
+    """Why it is slow, or does not train: what the operator knows, has considered, and has done."""
+    job, told = seen.job, seen.status
+    parts = [f"{job.name} in {job.namespace} is {told.phase or 'not looked at yet'}{_since(seen, now)}."]
+    parts += [paragraph(sentence) for sentence in _reasons(seen)]
+    parts += [words.account(one, now) for one in incidents[:NEWEST]]
+    if len(incidents) > NEWEST:
+        parts.append(f"{len(incidents) - NEWEST} older: kubectl pacekeeper incidents {job.name}")
+    if len(parts) == 1:
+        parts.append("Nothing is known that would hold it back.")
+    parts.append(paragraph(f"Next: {_next(seen, incidents)}."))
+    return "\n\n".join(parts)
+
+
+def unseen(seen: SeenJob) -> str:
+    """What to do where no operator answers."""
+    return (
+        f"no operator has looked at generation {seen.job.generation} of its spec: does it run, and may it see "
+        f"namespace {seen.job.namespace}? kubectl get pods -A -l app.kubernetes.io/name=pacekeeper"
+    )
+
+
+def _figures(seen: SeenJob) -> Iterator[tuple[str, str]]:
+    told, spec = seen.status, seen.job.spec
+    if told.step is not None:
+        kept = f"; the newest checkpoint is of step {told.last_checkpoint_step}" if told.last_checkpoint_step else ""
+        yield "step", f"{told.step}{kept}"
+    if told.workers.desired:
+        spares = f", {told.workers.spare} of {spec.spares} as spares" if spec.spares else ""
+        round_ = f"; round {told.round}" if told.round else ""
+        yield "workers", f"{told.workers.ready} of {told.workers.desired} train{spares}{round_}"
+    if told.sync_mode is not None:
+        wanted = "chosen by the operator" if spec.sync_mode is WantedMode.AUTO else f"spec.syncMode is {spec.sync_mode}"
+        yield "mode", f"{told.sync_mode} ({wanted})"
+    if told.slowdown is not None:
+        held = f": {told.bottleneck} holds the others up" if told.bottleneck else ""
+        yield "slowdown", f"{told.slowdown:.2f}{held}"
+    if told.goodput is not None:
+        yield "goodput", f"{told.goodput:.0%} of the time went into steps that lasted"
+    if told.restarts:
+        yield "restarts", f"{told.restarts}; {spec.remediation.max_restarts} within the window are allowed"
+    if spec.remediation.mode is Mode.RECOMMEND:
+        yield "remedies", f"only recommended: spec.remediation.mode; kubectl pacekeeper resume {seen.job.name}"
+
+
+def _troubles(seen: SeenJob, incidents: Sequence[SeenIncident]) -> Iterator[tuple[str, str]]:
+    for condition in _bad(seen):
+        yield condition.type, _said(condition)
+    for one in incidents:
+        if one.open:
+            yield "incident", f"{one.name}: {one.spec.message}"
+
+
+def _reasons(seen: SeenJob) -> Iterator[str]:
+    running = seen.condition(Condition.RUNNING)
+    if running is not None and running.status != "True" and seen.status.phase is not JobPhase.COMPLETE:
+        yield f"It does not train: {_said(running)}."
+    for condition in _bad(seen):
+        yield f"{condition.type}{'' if condition.status == 'True' else f' is {condition.status}'}: {_said(condition)}."
+
+
+def _next(seen: SeenJob, incidents: Sequence[SeenIncident]) -> str:
+    """What the operator does, or waits for."""
+    if seen.unseen:
+        return unseen(seen)
+    stalled = seen.true(Condition.STALLED)
+    if stalled:
+        return f"nothing, until somebody changes something: {_said(stalled[0])}"
+    waiting = next((one for one in incidents if one.open), None)
+    if waiting is not None:
+        return words.doing(waiting)
+    reconciling = seen.true(Condition.RECONCILING)
+    if reconciling:
+        return f"it waits: {_said(reconciling[0])}"
+    ends = {JobPhase.COMPLETE: "nothing: it has ended well", JobPhase.SUSPENDED: "nothing, until spec.suspend is false"}
+    return ends.get(seen.status.phase or JobPhase.PENDING, "nothing is to be done")
+
+
+def _bad(seen: SeenJob) -> list[ConditionStatus]:
+    """The conditions that matter to a person."""
+    found = [seen.condition(type_) for type_ in BAD_IF_NOT]
+    return [*seen.true(*BAD_IF_TRUE), *(one for one in found if one is not None and one.status == "False")]
+
+
+def _headline(seen: SeenJob) -> str:
+    if seen.unseen:
+        return "NotSeenYet"
+    shown = [*seen.true(Condition.STALLED, Condition.RECONCILING), *_bad(seen)]
+    return next((one.reason for one in shown if one.type != Condition.METRICS_AVAILABLE), "")
+
+
+def _said(condition: ConditionStatus) -> str:
+    return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
+
+
+def _since(seen: SeenJob, now: float) -> str:
+    """For how long it has been in its phase, where a condition says that."""
+    condition = next((one for one in seen.status.conditions if one.type == seen.status.phase), None)
+    if condition is None or condition.status != "True":
+        return ""
+    return f" for {duration(max(0.0, now - condition.last_transition_time))}"

@@ -1,0 +1,92 @@
+"""kubectl, called as a person would: with his context, his namespace and his rights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pacekeeper_analysis.errors import InputError
+
+from ..api import GROUP, Object
+
+SECONDS = 60.0
+"""For one call."""
+LOGGED = re.compile(r"[EWI]\d{4} ")
+"""Begins a line of kubectl's own log."""
+NOT_THERE = "(NotFound)"
+NOT_INSTALLED = ("the server doesn't have a resource type", "could not find the requested resource")
+
+
+class KubectlError(InputError):
+    """kubectl has refused, in its own words."""
+
+
+class Missing(KubectlError):
+    """There is no such object."""
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """`options`: what stands in every call, as `--context=…`. `namespace`: "" is that of the context."""
+
+    options: tuple[str, ...] = ()
+    namespace: str = ""
+    all_namespaces: bool = False
+
+    def get(self, kind: str, name: str) -> Object:
+        """Raises Missing."""
+        found: Object = json.loads(self.run("get", _full(kind), name, *self.place, "-o", "json"))
+        return found
+
+    def list(self, kind: str, labels: str = "", fields: str = "") -> list[Object]:
+        place = ("--all-namespaces",) if self.all_namespaces else self.place
+        chosen = [f"--selector={labels}"] * bool(labels) + [f"--field-selector={fields}"] * bool(fields)
+        items: list[Object] = json.loads(self.run("get", _full(kind), *place, *chosen, "-o", "json"))["items"]
+        return items
+
+    def patch(self, kind: str, name: str, body: Object) -> None:
+        self.run("patch", _full(kind), name, *self.place, "--type=merge", "-p", json.dumps(body))
+
+    def annotate(self, kind: str, name: str, key: str, value: str) -> None:
+        self.run("annotate", _full(kind), name, *self.place, "--overwrite", f"{key}={value}")
+
+    def delete(self, kind: str, name: str, seconds: float) -> None:
+        """Returns when it is gone. Raises KubectlError where that takes longer than `seconds`."""
+        self.run("delete", _full(kind), name, *self.place, f"--timeout={seconds:.0f}s", seconds=seconds + 10)
+
+    def read(self, pod: str, container: str, path: str) -> bytes:
+        """A file in a container."""
+        return self._bytes(("exec", pod, *self.place, "-c", container, "--", "cat", path), SECONDS)
+
+    def run(self, *arguments: str, seconds: float = SECONDS) -> str:
+        """What it prints. Raises KubectlError."""
+        return self._bytes(arguments, seconds).decode(errors="replace")
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return (f"--namespace={self.namespace}",) if self.namespace else ()
+
+    def _bytes(self, arguments: Sequence[str], seconds: float) -> bytes:
+        command = ["kubectl", *self.options, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+        except FileNotFoundError as error:
+            raise KubectlError("kubectl is not on the PATH; install it: it is what talks to the cluster") from error
+        except subprocess.TimeoutExpired as error:
+            raise KubectlError(f"`kubectl {' '.join(arguments[:3])}` did not end within {seconds:.0f} s") from error
+        if done.returncode == 0:
+            return done.stdout
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        words = "\n".join(line for line in lines if not LOGGED.match(line)) or "\n".join(lines)
+        if any(sign in words for sign in NOT_INSTALLED):
+            words += "\nThis cluster does not know Pacekeeper's resources: install the chart (docs/install.md)"
+        raise (Missing if NOT_THERE in words else KubectlError)(words or f"kubectl ended with {done.returncode}")
+
+
+def _full(kind: str) -> str:
+    """Ours by their full name: another product may have kinds of the same name."""
+    ours = ("trainingjobs", "incidents", "nodequarantines", "behaviourwindows")
+    return f"{kind}.{GROUP}" if kind in ours else kind

@@ -1,0 +1,190 @@
+"""The verbs, over a stand-in for kubectl: what they ask it, and what they say when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_operator.api import API_VERSION
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.oncall.command import main
+from tests.support import kubectl_stand_in
+from tests.support.oncall import incident_object, job_object, metadata
+from tests.support.worlds import policy, stalls, training
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the stand-in, with a job, its incident and a quarantine."""
+    program = tmp_path / "bin" / "kubectl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {kubectl_stand_in.__file__} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    thought = think(training(faults=stalls(training(), culprit=2)), policy())
+    (incident,) = thought.draft.state.incidents.current
+    quarantine = {
+        "apiVersion": API_VERSION,
+        "kind": "NodeQuarantine",
+        "metadata": metadata("node-7", "u7"),
+        "spec": {"reason": "XID 79"},
+        "status": {"phase": "Pending"},
+    }
+    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine]
+    (tmp_path / "objects.json").write_text(json.dumps(objects))
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command's exit code and what it says; kubectl is `folder`'s."""
+    assert folder.exists()
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def changes(folder: Path) -> list[list[str]]:
+    """What kubectl was asked to do, beside looking."""
+    log = folder / "asked.json"
+    asked = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    return [arguments for arguments in asked if arguments[0] != "get"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status"], "Recovering"),
+        (["status", "j"], "j in ns: Recovering"),
+        (["status", "-A"], "NAMESPACE"),
+        (["why", "j"], "RestartRanks"),
+        (["incidents"], "j-r1-hang-u1d2c"),
+        (["incidents", "j"], "open"),
+        (["incidents", "j-r1-hang-u1d2c"], "hang of job j, round 1"),
+    ],
+)
+def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], words: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert words in out
+    assert not changes(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["mode", "j", "Sync"], "patch trainingjobs.pacekeeper.dev j {'spec': {'syncMode': 'Sync'}}"),
+        (["pause", "j"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'mode': 'Recommend'}}}"),
+        (["resume", "j"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'mode': 'Act'}}}"),
+        (
+            ["pause", "--all", "--reason", "until 18:00"],
+            "create configmap pacekeeper-pause --namespace=pacekeeper-system --from-literal=reason=until 18:00",
+        ),
+        (
+            ["resume", "--all"],
+            "delete configmap pacekeeper-pause --namespace=pacekeeper-system --ignore-not-found",
+        ),
+        (["approve", "node-7", "--yes"], "patch nodequarantines.pacekeeper.dev node-7 {'spec': {'approved': True}}"),
+        (["release", "node-7", "--yes"], "delete nodequarantines.pacekeeper.dev node-7 --timeout=120s"),
+    ],
+)
+def test_acting_is_one_call(run: Run, folder: Path, arguments: list[str], asked: str) -> None:
+    code, _, err = run(*arguments)
+    assert (code, err) == (0, "")
+    (done,) = changes(folder)
+    if done[0] == "patch":
+        assert done[3:5] == ["--type=merge", "-p"]
+        done = [*done[:3], str(json.loads(done[5]))]
+    assert " ".join(done) == asked
+
+
+def test_context_and_namespace_are_handed_on(run: Run, folder: Path) -> None:
+    run("mode", "j", "Auto", "-n", "team-a", "--context", "prod")
+    (asked,) = [json.loads(line) for line in (folder / "asked.json").read_text().splitlines() if "patch" in line]
+    assert asked[0] == "--context=prod"
+    assert "--namespace=team-a" in asked
+
+
+@pytest.mark.parametrize("verb", ["approve", "release"])
+@pytest.mark.parametrize(("answer", "done"), [("y\n", True), ("\n", False), ("no\n", False)])
+def test_nodes_are_touched_only_when_somebody_agrees(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, answer: str, done: bool
+) -> None:
+    typed = io.StringIO(answer)
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
+    code, out, _ = run(verb, "node-7")
+    assert "XID 79" in out
+    assert (code, bool(changes(folder))) == (0 if done else 1, done)
+
+
+def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
+    code, _, err = run("approve", "node-7")
+    assert (code, "--yes" in err) == (2, True)
+    assert not changes(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "nobody"], "there are: j"),
+        (["why", "nobody"], "there are: j"),
+        (["incidents", "nobody"], "there are: j"),
+        (["mode", "nobody", "Sync"], "there are: j"),
+        (["pause", "nobody"], "there are: j"),
+        (["approve", "node-8"], "there are: node-7"),
+        (["whatif", "j"], "j has no ranks that train: kubectl pacekeeper why j"),
+        (["pause"], "name a job, or --all"),
+        (["profile", "j", "--timeout", "0"], "no window within 0 s"),
+    ],
+)
+def test_what_cannot_be_done(run: Run, folder: Path, arguments: list[str], words: str) -> None:
+    code, _, err = run(*arguments)
+    assert code != 0
+    assert words in err
+    assert [asked[0] for asked in changes(folder)] in ([], ["annotate"])
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        ('Error from server (Forbidden): trainingjobs is forbidden: User "eve" cannot list', 'User "eve" cannot list'),
+        ('error: the server doesn\'t have a resource type "trainingjobs"', "install the chart"),
+        ("E1123 11:52:24.366504 2300 memcache.go:381] noise\nThe connection was refused", "The connection was refused"),
+    ],
+)
+def test_what_kubectl_refuses_is_told_in_its_own_words(run: Run, folder: Path, refusal: str, words: str) -> None:
+    (folder / "refusal").write_text(refusal)
+    code, out, err = run("status")
+    assert (code, out) == (1, "")
+    assert words in err
+    assert "noise" not in err
+
+
+def test_without_kubectl(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, _, err = run("status")
+    assert (code, "kubectl is not on the PATH" in err) == (1, True)
+
+
+def test_it_needs_no_library_of_the_operators() -> None:
+    program = (
+        "import sys, pacekeeper_operator.oncall.command; "
+        "print({'kopf', 'kubernetes', 'aiohttp', 'torch', 'prometheus_client'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -1,0 +1,182 @@
+"""What `kubectl pacekeeper` makes of objects that the operator has written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.api import API_VERSION, Mode, Object, Outcome, RemedyPrice
+from pacekeeper_operator.decide.think import Thought, think
+from pacekeeper_operator.observation import Hindrance, Metrics, Observation
+from pacekeeper_operator.oncall import incidents, jobs, nodes
+from pacekeeper_operator.oncall.seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
+from pacekeeper_operator.oncall.text import WIDTH
+from pacekeeper_operator.state import Incident
+from tests.support.oncall import incident_object, job_object, metadata
+from tests.support.worlds import NOW, fresh, policy, stalls, training, with_pods
+
+
+def hang() -> Thought:
+    return think(replace(training(), faults=stalls(training(), culprit=2)), policy())
+
+
+def hung() -> Incident:
+    (incident,) = hang().draft.state.incidents.current
+    return incident
+
+
+def seen(incident: Incident) -> SeenIncident:
+    return SeenIncident.of(incident_object(training().job, incident))
+
+
+def status(world: Observation, *of: SeenIncident, **changes: Any) -> str:
+    return fits(jobs.status(SeenJob.of(job_object(world, **changes)), of, NOW + 60))
+
+
+def why(world: Observation, *of: SeenIncident, **changes: Any) -> str:
+    return fits(jobs.why(SeenJob.of(job_object(world, **changes)), of, NOW + 60))
+
+
+def fits(text: str) -> str:
+    assert max(map(len, text.splitlines())) <= WIDTH
+    return " ".join(text.split())
+
+
+class TestAJob:
+    def test_that_trains(self) -> None:
+        words = status(training())
+        for part in ("j in ns: Running for 60 s", "step 500", "4 of 4 train, 1 of 1 as spares; round 1", "Sync"):
+            assert part in words
+        assert words.endswith("next nothing is to be done")
+        assert "Nothing is known that would hold it back." in why(training())
+
+    def test_that_nobody_has_looked_at(self) -> None:
+        for words in (status(training(), seen=False), why(training(), seen=False)):
+            assert "no operator has looked at generation 1" in words
+
+    def test_that_waits_for_room(self) -> None:
+        world = with_pods(fresh().with_draft(think(fresh(), policy()).draft), placed=False)
+        for words in (status(world), why(world)):
+            assert "0 of 2 workers are ready" in words
+
+    def test_that_hangs_says_what_was_chosen_and_why(self) -> None:
+        world, incident = hang().observation, seen(replace(hung(), applied=None))
+        assert "next RestartRanks is under way" in status(world, incident)
+        words = why(world, incident)
+        for part in (
+            "rank 2 holds all others (Stopped)",
+            "Process: the process of rank 2 is stopped",
+            "RestartRanks: chosen, costs 6.0 s of training, wins all (the job stands still)",
+            "once is no reason to blame the worker",
+        ):
+            assert part in words
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"mode": Mode.RECOMMEND}, "RestartRanks would be taken, but remedies are only recommended"),
+            ({"applied": NOW}, "RestartRanks is applied; whether it has helped is being measured"),
+            ({"remedy": None}, "no remedy is taken so far; RestartRanks: the job stands still"),
+        ],
+    )
+    def test_what_comes_next(self, changes: dict[str, Any], words: str) -> None:
+        incident = replace(hung(), remedies=(RemedyPrice("RestartRanks", reason="the job stands still"),), **changes)
+        assert words in status(hang().observation, seen(incident))
+
+    def test_that_is_hindered_refused_slow_or_paused(self) -> None:
+        hindered = replace(training(), hindrances=(Hindrance("create pod j-w5-0", "exceeded quota: gpus"),))
+        assert "Hindered: NotDone: create pod j-w5-0: exceeded quota: gpus." in why(hindered)
+        refused = fresh().with_draft(fresh().draft.with_placement(template_rejected=1, rejection="no such volume"))
+        assert "nothing, until somebody changes something: PodRefused: no such volume" in status(refused)
+        slow = replace(training(), metrics=Metrics(pace=2.0, slowdown=1.6, slowest_rank=3))
+        assert "slowdown 1.60: rank 3 on j-w3-0 holds the others up" in status(slow)
+        assert "Paused: by hand" in why(training(), paused="by hand")
+        assert "kubectl pacekeeper resume j" in status(training(), spec={"remediation": {"mode": "Recommend"}})
+
+    def test_many_in_a_table(self) -> None:
+        rows = [SeenJob.of(job_object(world)) for world in (training(), hang().observation, fresh())]
+        lines = jobs.overview(rows, NOW, namespaces=True).splitlines()
+        assert max(map(len, lines)) <= WIDTH
+        assert [line.split()[:4] for line in lines[1:]] == [
+            ["ns", "j", "Running", "500"],
+            ["ns", "j", "Recovering", "500"],
+            ["ns", "j", "Pending", "–"],
+        ]
+        assert "WaitingForPods" in lines[3]
+
+    def test_of_a_newer_operator_says_what_to_do(self) -> None:
+        body = job_object(training())
+        body["status"]["phase"] = "Levitating"
+        with pytest.raises(InputError, match=r"TrainingJob j: status.phase: 'Levitating'.* pip install --upgrade"):
+            SeenJob.of(body)
+
+
+class TestAnIncident:
+    FINDING = Finding(FaultClass.NETWORK, "link 0 → 1", (Witness(WitnessKind.PROBE, "slow"),), 0.98, "look at the path")
+
+    def test_in_full(self) -> None:
+        incident = replace(
+            hung(),
+            applied=NOW + 1,
+            recovered=NOW + 3.2,
+            outcome=Outcome.MITIGATED,
+            steps_lost=1,
+            slowdown_before=1.6,
+            slowdown_after=1.05,
+            predicted_gain=50.0,
+            measured_gain=40.0,
+            finding=self.FINDING,
+            shown="a probe has passed",
+            evidence=("x" * 300, 'File "/job/train.py", line 88\n  in load'),
+        )
+        words = fits(incidents.story(seen(incident)))
+        for part in (
+            "hang of job j, round 1",
+            "recovered after 6.3 s",
+            "link 0 → 1; kind of fault: Network; such evidence was right 98% of the times it was tried",
+            "Probe: slow to do: look at the path",
+            "Mitigated: better than before the remedy",
+            "1 step lost",
+            "from 1.60 to 1.05",
+            "it has won 40 s of training, 50 s were expected",
+            "a probe has passed",
+            "line 88 in load",
+        ):
+            assert part in words
+
+    @pytest.mark.parametrize("outcome", Outcome)
+    def test_each_outcome_has_its_words(self, outcome: Outcome) -> None:
+        assert f"{outcome}: " in incidents.outcome(seen(replace(hung(), outcome=outcome)))
+
+    def test_many_in_a_table_the_newest_first(self) -> None:
+        old = replace(hung(), name="j-r1-crash-rank0-u1d2c", first_sign=NOW - 900, outcome=Outcome.RECOVERED)
+        found = newest_first([incident_object(training().job, one) for one in (old, hung())])
+        lines = incidents.overview(found, NOW).splitlines()
+        assert [line.split()[0] for line in lines[1:]] == ["j-r1-hang-u1d2c", "j-r1-crash-rank0-u1d2c"]
+        assert ["open" in line for line in lines[1:]] == [True, False]
+
+
+class TestAQuarantine:
+    def body(self, **status: Any) -> Object:
+        sign = {"namespace": "team-a", "incident": "i", "reason": "hang", "at": "2026-01-31T12:00:00Z"}
+        spec = {"reason": "XID 79", "expiresAfter": "6h", "signs": [{**sign, "witness": "Probe"}]}
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "NodeQuarantine",
+            "metadata": metadata("node-7", "u"),
+            "spec": spec,
+        } | {"status": status}
+
+    def test_approving_says_what_will_happen(self) -> None:
+        words = fits(nodes.approval(SeenQuarantine.of(self.body(phase="Pending", message="a witness has spoken"))))
+        for part in ("node node-7", "Pending: a witness", "XID 79", "team-a/i: hang (Probe)", "After 6h", "cordoned"):
+            assert part in words
+
+    def test_releasing_leaves_a_cordon_that_was_there(self) -> None:
+        active = self.body(phase="Active", cordonedAt="2026-01-31T12:00:00Z", previouslyCordoned=True)
+        assert "it was cordoned before, and stays so" in fits(nodes.release(SeenQuarantine.of(active)))
+        assert "its node is untouched" in fits(nodes.release(SeenQuarantine.of(self.body(phase="Held"))))
