@@ -184,7 +184,7 @@ async def test_an_answer_that_repeats_the_credentials_is_not_repeated(
 async def test_credentials_do_not_follow_a_redirect(gateway: Gateway, elsewhere: Gateway, tmp_path: Path) -> None:
     gateway.redirect = f"{elsewhere.url}/login?next=1"
     ask = over_http(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
-    with pytest.raises(NotAdmitted, match="sends the operator on to http://localhost, where it does not go"):
+    with pytest.raises(NotAdmitted, match="sends the operator on to localhost, where it does not go"):
         await ask("up")
     assert len(gateway.seen) == 1
     assert not elsewhere.seen
@@ -261,6 +261,7 @@ class TestOptions:
             ("MATCHERS", r'["__name__=\"up\""]', "the label __name__"),
             ("MATCHERS", "[7]", "7 is no matcher"),
             ("URL", "http://me:s3cret@prometheus.monitoring", "holds a user's name"),
+            ("URL", "http://[s3cret", "is no URL"),
         ],
     )
     def test_a_bad_value_is_named_and_secrets_are_not_shown(self, name: str, text: str, words: str) -> None:
