@@ -68,6 +68,10 @@ class _Access:
             raise NotAdmitted(f"{_tls(error)}: look at {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET}") from error
         except PrometheusApiClientException as error:
             raise PrometheusApiClientException(self._hidden(str(error))) from None
+        except RequestException:
+            raise
+        except OSError as error:  # the files have gone since they were looked at
+            raise NotAdmitted(f"is not asked: {SECRET} cannot be read") from error
 
     def _client(self) -> PrometheusConnect:
         """Two threads may make one each when credentials change, and the later one stays. The client before it may be
@@ -122,10 +126,10 @@ def _read(folder: Path) -> Mapping[str, bytes]:
 
 
 def _secrets(found: Mapping[str, bytes]) -> tuple[str, ...]:
-    """As they may stand in a request."""
+    """As they stand in a request, and so in the client's words about its answer."""
     token, username, password = (found.get(key, b"").strip() for key in (TOKEN, USERNAME, PASSWORD))
     basic = base64.b64encode(username + b":" + password)
-    return tuple(secret.decode(errors="replace") for secret in (token, basic, password))
+    return tuple(repr(secret)[2:-1] for secret in (token, basic, password))
 
 
 def _auth(found: Mapping[str, bytes]) -> AuthBase | None:
