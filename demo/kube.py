@@ -59,6 +59,11 @@ def curve(expression: str, start: float, end: float) -> list[tuple[float, float]
     return [(float(at) - start, float(value)) for at, value in found[0]["values"]] if found else []
 
 
+def answers(expression: str, start: float, end: float) -> bool:
+    """Whether a range query gives anything at all, looked at every five seconds."""
+    return bool(_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "5"}))
+
+
 def seconds(timestamp: str) -> float:
     """Seconds since the epoch of a time in the API's form."""
     return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()

@@ -97,6 +97,14 @@ def promtool() -> Path:
     return _build_prometheus("promtool", "1 minute")
 
 
+def alertmanager() -> Path:
+    """Debian's. No part of a cluster."""
+    name = "prometheus-alertmanager"
+    if not shutil.which(name):
+        _install({name})
+    return Path(name)
+
+
 def _build_prometheus(command: str, duration: str) -> Path:
     """A command of Prometheus' module, with no service discovery but that of Kubernetes and no web pages."""
 
@@ -214,8 +222,15 @@ def _install_packages() -> None:
     missing = {package for command, package in _PACKAGES.items() if not shutil.which(command)}
     if not any((folder / "bridge").exists() for folder in _CNI_FOLDERS):
         missing.add(_CNI_PACKAGE)
-    if not missing:
-        return
+    if missing:
+        _install(missing)
+    if "containerd" in missing and Path("/run/systemd/system").exists():
+        run(
+            "systemctl", "disable", "--now", "containerd"
+        )  # the package starts one for the machine; every node has its own
+
+
+def _install(missing: set[str]) -> None:
     if not shutil.which("apt-get"):
         raise ClusterError(
             f"install with this machine's package manager what Debian calls: {' '.join(sorted(missing))}"
@@ -224,7 +239,3 @@ def _install_packages() -> None:
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         run_shown(["apt-get", "update", "-q"], environment)
         run_shown(["apt-get", "install", "-y", "-q", "--no-install-recommends", *sorted(missing)], environment)
-    if "containerd" in missing and Path("/run/systemd/system").exists():
-        run(
-            "systemctl", "disable", "--now", "containerd"
-        )  # the package starts one for the machine; every node has its own

@@ -61,7 +61,11 @@ def parse_matchers(text: str) -> Matchers:
 
 def check_url(url: str) -> None:
     """Raises InputError, which does not show the URL: a password may be in it."""
-    if "@" in urlsplit(url).netloc:
+    try:
+        place = urlsplit(url).netloc
+    except ValueError as error:
+        raise InputError("PACEKEEPER_PROMETHEUS_URL: it is no URL: write one like http://prometheus:9090") from error
+    if "@" in place:
         raise InputError(
             "PACEKEEPER_PROMETHEUS_URL: it holds a user's name: put username and password into the Secret that "
             "prometheus.secretName names"

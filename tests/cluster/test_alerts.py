@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from prometheus_client import start_http_server
 
+from pacekeeper_operator import metrics
+from pacekeeper_operator.api import ConditionStatus, JobPhase, JobStatus
 from testcluster.programs import promtool
 from tests.support.chart import CHART
+from tests.support.launchers import eventually
+from tests.support.prometheus import alertmanager, prometheus
 
 CASES = sorted(Path(__file__).with_name("alerts").glob("*.yaml"))
 
@@ -30,3 +39,48 @@ def test_it_fires_when_it_should_and_ends(tool: Path, case: Path) -> None:
 def checked(tool: Path, *arguments: str) -> None:
     done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Told(BaseHTTPRequestHandler):
+    """Whom Alertmanager tells."""
+
+    alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set anew by each test
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        for alert in body["alerts"]:
+            labels = alert["labels"]
+            self.alerts.append((labels["alertname"], labels.get("trainingjob", ""), alert["status"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def webhook() -> Iterator[str]:
+    Told.alerts.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_one_reaches_people_and_is_taken_back(tmp_path: Path, webhook: str) -> None:
+    """From the operator's own gauges through Prometheus and Alertmanager."""
+    exporter, _ = start_http_server(0, "127.0.0.1")
+    failed = ConditionStatus("Failed", "True", "ScriptFailed")
+    try:
+        with alertmanager(tmp_path, webhook) as manager:
+            alerting = {"alertmanagers": [{"static_configs": [{"targets": [manager.removeprefix("http://")]}]}]}
+            rules = [str(CHART / "files/alerts.yaml")]
+            target = f"127.0.0.1:{exporter.server_port}"
+            with prometheus(tmp_path, target, rule_files=rules, alerting=alerting):
+                metrics.show_job("team-a", "gpt", JobStatus(phase=JobPhase.FAILED, conditions=(failed,)))
+                eventually(lambda: ("PacekeeperJobFailed", "gpt", "firing") in Told.alerts, "it fires", seconds=60)
+                metrics.show_job("team-a", "gpt", None)
+                eventually(lambda: ("PacekeeperJobFailed", "gpt", "resolved") in Told.alerts, "it ends", seconds=60)
+    finally:
+        metrics.show_job("team-a", "gpt", None)
+        exporter.shutdown()

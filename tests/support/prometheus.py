@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one target."""
+"""A real Prometheus that scrapes one target, and a real Alertmanager that it tells of alerts."""
 
 from __future__ import annotations
 
@@ -13,36 +13,51 @@ import pytest
 import requests
 import yaml
 
+from testcluster import programs
 from testcluster.settings import CACHE
 from tests.support.launchers import eventually
 
 
 @contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[str]:
-    """Its URL. What the target says of `namespace` and the like stands: it plays the scrape's part, too."""
-    program = _program()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def prometheus(folder: Path, target: str, **more: object) -> Iterator[str]:
+    """Its URL. What the target says of `namespace` and the like stands: it plays the scrape's part, too.
+
+    `more`: parts of its configuration.
+    """
     scrape = {"job_name": "gpus", "honor_labels": True, "static_configs": [{"targets": [target]}]}
+    seconds = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config = folder / "prometheus.yaml"
-    config.write_text(yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}))
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [
-                str(program),
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-                "--log.level=warn",
-            ],
-            stdout=output,
-            stderr=output,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        eventually(lambda: _is_ready(url), "Prometheus is ready", seconds=30)
+    config.write_text(yaml.safe_dump({"global": seconds, "scrape_configs": [scrape], **more}))
+    data = f"--storage.tsdb.path={folder / 'data'}"
+    with _running([str(_program()), f"--config.file={config}", data, "--log.level=warn"], folder / "log") as url:
         yield url
+
+
+@contextmanager
+def alertmanager(folder: Path, webhook: str) -> Iterator[str]:
+    """Its URL. `webhook` is told of each alert by itself, a second after it has begun or ended."""
+    route = {"receiver": "test", "group_by": ["..."], "group_wait": "1s", "group_interval": "1s"}
+    receiver = {"name": "test", "webhook_configs": [{"url": webhook, "send_resolved": True}]}
+    config = folder / "alertmanager.yaml"
+    config.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
+    alone = "--cluster.listen-address="
+    data = f"--storage.path={folder / 'alerts'}"
+    with _running(
+        [str(programs.alertmanager()), f"--config.file={config}", data, alone], folder / "alertmanager"
+    ) as url:
+        yield url
+
+
+@contextmanager
+def _running(command: list[str], log: Path) -> Iterator[str]:
+    """A server of Prometheus' family on a free port, once it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=output, stderr=output)
+    try:
+        eventually(lambda: _is_ready(f"http://{address}"), f"{command[0]} is ready", seconds=30)
+        yield f"http://{address}"
     finally:
         process.kill()
         process.wait()

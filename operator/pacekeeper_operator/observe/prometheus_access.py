@@ -68,6 +68,10 @@ class _Access:
             raise NotAdmitted(f"{_tls(error)}: look at {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET}") from error
         except PrometheusApiClientException as error:
             raise PrometheusApiClientException(self._hidden(str(error))) from None
+        except RequestException:
+            raise
+        except OSError as error:  # the files have gone since they were looked at
+            raise NotAdmitted(f"is not asked: {SECRET} cannot be read") from error
 
     def _client(self) -> PrometheusConnect:
         """Two threads may make one each when credentials change, and the later one stays. The client before it may be
@@ -82,13 +86,12 @@ class _Access:
         session = Session()
         session.hooks["response"].append(_admitted)
         session.headers.update(self._headers)
+        session.auth = _auth(found)
         if self._folder and AUTHORITY in found:
             session.verify = str(self._folder / AUTHORITY)
         if self._folder and CERTIFICATE in found:
             session.cert = str(self._folder / CERTIFICATE), str(self._folder / KEY)
-        return PrometheusConnect(
-            self._url, session=session, auth=_auth(found), retry=Retry(total=0), timeout=TIMEOUT_SECONDS
-        )
+        return PrometheusConnect(self._url, session=session, retry=Retry(total=0), timeout=TIMEOUT_SECONDS)
 
     def _hidden(self, words: str) -> str:
         """An answer may repeat what it was asked with."""
@@ -123,10 +126,10 @@ def _read(folder: Path) -> Mapping[str, bytes]:
 
 
 def _secrets(found: Mapping[str, bytes]) -> tuple[str, ...]:
-    """As they may stand in a request."""
+    """As they stand in a request, and so in the client's words about its answer."""
     token, username, password = (found.get(key, b"").strip() for key in (TOKEN, USERNAME, PASSWORD))
     basic = base64.b64encode(username + b":" + password)
-    return tuple(secret.decode(errors="replace") for secret in (token, basic, password))
+    return tuple(repr(secret)[2:-1] for secret in (token, basic, password))
 
 
 def _auth(found: Mapping[str, bytes]) -> AuthBase | None:
@@ -143,14 +146,15 @@ def _auth(found: Mapping[str, bytes]) -> AuthBase | None:
 def _admitted(response: Response, **_: object) -> None:
     """Raises NotAdmitted where the answer is about us, not about the query."""
     if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        response.close()
         raise NotAdmitted(
             f"refuses the operator (HTTP {response.status_code}): look at {TOKEN}, or {USERNAME} and {PASSWORD}, in "
             f"{SECRET}, at what they may read, and at prometheus.headers"
         )
     if response.is_redirect:
-        place = urlsplit(response.headers["location"])
-        host = f"{place.scheme}://{place.hostname}" if place.hostname else "another path"
-        raise NotAdmitted(f"sends the operator on to {host}, where it does not go: set prometheus.url to what answers")
+        response.close()
+        place = urlsplit(response.headers["location"]).hostname or "another path"
+        raise NotAdmitted(f"sends the operator on to {place}, where it does not go: set prometheus.url to what answers")
 
 
 def _tls(error: SSLError) -> str:

@@ -57,6 +57,12 @@ def test_each_has_its_cases_and_no_other_has_any() -> None:
     assert len(RULES) == len(cases)
 
 
+def test_people_can_read_which_there_are() -> None:
+    page = (REPOSITORY / "docs/monitoring.md").read_text()
+    listed = set(re.findall(r"^\| `(Pacekeeper\w+)` \| (\w+) \|", page, re.MULTILINE))
+    assert listed == {(rule["alert"], rule["labels"]["severity"]) for rule in RULES}
+
+
 def test_the_chart_carries_them_with_the_platforms_own_page() -> None:
     page = "https://git.example/pacekeeper/docs/on-call.md"
     values = ("--set", f"prometheusRule.enabled=true,prometheusRule.runbookUrl={page}")

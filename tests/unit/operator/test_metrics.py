@@ -20,6 +20,8 @@ from pacekeeper_operator.api import (
     Verdict,
     WorkerCounts,
 )
+from tests.support.chart import REPOSITORY
+from tests.support.metric_names import of_the_operator
 
 RUNNING = JobStatus(
     phase=JobPhase.RUNNING,
@@ -127,3 +129,10 @@ def test_quarantines_by_their_nodes_names() -> None:
     metrics.show_quarantines({"node-2": QuarantineStatus(phase=QuarantinePhase.ACTIVE)})
     (family,) = [found for found in REGISTRY.collect() if found.name == "pacekeeper_node_quarantine"]
     assert [sample.labels["phase"] for sample in family.samples] == ["Active"]
+
+
+def test_people_can_read_what_each_series_means() -> None:
+    page = (REPOSITORY / "docs/monitoring.md").read_text()
+    names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in of_the_operator()}
+    budget = {"pacekeeper_job_restarts_left", "pacekeeper_job_restarts_allowed"}  # named by their ends
+    assert not [n for n in names - budget if n not in page and not n.startswith("pacekeeper_fabric_")]

@@ -16,6 +16,7 @@ import pytest
 from requests.exceptions import RequestException
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.observe import prometheus_access
 from pacekeeper_operator.observe.prometheus import Prometheus, gpu_signs_query, query
 from pacekeeper_operator.observe.prometheus_access import NotAdmitted, over_http
 from pacekeeper_operator.settings import Settings
@@ -62,8 +63,13 @@ class _Handler(BaseHTTPRequestHandler):
         if gateway.redirect:
             self.send_header("Location", gateway.redirect)
         self.end_headers()
-        answer = {"status": "success", "data": {"result": []}} if admitted else {"you sent": dict(self.headers)}
-        self.wfile.write(json.dumps(answer).encode())
+        answer = {"status": "success", "data": {"result": []}} if admitted else {"you sent": self.said()}
+        self.wfile.write(json.dumps(answer, ensure_ascii=False).encode())
+
+    def said(self) -> list[str]:
+        """Headers, and what is behind a name and a password."""
+        kind, _, value = self.headers.get("Authorization", "").partition(" ")
+        return [*self.headers.values(), base64.b64decode(value).decode() if kind == "Basic" else ""]
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -168,7 +174,7 @@ async def test_a_refusal_says_what_to_do_and_shows_no_secret(gateway: Gateway, t
         assert secret not in sample.unavailable + rates.trouble
 
 
-@pytest.mark.parametrize("keys", [{"token": TOKEN}, {"username": "me", "password": "s3cret"}], ids=str)
+@pytest.mark.parametrize("keys", [{"token": TOKEN}, {"username": "mé", "password": "s3crèt"}], ids=str)
 async def test_an_answer_that_repeats_the_credentials_is_not_repeated(
     gateway: Gateway, tmp_path: Path, keys: dict[str, str]
 ) -> None:
@@ -177,14 +183,14 @@ async def test_an_answer_that_repeats_the_credentials_is_not_repeated(
     ask = over_http(gateway.url, mount(tmp_path / "secret", **keys), HEADERS)
     rates = await Prometheus(gateway.url, "", "", ask).link_rates("up")
     assert "you sent" in rates.trouble
-    for secret in (TOKEN, "k3y9", base64.b64encode(b"me:s3cret").decode()):
+    for secret in (TOKEN, "k3y9", "s3cr", base64.b64encode("mé:s3crèt".encode()).decode()):
         assert secret not in rates.trouble
 
 
 async def test_credentials_do_not_follow_a_redirect(gateway: Gateway, elsewhere: Gateway, tmp_path: Path) -> None:
     gateway.redirect = f"{elsewhere.url}/login?next=1"
     ask = over_http(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
-    with pytest.raises(NotAdmitted, match="sends the operator on to http://localhost, where it does not go"):
+    with pytest.raises(NotAdmitted, match="sends the operator on to localhost, where it does not go"):
         await ask("up")
     assert len(gateway.seen) == 1
     assert not elsewhere.seen
@@ -224,6 +230,17 @@ async def test_no_certificate_at_all(gateway: Gateway, tmp_path: Path, key: str)
     assert sample.unavailable, "whatever it is, the operator goes on"
 
 
+async def test_files_that_go_while_they_are_read_cost_one_answer(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = authority(tmp_path / "ca")
+    gateway.context = ours.server_context()
+    monkeypatch.setattr(prometheus_access, "_read", lambda _: {"ca.crt": b"gone since"})
+    sample = await Prometheus(gateway.url, "gpus", "", over_http(gateway.url, tmp_path / "secret")).sample(1.0)
+    assert sample.refused
+    assert "cannot be read" in sample.unavailable
+
+
 class TestOptions:
     GIVEN: Mapping[str, str] = {
         "PACEKEEPER_PROMETHEUS_HEADERS": '{"X-Scope-OrgID": "a|b"}',
@@ -261,6 +278,7 @@ class TestOptions:
             ("MATCHERS", r'["__name__=\"up\""]', "the label __name__"),
             ("MATCHERS", "[7]", "7 is no matcher"),
             ("URL", "http://me:s3cret@prometheus.monitoring", "holds a user's name"),
+            ("URL", "http://[s3cret", "is no URL"),
         ],
     )
     def test_a_bad_value_is_named_and_secrets_are_not_shown(self, name: str, text: str, words: str) -> None:
