@@ -51,7 +51,7 @@ def show_status(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         print(jobs.status(seen, _incidents(kubectl, seen), time.time()))
         return 0
     found = [SeenJob.of(body) for body in kubectl.list(JOBS)]
-    print(jobs.overview(found, time.time(), namespaces=kubectl.all_namespaces) if found else "no TrainingJobs here")
+    print(jobs.overview(found, namespaces=kubectl.all_namespaces) if found else "no TrainingJobs here")
     return 0
 
 
