@@ -154,7 +154,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["approve", "node-8"], "there are: node-7"),
         (["whatif", "j"], "j has no ranks that train: kubectl pacekeeper why j"),
         (["pause"], "name a job, or --all"),
-        (["profile", "j", "--timeout", "0"], "no window within 0 s"),
+        (["profile", "j"], "j does not train now"),
     ],
 )
 def test_what_cannot_be_done(run: Run, folder: Path, arguments: list[str], words: str) -> None:
@@ -178,6 +178,9 @@ def test_what_if_is_computed_from_the_rings_of_the_newest_round(run: Run, folder
     assert max(map(len, out.splitlines())) <= 100
     assert "Slowdown 1.517" in out
     assert "dp_rank 2" in out
+    body = job_object(training())
+    add(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
+    assert "j trains in AsyncEDiT, in which no rank waits" in run("whatif", "j")[2]
 
 
 def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> None:
@@ -186,19 +189,22 @@ def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> 
     content = page(judge(table, 4), table, dict(sent)).decode()
     window = {"kind": "BehaviourWindow", "metadata": {"name": "w"}, "spec": {"window": "profile-1", "content": content}}
     event = {"kind": "Event", "metadata": {"uid": "e"}, "message": "rank 1 takes longer"}
+    add(folder, job_object(training()))
+    assert "no window within 0 s" in run("profile", "j", "--timeout", "0")[2]
     (folder / "later.json").write_text(json.dumps([event, window]))
     code, out, _ = run("profile", "j", "-o", str(folder / "page.html"))
     assert code == 0
     assert "train.py:augment" in out
     assert "to do: " in out
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
-    ((verb, _, job, _, wanted),) = changes(folder)
+    *_, (verb, _, job, _, wanted) = changes(folder)
     assert (verb, job, wanted.partition("=")[0]) == ("annotate", "j", "pacekeeper.dev/profile")
 
 
 def add(folder: Path, *objects: Object) -> None:
+    """In front of what there is of the same name."""
     known = json.loads((folder / "objects.json").read_text())
-    (folder / "objects.json").write_text(json.dumps([*known, *objects]))
+    (folder / "objects.json").write_text(json.dumps([*objects, *known]))
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,12 @@ class TestAnIncident:
         ):
             assert part in words
 
+    def test_a_tenants_words_do_nothing_to_a_terminal(self) -> None:
+        incident = replace(hung(), message="\x1b[2Jgone\x07", evidence=("a\tb\x9b31m",))
+        words = incidents.story(seen(incident)) + incidents.account(seen(incident), NOW)
+        assert all(line.isprintable() for line in words.split("\n"))
+        assert "?[2Jgone?" in words
+
     @pytest.mark.parametrize("outcome", Outcome)
     def test_each_outcome_has_its_words(self, outcome: Outcome) -> None:
         assert f"{outcome}: " in incidents.outcome(seen(replace(hung(), outcome=outcome)))
