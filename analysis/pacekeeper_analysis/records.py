@@ -148,6 +148,7 @@ STATE = np.dtype(
         ("reserved", "<i4"),
         # How far it has come in each group: so a peer knows whether it has ever entered what others wait in.
         ("entered", [("group", "<u8"), ("sequence", "<i8")], (ENTERED_PLACES,)),
+        ("total_steps", "<i8"),  # optimizer steps that the script wants of the job; 0: without end, or not known
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

@@ -121,6 +121,7 @@ class Heartbeat:
     restarts: Count = 0  # rounds that the launchers started by themselves in this membership
     step: Position = -1  # last completed optimizer step of its slowest rank; -1: none
     steps_in_round: Count = 0
+    total_steps: Count = 0  # that the script wants of the job; 0: without end, or not known
     checkpoint_step: Position = -1
     snapshot_step: Position = -1
     restored_step: Position = -1  # that the round started from

@@ -512,6 +512,9 @@ class JobStatus:
     round: int | None = None
     step: int | None = None
     last_checkpoint_step: int | None = None
+    total_steps: int | None = None  # that the script wants; None: it does not say
+    progress: str | None = None  # 24%
+    remaining: str | None = None  # a duration, rounded; None: not to be said
     workers: WorkerCounts = field(default_factory=WorkerCounts)
     selector: str | None = None
     slowdown: float | None = None

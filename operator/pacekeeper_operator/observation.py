@@ -369,6 +369,18 @@ class Observation:
         return max((view.heartbeat.step for view in self.members if view.heartbeat is not None), default=-1)
 
     @property
+    def restored_step(self) -> int:
+        """That the present round started from; 0: the beginning, or not known."""
+        return max([0, *(view.heartbeat.restored_step for view in self.members if view.heartbeat is not None)])
+
+    @property
+    def total_steps(self) -> int | None:
+        """That the script wants; 0: it does not say, or its ranks contradict each other. None: no rank has begun."""
+        beats = (view.heartbeat for view in self.members if view.heartbeat is not None)
+        told = {beat.total_steps for beat in beats if beat.steps_in_round > 0}
+        return None if not told else told.pop() if len(told) == 1 else 0
+
+    @property
     def checkpoint_step(self) -> int:
         return max((view.heartbeat.checkpoint_step for view in self.members if view.heartbeat is not None), default=-1)
 

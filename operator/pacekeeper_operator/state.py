@@ -53,6 +53,8 @@ class Life:
 
     start_time: float = 0.0  # when the operator took the job up, or it was resumed
     training_since: float = 0.0  # first step of the job
+    paced_since: float = 0.0  # first step since it began, or was resumed: what its pace is counted from
+    paced_step: int = 0  # that it went on from then
     finished: tuple[str, ...] = ()  # workers whose trainer ended well
     completed_at: float = 0.0
     failed_reason: str = ""

@@ -216,6 +216,7 @@ class Rank:
             "restored_step": run.restored_step,
             "samples": self.samples,
             "global_batch": run.global_batch,
+            "total_steps": run.training.until or 0,
             "checkpoint_request": run.answered,
             "share": leg.share,
             "sync_mode": MODES.index(run.mode) if run.global_batch else -1,

@@ -356,6 +356,8 @@ def test_columns_of_a_job(cluster: Cluster, namespace: str) -> None:
     status = {
         "phase": "Running",
         "step": 1200,
+        "progress": "24%",
+        "remaining": "5h20m",
         "round": 3,
         "workers": {"desired": 4, "ready": 4, "spare": 1, "summary": "4/4+1"},
         "slowdown": 1.04,
@@ -367,8 +369,10 @@ def test_columns_of_a_job(cluster: Cluster, namespace: str) -> None:
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
     shown = columns(cluster, namespace, "tj")
-    assert list(shown) == ["NAME", "PHASE", "STEP", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
-    assert list(shown.values())[:-1] == ["gpt", "Running", "1200", "4/4+1", "1.04", "0.97", "Sync", "2"]
+    heads = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
+    assert list(shown) == heads
+    told = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
+    assert list(shown.values())[:-1] == told
     wide = columns(cluster, namespace, "tj", "-o", "wide")
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 

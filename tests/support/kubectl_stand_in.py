@@ -1,6 +1,7 @@
 """A stand-in for kubectl and its cluster: it answers from a file of objects and writes down what it was asked to do.
 
-    STAND_IN=<folder>: objects.json, a list of objects; asked.json, which it writes; refusal, words to refuse with
+    STAND_IN=<folder>: objects.json, a list of objects; later.json, those that are there once something was annotated;
+    pods/<pod>/, what is in its container's folder of rings; refusal, words to refuse with; asked.json, which it writes
 
 The real one is asked by tests/cluster/test_first_day.py.
 """
@@ -22,10 +23,16 @@ def main() -> int:
     if refusal.exists():
         print(refusal.read_text(), file=sys.stderr)
         return 1
+    if verb == "exec":
+        return execute(folder / "pods" / rest[0], *arguments[arguments.index("--") + 1 :])
+    if verb == "annotate" and (folder / "later.json").exists():
+        (folder / "later.json").rename(folder / "now.json")
     if verb != "get":
         return 0
     kind = rest[0].partition(".")[0]
-    found = [body for body in json.loads((folder / "objects.json").read_text()) if body["kind"].lower() + "s" == kind]
+    lists = (folder / name for name in ("objects.json", "now.json") if (folder / name).exists())
+    everything = [body for objects in lists for body in json.loads(objects.read_text())]
+    found = [body for body in everything if body["kind"].lower() + "s" == kind]
     if rest[1] == "-o":
         print(json.dumps({"items": found}))
         return 0
@@ -35,6 +42,17 @@ def main() -> int:
         return 1
     print(json.dumps(one))
     return 0
+
+
+def execute(place: Path, program: str, path: str) -> int:
+    if program == "ls" and place.exists():
+        print("\n".join(entry.name for entry in place.iterdir()))
+        return 0
+    if program == "cat":
+        sys.stdout.buffer.write((place / Path(path).name).read_bytes())
+        return 0
+    print(f"ls: {path}: No such file or directory", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

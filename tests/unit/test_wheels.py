@@ -69,10 +69,17 @@ def contents(wheel: Path) -> tuple[set[str], str]:
         return names, archive.read(about).decode()
 
 
+def entry_points(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        return archive.read(file).decode().replace(" ", "")
+
+
 def test_where_there_is_a_compiler_the_wheel_is_for_this_platform(sources: Path, tmp_path: Path) -> None:
     wheel, _ = build(sources, "wheel", tmp_path / "wheel")
     names, about = contents(wheel)
     assert names >= LIBRARIES
+    assert "kubectl-pacekeeper=pacekeeper_operator.oncall.command:main" in entry_points(wheel)
     assert "Tag: py3-none-linux_" in about
     assert "Root-Is-Purelib: false" in about
     assert "-py3-none-linux_" in wheel.name

@@ -341,6 +341,7 @@ class Job:
         progress.begin(loader.global_batch_size)
         self.recorder.ring.state.global_batch = loader.global_batch_size
         self.recorder.ring.state.share_grain = loader.share_grain
+        self.recorder.ring.state.total_steps = until or 0
         self.recorder.restart_clock(progress.step + 1)
 
         def check(course: Course) -> None:

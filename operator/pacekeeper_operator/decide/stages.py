@@ -56,7 +56,7 @@ def _resume(observation: Observation) -> Draft:
         return draft
     return (
         draft.with_plan(stop=Stop.NO, members=(), shares=None, paths=None, sequence_cost=None)
-        .with_life(start_time=observation.now, finished=())
+        .with_life(start_time=observation.now, finished=(), paced_since=0.0)
         .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
         .with_incidents(settled=())
         .with_adaptation(mode_refusal="", shares_refusal="")
@@ -73,6 +73,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
+    if not state.life.paced_since and observation.training_since is not None:
+        draft = draft.with_life(paced_since=observation.training_since, paced_step=observation.restored_step)
     if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
         draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft

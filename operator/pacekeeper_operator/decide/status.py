@@ -14,6 +14,7 @@ from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
 from . import node_lost, paths, preflight, seating
+from . import progress as progresses
 from .stages import stuck_worker
 
 UNIFORM_SLOWDOWN = 1.2
@@ -50,6 +51,9 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
     ended = bool(state.life.completed_at or state.life.failed_reason)
     main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
     slowdown = observation.metrics.slowdown if phase is JobPhase.RUNNING else None
+    step = observation.step if observation.step >= 0 else before.step
+    goodput = before.goodput if ended else _goodput(observation)
+    total_steps, progress, remaining = progresses.told(observation, phase, before, step, goodput)
     return replace(
         before,
         phase=phase,
@@ -60,14 +64,17 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         start_time=state.life.start_time or None,
         completion_time=(state.life.completed_at or state.life.stopped_at or None) if ended else None,
         round=observation.round if members else before.round,
-        step=observation.step if observation.step >= 0 else before.step,
+        step=step,
+        total_steps=total_steps,
+        progress=progress,
+        remaining=remaining,
         last_checkpoint_step=observation.checkpoint_step
         if observation.checkpoint_step >= 0
         else before.last_checkpoint_step,
         workers=WorkerCounts.of(job.spec.replicas, ready if members else 0, len(observation.spares) if members else 0),
         selector=job.selector,
         slowdown=slowdown,
-        goodput=_goodput(observation) if not ended else before.goodput,
+        goodput=goodput,
         sync_mode=_sync_mode(observation),
         restarts=state.budget.total,
         bottleneck=_bottleneck(observation) if phase is JobPhase.RUNNING else None,

@@ -15,7 +15,7 @@ from pacekeeper_analysis.behaviour.localise import sentences
 from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
-from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, Mode, Object, WantedMode
+from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
 from . import incidents, jobs, nodes, whatif
 from .kubectl import Kubectl, KubectlError, Missing
 from .seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
@@ -51,7 +51,7 @@ def show_status(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         print(jobs.status(seen, _incidents(kubectl, seen), time.time()))
         return 0
     found = [SeenJob.of(body) for body in kubectl.list(JOBS)]
-    print(jobs.overview(found, time.time(), namespaces=kubectl.all_namespaces) if found else "no TrainingJobs here")
+    print(jobs.overview(found, namespaces=kubectl.all_namespaces) if found else "no TrainingJobs here")
     return 0
 
 
@@ -140,6 +140,8 @@ def set_mode(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 def profile(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     """Has the ranks look into what they spend their time on, and waits for what comes of it."""
     seen = _job(kubectl, arguments.job)
+    if seen.status.phase is not JobPhase.RUNNING:
+        raise InputError(f"{seen.job.name} does not train now: kubectl pacekeeper why {seen.job.name}")
     told, kept = _told(kubectl, seen), set(_windows(kubectl, seen))
     kubectl.annotate(JOBS, seen.job.name, ANNOTATION_PROFILE, f"{time.time():.0f}")
     print("the ranks look into some of their next steps …", file=sys.stderr)
@@ -148,8 +150,8 @@ def profile(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     )
     if not note:
         raise KubectlError(
-            f"no window within {arguments.timeout:.0f} s: it takes a job that trains, and steps that are not too long; "
-            "where it comes later, `kubectl pacekeeper incidents` shows it"
+            f"no window within {arguments.timeout:.0f} s: its steps take long, or its round has ended; "
+            "what comes later stands in `kubectl pacekeeper incidents`"
         )
     new = _awaited(lambda: [body for name, body in _windows(kubectl, seen).items() if name not in kept], KEPT_SECONDS)
     if not new:

@@ -15,19 +15,20 @@ BAD_IF_TRUE = (Condition.FAILED, Condition.INVALID_TEMPLATE, Condition.HINDERED,
 BAD_IF_NOT = (Condition.PREFLIGHT, Condition.PATHS_IN_FORCE, Condition.METRICS_AVAILABLE)
 
 
-def overview(jobs: Sequence[SeenJob], now: float, *, namespaces: bool = False) -> str:
+def overview(jobs: Sequence[SeenJob], *, namespaces: bool = False) -> str:
     """A table of them."""
-    heads = ["NAME", "PHASE", "STEP", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "AGE", "WHY"]
+    heads = ["NAME", "PHASE", "STEP", "DONE", "LEFT", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "WHY"]
     rows = [
         [
             seen.job.name,
             seen.status.phase or "–",
             "–" if seen.status.step is None else str(seen.status.step),
+            seen.status.progress or "",
+            seen.status.remaining or "",
             seen.status.workers.summary or "–",
             "" if seen.status.slowdown is None else f"{seen.status.slowdown:.2f}",
             "" if seen.status.goodput is None else f"{seen.status.goodput:.0%}",
             seen.status.sync_mode or "",
-            duration(now - seen.job.created_at),
             _headline(seen),
         ]
         for seen in jobs
@@ -71,7 +72,9 @@ def _figures(seen: SeenJob) -> Iterator[tuple[str, str]]:
     told, spec = seen.status, seen.job.spec
     if told.step is not None:
         kept = f"; the newest checkpoint is of step {told.last_checkpoint_step}" if told.last_checkpoint_step else ""
-        yield "step", f"{told.step}{kept}"
+        of = f" of {told.total_steps} ({told.progress})" if told.total_steps else ""
+        left = f", about {told.remaining} left at its pace" if told.remaining else ""
+        yield "step", f"{told.step}{of}{left}{kept}"
     if told.workers.desired:
         spares = f", {told.workers.spare} of {spec.spares} as spares" if spec.spares else ""
         round_ = f"; round {told.round}" if told.round else ""

@@ -20,14 +20,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cut(line: str) -> str:
-    line = " ".join(line.splitlines()).rstrip()
+    line = plain(" ".join(line.splitlines())).rstrip()
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
 def paragraph(text: str, indent: str = "", first: str | None = None) -> str:
     """`first`: what stands before the first line in place of `indent`."""
     begin = indent if first is None else first
-    lines = text.splitlines() or [""]
+    lines = list(map(plain, text.splitlines())) or [""]
     return "\n".join(
         textwrap.fill(
             line, WIDTH, initial_indent=indent if at else begin, subsequent_indent=indent, break_on_hyphens=False
@@ -35,6 +35,11 @@ def paragraph(text: str, indent: str = "", first: str | None = None) -> str:
         or (indent if at else begin).rstrip()
         for at, line in enumerate(lines)
     )
+
+
+def plain(line: str) -> str:
+    """Without what a terminal would obey: part of these words are tenants' own."""
+    return "".join(letter if letter.isprintable() else " " if letter == "\t" else "?" for letter in line)
 
 
 def entries(pairs: Sequence[tuple[str, str]]) -> str:

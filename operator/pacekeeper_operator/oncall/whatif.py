@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import STATE
 from pacekeeper_analysis.whatif.causes import diagnose
 from pacekeeper_analysis.whatif.figures import analyse
@@ -29,6 +30,8 @@ AT_ONCE = 8
 
 def told(kubectl: Kubectl, seen: SeenJob) -> str:
     """What stragglers cost in the last steps, and who they are. Raises InputError."""
+    if seen.status.sync_mode not in (None, SyncMode.SYNC):
+        raise InputError(f"{seen.job.name} trains in {seen.status.sync_mode}, in which no rank waits for another")
     ranks = seen.job.spec.replicas * seen.job.spec.nproc_per_node
     if ranks > MOST_RANKS:
         raise InputError(f"{ranks} ranks are too many to copy: read the Incidents, or take a trace (docs/whatif.md)")

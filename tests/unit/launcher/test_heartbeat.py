@@ -45,6 +45,13 @@ def test_the_slowest_rank_speaks_for_the_worker() -> None:
     assert (beat.step, beat.round_started_at) == (7, 96.0)
 
 
+def test_how_many_steps_the_script_wants_is_told_as_it_says() -> None:
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
+    beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, total_steps=300)], wall=100.0, monotonic=9.0)
+    assert beat.total_steps == 300
+    assert Heartbeat.from_json(beat.to_json()).total_steps == 300
+
+
 def test_the_mode_and_what_is_wrong_are_told() -> None:
     running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [

@@ -4,46 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from pacekeeper_analysis.records import HEADER_BYTES, MAGIC, RECORD, STATE, Kind, ring_bytes
 from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_analysis.whatif import TraceError, analyse
 from pacekeeper_analysis.whatif.causes import Cause, diagnose
 from pacekeeper_analysis.whatif.command import main
 from pacekeeper_analysis.whatif.data_parallel import replaced
 from pacekeeper_analysis.whatif.inputs.records import window_from_evidence, window_from_records
-
-OWN_MS = (100, 100, 200, 100)
-REDUCE_MS = 20
-STEPS = range(5, 13)
-
-
-def records_of(rank: int, steps: range = STEPS, data_ms: int = 10) -> NDArray[np.void]:
-    """A job in which rank 2 takes twice as long as its peers; every rank's clock begins somewhere else."""
-    step_ms = max(OWN_MS) + REDUCE_MS
-    rows = []
-    for step in steps:
-        begin = 1_000_000 * (7_000 * rank + step_ms * step)
-        for kind, milliseconds in ((Kind.DATA, data_ms), (Kind.COMPUTE, OWN_MS[rank]), (Kind.STEP, step_ms)):
-            rows.append((kind, step, begin, begin + 1_000_000 * milliseconds))
-    table = np.zeros(len(rows), RECORD)
-    table["index"] = np.arange(1, len(rows) + 1)
-    for name, column in zip(("kind", "step", "start_ns", "end_ns"), zip(*rows, strict=True), strict=True):
-        table[name] = column
-    return table
-
-
-def write_ring(path: Path, rank: int, capacity: int = 64) -> None:
-    header = np.zeros((), STATE)
-    header["magic"], header["capacity"], header["rank"] = MAGIC, capacity, rank
-    body = np.zeros(capacity, RECORD)
-    written = records_of(rank)
-    body[: len(written)] = np.roll(written, 5)  # the oldest record need not come first
-    path.write_bytes(header.tobytes().ljust(HEADER_BYTES, b"\0") + body.tobytes())
-    assert path.stat().st_size == ring_bytes(capacity)
+from tests.support.rings import OWN_MS, REDUCE_MS, STEPS, records_of, write_ring
 
 
 def test_records_of_a_job_with_a_slow_rank() -> None:

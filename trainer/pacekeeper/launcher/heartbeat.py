@@ -112,6 +112,7 @@ def next_beat(
         beat,
         step=beat.step if step < 0 else step,
         steps_in_round=int(slowest["steps_in_round"]),
+        total_steps=max(0, int(slowest["total_steps"])),
         checkpoint_step=max(beat.checkpoint_step, *(int(rank["checkpoint_step"]) for rank in ranks)),
         # Of replicas one rank a worker keeps snapshots, for all.
         snapshot_step=min((int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0), default=-1),

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_operator.api import API_VERSION
+from pacekeeper_analysis.behaviour.localise import judge
+from pacekeeper_analysis.behaviour.page import page
+from pacekeeper_analysis.behaviour.table import read_table
+from pacekeeper_operator.api import API_VERSION, Object
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.oncall.command import main
 from tests.support import kubectl_stand_in
 from tests.support.oncall import incident_object, job_object, metadata
+from tests.support.patterns import SLOW, WORK, answers, pattern
+from tests.support.rings import write_ring
 from tests.support.worlds import policy, stalls, training
 
 Run = Callable[..., tuple[int, str, str]]
@@ -149,7 +154,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["approve", "node-8"], "there are: node-7"),
         (["whatif", "j"], "j has no ranks that train: kubectl pacekeeper why j"),
         (["pause"], "name a job, or --all"),
-        (["profile", "j", "--timeout", "0"], "no window within 0 s"),
+        (["profile", "j"], "j does not train now"),
     ],
 )
 def test_what_cannot_be_done(run: Run, folder: Path, arguments: list[str], words: str) -> None:
@@ -157,6 +162,49 @@ def test_what_cannot_be_done(run: Run, folder: Path, arguments: list[str], words
     assert code != 0
     assert words in err
     assert [asked[0] for asked in changes(folder)] in ([], ["annotate"])
+
+
+def test_what_if_is_computed_from_the_rings_of_the_newest_round(run: Run, folder: Path) -> None:
+    """Rank 2 of 4 takes twice as long; its worker has left a ring of an earlier round behind."""
+    add(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{number}-0"}} for number in range(5)))
+    for rank in range(4):
+        place = folder / "pods" / f"j-w{rank}-0"
+        place.mkdir(parents=True)
+        write_ring(place / "0", rank, round_=2)
+        (place / "0.transport").write_bytes(b"NCCL's")
+    write_ring(folder / "pods" / "j-w2-0" / "1", rank=1, round_=1)
+    code, out, err = run("whatif", "j")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "Slowdown 1.517" in out
+    assert "dp_rank 2" in out
+    body = job_object(training())
+    add(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
+    assert "j trains in AsyncEDiT, in which no rank waits" in run("whatif", "j")[2]
+
+
+def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> None:
+    sent = answers([pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(4)], None)
+    table = read_table(sent)
+    content = page(judge(table, 4), table, dict(sent)).decode()
+    window = {"kind": "BehaviourWindow", "metadata": {"name": "w"}, "spec": {"window": "profile-1", "content": content}}
+    event = {"kind": "Event", "metadata": {"uid": "e"}, "message": "rank 1 takes longer"}
+    add(folder, job_object(training()))
+    assert "no window within 0 s" in run("profile", "j", "--timeout", "0")[2]
+    (folder / "later.json").write_text(json.dumps([event, window]))
+    code, out, _ = run("profile", "j", "-o", str(folder / "page.html"))
+    assert code == 0
+    assert "train.py:augment" in out
+    assert "to do: " in out
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+    *_, (verb, _, job, _, wanted) = changes(folder)
+    assert (verb, job, wanted.partition("=")[0]) == ("annotate", "j", "pacekeeper.dev/profile")
+
+
+def add(folder: Path, *objects: Object) -> None:
+    """In front of what there is of the same name."""
+    known = json.loads((folder / "objects.json").read_text())
+    (folder / "objects.json").write_text(json.dumps([*objects, *known]))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pacekeeper_operator.oncall.seen import SeenIncident, SeenJob, SeenQuarantin
 from pacekeeper_operator.oncall.text import WIDTH
 from pacekeeper_operator.state import Incident
 from tests.support.oncall import incident_object, job_object, metadata
-from tests.support.worlds import NOW, fresh, policy, stalls, training, with_pods
+from tests.support.worlds import NOW, change_members, fresh, policy, stalls, training, with_pods
 
 
 def hang() -> Thought:
@@ -53,6 +53,11 @@ class TestAJob:
             assert part in words
         assert words.endswith("next nothing is to be done")
         assert "Nothing is known that would hold it back." in why(training())
+
+    def test_that_says_how_far_it_is(self) -> None:
+        world = change_members(training(), total_steps=1000)
+        world = world.with_draft(world.draft.with_life(paced_since=NOW - 500))
+        assert "500 of 1000 (50%), about 8m left at its pace; the newest" in status(world)
 
     def test_that_nobody_has_looked_at(self) -> None:
         for words in (status(training(), seen=False), why(training(), seen=False)):
@@ -99,7 +104,7 @@ class TestAJob:
 
     def test_many_in_a_table(self) -> None:
         rows = [SeenJob.of(job_object(world)) for world in (training(), hang().observation, fresh())]
-        lines = jobs.overview(rows, NOW, namespaces=True).splitlines()
+        lines = jobs.overview(rows, namespaces=True).splitlines()
         assert max(map(len, lines)) <= WIDTH
         assert [line.split()[:4] for line in lines[1:]] == [
             ["ns", "j", "Running", "500"],
@@ -147,6 +152,12 @@ class TestAnIncident:
             "line 88 in load",
         ):
             assert part in words
+
+    def test_a_tenants_words_do_nothing_to_a_terminal(self) -> None:
+        incident = replace(hung(), message="\x1b[2Jgone\x07", evidence=("a\tb\x9b31m",))
+        words = incidents.story(seen(incident)) + incidents.account(seen(incident), NOW)
+        assert all(line.isprintable() for line in words.split("\n"))
+        assert "?[2Jgone?" in words
 
     @pytest.mark.parametrize("outcome", Outcome)
     def test_each_outcome_has_its_words(self, outcome: Outcome) -> None:

@@ -1,0 +1,40 @@
+"""Rings of records of a job of four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.records import HEADER_BYTES, MAGIC, RECORD, STATE, Kind, ring_bytes
+
+OWN_MS = (100, 100, 200, 100)
+REDUCE_MS = 20
+STEPS = range(5, 13)
+
+
+def records_of(rank: int, steps: range = STEPS, data_ms: int = 10) -> NDArray[np.void]:
+    """A job in which rank 2 takes twice as long as its peers; every rank's clock begins somewhere else."""
+    step_ms = max(OWN_MS) + REDUCE_MS
+    rows = []
+    for step in steps:
+        begin = 1_000_000 * (7_000 * rank + step_ms * step)
+        for kind, milliseconds in ((Kind.DATA, data_ms), (Kind.COMPUTE, OWN_MS[rank]), (Kind.STEP, step_ms)):
+            rows.append((kind, step, begin, begin + 1_000_000 * milliseconds))
+    table = np.zeros(len(rows), RECORD)
+    table["index"] = np.arange(1, len(rows) + 1)
+    for name, column in zip(("kind", "step", "start_ns", "end_ns"), zip(*rows, strict=True), strict=True):
+        table[name] = column
+    return table
+
+
+def write_ring(path: Path, rank: int, capacity: int = 64, round_: int = 0) -> None:
+    header = np.zeros((), STATE)
+    header["magic"], header["capacity"] = MAGIC, capacity
+    header["rank"], header["round"] = rank, round_
+    body = np.zeros(capacity, RECORD)
+    written = records_of(rank)
+    body[: len(written)] = np.roll(written, 5)  # the oldest record need not come first
+    path.write_bytes(header.tobytes().ljust(HEADER_BYTES, b"\0") + body.tobytes())
+    assert path.stat().st_size == ring_bytes(capacity)
