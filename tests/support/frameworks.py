@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pacekeeper.launcher.command import launch_locally
@@ -35,6 +37,16 @@ class Trained:
         lines = path.read_text().splitlines() if path.exists() else []
         return sum(line.split()[0] == str(round_) for line in lines)
 
+    def records(self, rank: int) -> NDArray[np.void]:
+        """Of the last round."""
+        found: NDArray[np.void] = np.load(self.folder / f"records.{rank}.npy")
+        return found
+
+    def state(self, rank: int) -> NDArray[np.void]:
+        """Of the rank's ring, when the script had ended."""
+        found: NDArray[np.void] = np.load(self.folder / f"state.{rank}.npy")
+        return found
+
     def weights(self, rank: int) -> dict[str, Tensor]:
         """At the script's end; of a sharded model, the rank's own part."""
         found: dict[str, Tensor] = torch.load(self.folder / f"weights.{rank}", weights_only=True)
@@ -42,7 +54,7 @@ class Trained:
 
 
 def train(example: str, folder: Path, crash: str = "", **environment: str) -> Trained:
-    """Runs the example to its end. crash: as `scripts/crashing.py` has it."""
+    """Runs the example (or the script of an absolute path) to its end. crash: as `scripts/crashing.py` has it."""
     folder.mkdir(parents=True, exist_ok=True)
     preimport()
     told = {

@@ -1,7 +1,8 @@
 """Runs an example that knows nothing of it: kills a rank after a step of a round, and keeps what each rank ends with.
 
 argv: the example. CRASH: round, rank and optimizer step of that round, as "1 1 25"; "": none. FOLDER: for
-weights.<rank>, and steps.<rank>: round and number of each optimizer step.
+weights.<rank>, steps.<rank>: round and number of each optimizer step; records.<rank>.npy,
+state.<rank>.npy: of its ring.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from pacekeeper.observe.ring import RingReader
+from pacekeeper.runtime import Runtime
 
 rank, this_round = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 crash = tuple(int(number) for number in os.environ["CRASH"].split())
@@ -41,3 +46,6 @@ weights = {
     for name, value in ended["model"].named_parameters()
 }
 torch.save(weights, folder / f"weights.{rank}")
+ring = RingReader(Runtime.from_environment().ring(int(os.environ["LOCAL_RANK"])))
+np.save(folder / f"records.{rank}.npy", ring.records())
+np.save(folder / f"state.{rank}.npy", ring.state())
