@@ -284,6 +284,25 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
     assert found[found["kind"] == Kind.STEP]["phase"].tolist() == [Phase.START, *[Phase.TRAIN] * 3]
 
 
+def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
+    def rank_main(_: int) -> None:
+        import pacekeeper.auto  # noqa: F401
+
+        for _training in range(2):
+            model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            second = torch.optim.SGD(other.parameters(), lr=0.1)  # steps, too: part of the first one's step
+            for _step in range(3):
+                (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).sum().backward()
+                optimizer.step()
+                second.step()
+            del optimizer, second
+
+    run_ranks(rank_main, 1, runtime=tmp_path)
+    found = records(tmp_path, 0)
+    assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, 7))
+
+
 def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401

@@ -151,9 +151,10 @@ def test_a_plan_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Pat
 
 
 def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
+    monkeypatch.setenv("PACEKEEPER_JOB", "gpt")
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400", restarts=7)
     settings = LauncherSettings(worker="w", address="127.0.0.1")
     first, second = rank_starts(Start(3, 4711, plan), Script("s.py", False, ("-x",)), settings, Runtime(tmp_path))
     expected = {
@@ -164,7 +165,15 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
         "MASTER_ADDR": "127.0.0.2",
         "MASTER_PORT": "4711",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "7",
+        "TORCHELASTIC_RUN_ID": "gpt",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "8",
         "PACEKEEPER_ROUND": "3",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -15,6 +15,7 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, SyncMode
 
+from . import torchrun
 from .heartbeat import HeartbeatFile, SignOfLife
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
@@ -25,7 +26,7 @@ from .warm import Warm, preimport, start_warm
 
 AUTO = "Auto"
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
-follows the operator's plan; with --local it needs no cluster and decides by itself."""
+follows the operator's plan; with --local it needs no cluster and decides by itself. Takes torchrun's arguments, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,11 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     script = Script(arguments.script, arguments.module, tuple(arguments.arguments))
     if not script.is_module and not os.path.isfile(script.name):
         raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
-    if arguments.local is None:
+    ranks = torchrun.local_ranks(arguments, os.environ)
+    if words := torchrun.passed_over(arguments, local=ranks is not None):
+        print(f"pacekeeper run: {words}", file=sys.stderr)
+    if ranks is None:
         settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
     mode = None if arguments.sync_mode == AUTO else SyncMode(arguments.sync_mode)
-    return launch_locally(script, arguments.local, arguments.max_restarts, mode)
+    return launch_locally(script, ranks, arguments.max_restarts, mode)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +51,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--local", type=_at_least_one, metavar="N", help="run N ranks on this machine, without a cluster"
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=10, metavar="K", help="with --local: rounds after the first (default 10)"
+        "--max-restarts",
+        "--max_restarts",
+        type=_not_negative,
+        default=10,
+        metavar="K",
+        help="with --local: rounds after the first (default 10); the plan has its own (spec.remediation.maxRestarts)",
     )
     parser.add_argument(
         "--sync-mode",
@@ -56,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="with --local: how to train, as spec.syncMode of a TrainingJob (default Auto: Sync, until another wins)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    torchrun.add_options(parser)
     parser.add_argument("script", help="the training script, or a module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser.parse_args(argv)
@@ -111,3 +121,9 @@ def _at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give the number of ranks, at least 1")
     return number
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of rounds, 0 or more")
+    return int(text)

@@ -341,10 +341,17 @@ def rank_starts(
     environment = {
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
+        "GROUP_RANK": str(plan.ranks[0] * plan.workers // plan.world_size),  # of the worker
+        "GROUP_WORLD_SIZE": str(plan.workers),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(plan.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(command.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(command.round),
+        "TORCHELASTIC_RESTART_COUNT": str(command.round - 1),  # scripts ask it whether this is their first start
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.restarts),
+        "TORCHELASTIC_RUN_ID": os.environ.get("PACEKEEPER_JOB", "local"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "PACEKEEPER_ROUND": str(command.round),
         "PACEKEEPER_RUNTIME": str(runtime.root),
     }
@@ -367,6 +374,7 @@ def rank_starts(
                 **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
+                "ROLE_RANK": str(rank),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
                 "PACEKEEPER_PATHS": str(runtime.paths_of(local_rank)),
                 **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),

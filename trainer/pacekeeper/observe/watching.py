@@ -5,6 +5,7 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -47,21 +48,27 @@ def recorder() -> Recorder:
 
 
 def watch_steps() -> None:
-    """Takes the step of the first optimizer that steps for the step of the job: for scripts that only import `auto`."""
+    """Takes the step of the first optimizer that steps for the step of the job: for scripts that only import `auto`.
+
+    When that optimizer is gone, the next one that steps goes on: a script may train one model after the other.
+    """
     watched = recorder()
     if isinstance(watched.ring, NoRing):
         return
     watched.restart_clock(1)
-    owner: list[int] = []
+    owner: weakref.ref[torch.optim.Optimizer] | None = None
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not owner and not watched.steered:
-            owner.append(id(optimizer))
-        if owner == [id(optimizer)]:
+        nonlocal owner
+        if watched.steered:
+            return
+        if owner is None or owner() is None:
+            owner = weakref.ref(optimizer)
+        if owner() is optimizer:
             watched.optimizer_begins()
 
     def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if owner == [id(optimizer)]:
+        if owner is not None and owner() is optimizer and not watched.steered:
             watched.end_step()
 
     register_optimizer_step_pre_hook(begins)

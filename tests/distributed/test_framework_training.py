@@ -1,0 +1,101 @@
+"""What the ranks of a framework's training agree on at each step, without a framework."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pacekeeper.integrations.training import FrameworkTraining
+from pacekeeper.observe.ring import RingReader
+from pacekeeper.runtime import Runtime, write_plan
+from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.records import Kind, Phase
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.oldest_torch
+
+RANKS = 2
+
+
+def test_a_checkpoint_that_the_plan_asks_for_is_written_once_by_all_in_the_same_step(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[list[int], int]:
+        dist.init_process_group("gloo")
+        training = FrameworkTraining()
+        training.begin(40)
+        asked: list[int] = []
+        for step in range(41, 48):
+            if step == 43 and rank == 0:
+                write_plan(Runtime(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
+            if training.step_ended().save:
+                asked.append(step)
+                training.saved(lambda: None)
+        training.end()
+        return asked, int(RingReader(Runtime(tmp_path).ring(rank)).state()["checkpoint_request"])
+
+    first, second = run_ranks(rank_main, RANKS, runtime=tmp_path)
+    assert first == second == ([44], 3)
+    assert Runtime(tmp_path).refused.read_text() == ""
+
+
+def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path) -> None:
+    published: list[int] = []
+
+    def rank_main(rank: int) -> tuple[int, object, list[int]]:
+        dist.init_process_group("gloo")
+        training = FrameworkTraining()
+        training.begin(0)
+        for step in range(1, 10):
+            if step == 4 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if training.step_ended().leave and step >= 7:  # the framework's checkpoint may come later
+                try:
+                    training.saved(lambda step=step: published.append(step))  # type: ignore[misc]
+                except SystemExit as left:
+                    return step, left.code, published
+        raise AssertionError("nobody has left")
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(7, 143, [7])] * RANKS
+
+
+def test_one_training_after_the_other_counts_on(tmp_path: Path) -> None:
+    def rank_main(_: int) -> None:
+        training = FrameworkTraining()
+        for loss in (0.5, float("nan")):
+            before = signal.getsignal(signal.SIGTERM)
+            training.begin(2)
+            for _step in range(2):
+                training.optimizer_begins()
+                training.step_ended()
+            training.report_loss(loss)
+            training.enter(Phase.EVALUATE)
+            training.enter(Phase.CHECKPOINT)
+            training.end()
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    run_ranks(rank_main, 1, runtime=tmp_path)
+    ring = RingReader(Runtime(tmp_path).ring(0))
+    records, state = ring.records(), ring.state()
+    assert records[records["kind"] == Kind.STEP]["step"].tolist() == [3, 4, 7, 8]
+    phases = records[records["kind"] == Kind.PHASE]["phase"].tolist()
+    assert phases == [Phase.EVALUATE, Phase.CHECKPOINT] * 2
+    assert (state["phase"], state["bad_loss_step"], state["restored_step"]) == (Phase.START, 8, 6)
+
+
+def test_without_a_launcher_sigterm_is_heeded_all_the_same() -> None:
+    def rank_main(_: int) -> object:
+        training = FrameworkTraining()
+        training.begin(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        training.step_ended()
+        assert training.step_ended().leave
+        try:
+            training.saved(lambda: None)
+        except SystemExit as left:
+            return left.code
+        return None
+
+    assert run_ranks(rank_main, 1) == [143]

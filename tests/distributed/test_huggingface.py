@@ -1,0 +1,88 @@
+"""Hugging Face's Trainer and Accelerate, the real ones, under `pacekeeper run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pacekeeper_analysis.records import Kind, Phase
+from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
+
+pytest.importorskip("transformers.trainer")  # imported here, it is in all ranks: they are forked from this process
+
+TRAINER = "huggingface_trainer.py"
+STEPS = 48
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trained = train(TRAINER, tmp_path_factory.mktemp("calm"))
+    assert trained.exit_code == 0, trained.log
+    return trained
+
+
+def steps_of(records: NDArray[np.void]) -> list[int]:
+    return [int(step) for step in records[records["kind"] == Kind.STEP]["step"]]
+
+
+def test_its_steps_phases_checkpoints_and_losses_are_known(calm: Trained) -> None:
+    for rank in range(RANKS):
+        records = calm.records(rank)
+        assert steps_of(records) == list(range(1, STEPS + 1))
+        phases = records[records["kind"] == Kind.PHASE]
+        assert (phases["phase"] == Phase.EVALUATE).sum() == 3  # of steps 20, 40 and the last
+        assert (phases["phase"] == Phase.CHECKPOINT).sum() == 5  # of each tenth and the last
+        assert (records["kind"] == Kind.LOSS).sum() == 9  # of each fifth
+        assert calm.state(rank)["checkpoint_step"] == STEPS
+        assert 3.0 < calm.state(rank)["loss"] < 3.4
+
+
+def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: Trained, tmp_path: Path) -> None:
+    crashed = train(TRAINER, tmp_path, crash="1 1 25")
+    assert crashed.exit_code == 0, crashed.log
+    assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
+    assert crashed.steps(0, 2) == STEPS - 20
+    assert steps_of(crashed.records(0)) == list(range(21, STEPS + 1))
+    assert crashed.state(0)["restored_step"] == 20
+    assert_same_weights(calm, crashed)
+
+
+def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(
+    calm: Trained, tmp_path: Path
+) -> None:
+    left = train(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
+    assert left.exit_code == 0, left.log
+    leaving = left.steps(0, 1)
+    assert 25 < leaving < 30, "all have heard of it a step later, and nobody waits for the next regular checkpoint"
+    assert left.steps(1, 1) == leaving
+    assert left.steps(0, 2) == left.steps(1, 2) == STEPS - leaving
+    assert_same_weights(calm, left)
+
+
+def test_it_is_watched_and_restarted_without_any_code(calm: Trained, tmp_path: Path) -> None:
+    text = (EXAMPLES / TRAINER).read_text()
+    text = text.replace("from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint\n", "")
+    text = text.replace("trainer.add_callback(HuggingFaceCallback())\n", "").replace(
+        "newest_checkpoint(folder)", "os.path.isdir(folder)"
+    )
+    (tmp_path / "script.py").write_text("import pacekeeper.auto\n" + text)
+    assert "Callback" not in text
+    crashed = train(str(tmp_path / "script.py"), tmp_path, crash="1 1 25")
+    assert crashed.exit_code == 0, crashed.log
+    assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
+    assert crashed.steps(0, 2) == STEPS - 20
+    assert steps_of(crashed.records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
+    assert_same_weights(calm, crashed)
+
+
+def test_a_loop_of_accelerate_is_watched_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    calm = train("accelerate_loop.py", tmp_path / "calm")
+    assert calm.exit_code == 0, calm.log
+    crashed = train("accelerate_loop.py", tmp_path / "crashed", crash="1 1 25")
+    assert crashed.exit_code == 0, crashed.log
+    assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
+    assert (calm.steps(0, 1), crashed.steps(0, 2)) == (48, 28)
+    assert_same_weights(calm, crashed)

@@ -1,0 +1,90 @@
+"""Examples of other people's training loops under `pacekeeper run --local 2`, with a scripted fault."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pacekeeper.launcher.command import launch_locally
+from pacekeeper.launcher.launcher import Script
+from pacekeeper.launcher.warm import preimport
+
+from .launchers import eventually, fork
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CRASHING = Path(__file__).parent / "scripts" / "crashing.py"
+RANKS = 2
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has come to."""
+
+    exit_code: int
+    log: str
+    folder: Path
+
+    def steps(self, rank: int, round_: int) -> int:
+        """Optimizer steps of the rank in the round."""
+        path = self.folder / f"steps.{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return sum(line.split()[0] == str(round_) for line in lines)
+
+    def records(self, rank: int) -> NDArray[np.void]:
+        """Of the last round."""
+        found: NDArray[np.void] = np.load(self.folder / f"records.{rank}.npy")
+        return found
+
+    def state(self, rank: int) -> NDArray[np.void]:
+        """Of the rank's ring, when the script had ended."""
+        found: NDArray[np.void] = np.load(self.folder / f"state.{rank}.npy")
+        return found
+
+    def weights(self, rank: int) -> dict[str, Tensor]:
+        """At the script's end; of a sharded model, the rank's own part."""
+        found: dict[str, Tensor] = torch.load(self.folder / f"weights.{rank}", weights_only=True)
+        return found
+
+
+def train(example: str, folder: Path, crash: str = "", **environment: str) -> Trained:
+    """Runs the example (or the script of an absolute path) to its end. crash: as `scripts/crashing.py` has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    preimport()
+    told = {
+        "FOLDER": str(folder),
+        "CRASH": crash,
+        "PACEKEEPER_CHECKPOINT_PATH": str(folder / "checkpoints"),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    script = Script(str(CRASHING), False, (str(EXAMPLES / example),))
+    pid = fork(lambda: launch_locally(script, ranks=RANKS, restarts=3), folder / "log", told)
+    status: list[int] = []
+
+    def ended() -> bool:
+        found, code = os.waitpid(pid, os.WNOHANG)
+        status.append(code)
+        return bool(found)
+
+    try:
+        eventually(ended, f"{example} ends", PATIENCE)
+    except AssertionError as error:
+        os.killpg(pid, 9)
+        raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
+    return Trained(os.waitstatus_to_exitcode(status[-1]), (folder / "log").read_text(errors="replace"), folder)
+
+
+def assert_same_weights(one: Trained, other: Trained) -> None:
+    """On each rank, to the last bit."""
+    for rank in range(RANKS):
+        mine, theirs = one.weights(rank), other.weights(rank)
+        assert mine.keys() == theirs.keys()
+        for name, weight in mine.items():
+            assert torch.equal(weight, theirs[name]), f"rank {rank}: {name}"

@@ -1,0 +1,130 @@
+"""Hugging Face's Trainer, told to Pacekeeper:
+
+    from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint
+
+    trainer.add_callback(HuggingFaceCallback())
+    trainer.train(resume_from_checkpoint=newest_checkpoint(output_dir))
+
+Steps, evaluations, checkpoints and the loss are known then, also of a second Trainer in the process. SIGTERM and the
+operator's requests make Trainer write a checkpoint between two steps. Data, batch sizes and gradients stay Trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from pacekeeper_analysis.records import Phase
+
+from .training import FrameworkTraining
+
+MARK = "pacekeeper.json"
+"""File in a checkpoint that all ranks have written their parts of: a crash leaves one without it."""
+
+_STATE = "trainer_state.json"
+_training: FrameworkTraining | None = None
+
+
+def newest_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest complete one of the Trainer's, for `resume_from_checkpoint`; None: there is none, and the training
+    begins.
+
+    Trainer's own `resume_from_checkpoint=True` takes the newest, which a crash has perhaps left half written. One that
+    was trained without the callback counts where Trainer has come to the file that it writes last.
+    """
+    folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob("checkpoint-*[0-9]")}
+    newest_first = [folders[step] for step in sorted(folders, reverse=True)]
+    for complete in (_has_mark, _has_state):
+        for folder in newest_first:
+            if complete(folder):
+                return str(folder)
+    return None
+
+
+class HuggingFaceCallback(TrainerCallback):
+    """For one Trainer. Add it behind callbacks that ask for evaluations and checkpoints of their own: those that are
+    asked for later are no phases."""
+
+    def __init__(self) -> None:
+        global _training
+        _training = _training or FrameworkTraining()  # one process, one count of steps
+        self._training = _training
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.begin(state.global_step)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.train()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.optimizer_begins()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_save |= self._training.step_ended().save
+        self._enter_what_follows(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._enter_what_follows(control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._training.train()
+        self._enter_what_follows(control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        self._training.saved(lambda: _write_mark(folder) if args.should_save else None)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
+        if "loss" in logs:
+            self._training.report_loss(float(logs["loss"]))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.end()
+
+    def _enter_what_follows(self, control: TrainerControl) -> None:
+        """Trainer tells when an evaluation or a checkpoint is over, not when it begins: that is when it was asked."""
+        if control.should_evaluate:
+            self._training.enter(Phase.EVALUATE)
+        elif control.should_save:
+            self._training.enter(Phase.CHECKPOINT)
+
+
+def _write_mark(folder: Path) -> None:
+    """Behind all else, and in one step."""
+    temporary = folder / f".{MARK}"
+    temporary.write_text("{}")
+    temporary.replace(folder / MARK)
+
+
+def _has_mark(folder: Path) -> bool:
+    return (folder / MARK).is_file()
+
+
+def _has_state(folder: Path) -> bool:
+    try:
+        json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
