@@ -50,6 +50,14 @@ python: ## Say which Python the environment is made with
 
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
 
+# Versions and hashes, of all platforms and supported Pythons, and no address: whoever builds says where they come from.
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+lock: venv ## Renew what the operator's image is made of (locks/)
+	$(LOCK) --extra operator --output-file locks/operator.txt pyproject.toml
+	$(LOCK) --group build --output-file locks/build.txt
+	$(LOCK) --group sbom --output-file locks/sbom.txt
+
 # Doubles of libraries for hardware that is not here are written in C.
 compiler:
 	@command -v cc > /dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q gcc libc6-dev; }
@@ -111,4 +119,4 @@ bench: venv
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench
+.PHONY: help python venv lock compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench
