@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -574,6 +575,12 @@ def test_a_value_without_words_stops_the_description(
     assert describe.main() == 1
     assert "image.repository" in capsys.readouterr().err
     assert describe.README.read_text() == before
+
+
+def test_versions_are_the_packages_own() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    package = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert chart["version"] == chart["appVersion"] == package
 
 
 def test_artifact_hub_is_told_what_is_in_the_chart() -> None:
