@@ -3,14 +3,27 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= python3.11
+# The first of these that is there and supported; most has been tested with the oldest. PYTHON=… names another.
+PYTHON ?= python3.11 python3.12 python3.13 python3
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+OLDEST_NUMPY := 'numpy==1.26.*; python_version < "3.13"' 'numpy==2.1.*; python_version >= "3.13"'  # as far as there are wheels
 # Only the trainer is installed beside the oldest torch: neither the operator, nor what the test cluster needs.
 WITHOUT_OPERATOR := --ignore=tests/distributed/test_deciding.py --ignore=tests/distributed/test_leaf_spine.py
 WITHOUT_SCIPY := --ignore=tests/unit/analysis/fabric/test_against_milp.py
 export PYTHONUNBUFFERED := 1
+
+# Sets the shell's variable `python`.
+define find_python
+for python in $(PYTHON); do if $$python -c '$(SUPPORTED)' 2> /dev/null; then break; fi; python=; done; \
+if [ -z "$$python" ]; then \
+	echo "make: none of $(PYTHON) is a Python 3.11 to 3.13." >&2; \
+	echo "make: install one (Debian 12: apt install python3.11; Ubuntu 24.04: apt install python3.12), or name yours: make PYTHON=/path/to/python3" >&2; \
+	exit 1; \
+fi
+endef
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,8 +31,9 @@ help: ## Show what there is
 # uv installs (and caches outside the checkout) what pip would; the environment is made anew when pyproject.toml changes.
 $(VENV)/.ready: pyproject.toml
 	@echo "Python environment: installing (a few minutes the first time, seconds from the cache) ..." >&2
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $(PYTHON)-venv; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@$(find_python); \
+	$$python -c 'import ensurepip' 2>/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $${python##*/}-venv; }; \
+	echo "$$python -m venv --clear $(VENV)"; $$python -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev --editable '.[operator,trainer,whatif]'
 	@touch $@
@@ -28,10 +42,21 @@ $(VENV)/.ready: pyproject.toml
 $(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
 	@echo "Python environment with the oldest torch: installing ..." >&2
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0' 'numpy==1.26.*' setuptools
+	$(BIN)/uv pip install --compile-bytecode --python $(OLDEST)/bin/python --group test --editable '.[trainer]' 'torch==2.9.0' $(OLDEST_NUMPY) setuptools
 	@touch $@
 
+python: ## Say which Python the environment is made with
+	@$(find_python); echo $$python
+
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
+
+# Versions and hashes, of all platforms and supported Pythons, and no address: whoever builds says where they come from.
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+lock: venv ## Renew what the operator's image is made of (locks/)
+	$(LOCK) --extra operator --output-file locks/operator.txt pyproject.toml
+	$(LOCK) --group build --output-file locks/build.txt
+	$(LOCK) --group sbom --output-file locks/sbom.txt
 
 # Doubles of libraries for hardware that is not here are written in C.
 compiler:
@@ -94,4 +119,4 @@ bench: venv
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help venv compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench
+.PHONY: help python venv lock compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench

@@ -478,8 +478,13 @@ def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
     notes = helm("install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments)
     after = notes[notes.index("NOTES:") :]
     assert "prometheus.url is not set: GPU errors are heard of from the workers only" in after
-    assert "rollout status deployment/another-name" in after
+    assert "rollout status deployment/another-name-pacekeeper" in after
     assert "kubectl apply -f examples/quickstart.yaml" in after
+    assert "policy.mode=Act" not in after
+    values = "crds.enabled=false,policy.mode=Recommend,policy.quarantine.mode=Act"
+    looking = helm("install", "x", str(CHART), "--dry-run=client", "--set", values, *arguments)
+    assert "Remedies: Recommend; quarantine of nodes: Recommend." in looking
+    assert "helm upgrade x pacekeeper -n pacekeeper-system --reuse-values --set policy.mode=Act" in looking
 
 
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/*.yaml")), ids=lambda path: path.name)

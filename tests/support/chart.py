@@ -29,4 +29,4 @@ def helm(*arguments: str) -> str:
 def helm_template(*arguments: str, chart: Path = CHART) -> list[dict[str, Any]]:
     """All objects that `helm install` would make, hooks included."""
     text = helm("template", RELEASE, str(chart), "--namespace", SYSTEM, *arguments)
-    return [found for found in yaml.safe_load_all(text) if found]
+    return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]

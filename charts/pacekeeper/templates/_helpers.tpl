@@ -1,19 +1,41 @@
+{{/* What all objects are called, or begin with. 15 characters are left for what follows in the longest name that is a label. */}}
+{{- define "pacekeeper.fullname" -}}
+{{- $name := include "pacekeeper.name" . }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if contains $name .Release.Name }}{{ .Release.Name | trunc 48 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" .Release.Name $name | trunc 48 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "pacekeeper.name" -}}
+{{ .Values.nameOverride | default .Chart.Name }}
+{{- end }}
+
 {{- define "pacekeeper.labels" -}}
-app.kubernetes.io/name: pacekeeper
-app.kubernetes.io/instance: {{ .Release.Name }}
+{{ include "pacekeeper.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "pacekeeper.selector" -}}
-app.kubernetes.io/name: pacekeeper
+app.kubernetes.io/name: {{ include "pacekeeper.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* repository:tag of an image; the tag defaults to the chart's appVersion. */}}
+{{/* Labels of an object that has some of its own: `more`, which come before commonLabels. */}}
+{{- define "pacekeeper.labelsWith" -}}
+{{ toYaml (merge (dict) .more (include "pacekeeper.labels" .context | fromYaml)) }}
+{{- end }}
+
+{{/* repository@digest of an image, or repository:tag; the tag defaults to the chart's appVersion. */}}
 {{- define "pacekeeper.image" -}}
-{{ .image.repository }}:{{ .image.tag | default .context.Chart.AppVersion }}
+{{- if .image.digest }}{{ .image.repository }}@{{ .image.digest }}
+{{- else }}{{ .image.repository }}:{{ .image.tag | default .context.Chart.AppVersion }}
+{{- end }}
 {{- end }}
 
 {{/* Restricted Pod Security, for the operator's pods. */}}
@@ -31,14 +53,49 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The operator as the subject of a binding. */}}
+{{/* Of the operator's pod and of the one that releases nodes: by whom they may be run, and on which nodes. */}}
+{{- define "pacekeeper.placement" -}}
+serviceAccountName: {{ include "pacekeeper.serviceAccountName" . }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* extraEnv, in which a name stands once: of two the API server takes one or refuses both, as it is asked. */}}
+{{- define "pacekeeper.extraEnv" -}}
+{{- $names := dict }}
+{{- range .Values.extraEnv }}
+{{- if hasKey $names .name }}{{ fail (printf "extraEnv: %s is there twice: remove one of the two" .name) }}{{ end }}
+{{- $_ := set $names .name true }}
+{{- end }}
+{{- toYaml .Values.extraEnv }}
+{{- end }}
+
+{{- define "pacekeeper.serviceAccountName" -}}
+{{ .Values.serviceAccount.name | default (include "pacekeeper.fullname" .) }}
+{{- end }}
+
+{{/* The operator as the subject of a binding, and as the API server calls it. */}}
 {{- define "pacekeeper.operator" -}}
-- {kind: ServiceAccount, name: {{ .Release.Name }}, namespace: {{ .Release.Namespace }}}
+- {kind: ServiceAccount, name: {{ include "pacekeeper.serviceAccountName" . }}, namespace: {{ .Release.Namespace }}}
+{{- end }}
+
+{{- define "pacekeeper.username" -}}
+system:serviceaccount:{{ .Release.Namespace }}:{{ include "pacekeeper.serviceAccountName" . }}
 {{- end }}
 
 {{/* The Secret with a serving certificate that somebody else makes; empty: the operator has an authority of its own. */}}
 {{- define "pacekeeper.tlsSecret" -}}
-{{- if .Values.tls.certManager.enabled }}{{ .Release.Name }}-tls{{ else }}{{ .Values.tls.existingSecret }}{{ end }}
+{{- if .Values.tls.certManager.enabled }}{{ include "pacekeeper.fullname" . }}-tls{{ else }}{{ .Values.tls.existingSecret }}{{ end }}
 {{- end }}
 
 {{/* Not empty: wanted, and known to the cluster. Asked by version: `helm template` knows no cluster's list of kinds. */}}

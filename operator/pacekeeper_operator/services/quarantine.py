@@ -330,7 +330,7 @@ def _probe(name: str, bodies: Sequence[Object]) -> ProbePod | None:
 
 def _rules(settings: Settings) -> Rules:
     return Rules(
-        acts=settings.quarantine_mode is Mode.ACT,
+        acts=settings.mode is Mode.ACT and settings.quarantine_mode is Mode.ACT,
         max_nodes=settings.quarantine_max_nodes,
         max_share=settings.quarantine_max_share,
         breaker_nodes=settings.breaker_nodes,

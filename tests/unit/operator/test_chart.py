@@ -86,7 +86,7 @@ def test_settings_are_what_the_operator_reads(objects: list[dict[str, Any]]) -> 
     """Each variable is a setting and holds a value that it takes."""
     given = environment(objects)
     known = {f"PACEKEEPER_{item.name.upper()}" for item in fields(Settings)}
-    assert {name for name in given if name != "POD_NAME"} <= known
+    assert {name for name in given if name.startswith("PACEKEEPER_")} <= known
     settings = Settings.from_environment(given)
     assert settings.namespace == SYSTEM
     assert settings.identity == "pacekeeper-0"

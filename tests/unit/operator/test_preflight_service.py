@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.schema import faults, schema
 from tests.support.virtual_time import Timeline, VirtualRuntime
 from tests.support.written import INSTALLATION
 
+SETTINGS = Settings(namespace="system")
 SPEC = PreflightSpec(enabled=True)
 USUAL: Mapping[str, Any] = {"core_seconds": 0.001}
 SLOW: Mapping[str, Any] = {"core_seconds": 0.002}
@@ -34,6 +36,7 @@ class Cluster(FakeCluster):
         super().__init__()
         self.words = words
         self.made: list[str] = []  # nodes of all pods, in the order in which they were made
+        self.specs: list[Object] = []  # of the same
         for name in words:
             self.node(name)
 
@@ -46,6 +49,7 @@ class Cluster(FakeCluster):
         if kind is PODS:
             name = body["spec"]["nodeName"]
             self.made.append(name)
+            self.specs.append(body["spec"])
             words = self.words[name]
             body = {**body, "status": words.pop(0) if len(words) > 1 else words[0]}
         return await super().create(kind, body, dry_run=dry_run)
@@ -66,10 +70,9 @@ def told(figures: Mapping[str, Any], phase: str = "Succeeded") -> Object:
 
 
 class Place:
-    def __init__(self, **words: list[Object]) -> None:
+    def __init__(self, settings: Settings = SETTINGS, **words: list[Object]) -> None:
         self.cluster, self.timeline = Cluster(**words), Timeline()
         runtime = VirtualRuntime(self.timeline)
-        settings = Settings(namespace="system")
         self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""), runtime)
 
     async def look(self, *nodes: str, seconds: float = 190.0, since: float | None = None) -> dict[str, NodeCheck]:
@@ -97,6 +100,14 @@ async def test_healthy_nodes_pass_and_are_not_looked_at_again() -> None:
 def _rest() -> Object:
     names = ("slowestCoreSeconds", "cores", "heldBack", "idleCores", "throttled", "pressure", "frequency")
     return dict.fromkeys((*names, "memoryBytesPerSecond"), 0) | {"links": []}
+
+
+async def test_probe_pods_get_the_installations_pull_secrets() -> None:
+    place = Place(replace(SETTINGS, image_pull_secrets="registry,mirror"), a=[told(USUAL)], b=[told(USUAL)])
+    await place.look("a", "b")
+    assert [spec["imagePullSecrets"] for spec in place.cluster.specs] == [
+        [{"name": "registry"}, {"name": "mirror"}]
+    ] * 2
 
 
 async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_moment_does_not() -> None:

@@ -182,6 +182,18 @@ class TestReconcile:
         await place.reconcile("node-3")
         assert "nodes" in place.cluster.lists
 
+    @pytest.mark.parametrize(("mode", "marked"), [(Mode.ACT, {"node-1"}), (Mode.RECOMMEND, set())])
+    async def test_the_platforms_mode_caps_what_is_done_to_nodes(
+        self, place: Place, mode: Mode, marked: set[str]
+    ) -> None:
+        settings = replace(SETTINGS, mode=mode)
+        place.cluster.node("node-1", ready=False)
+        await place.suspect(settings=settings)
+        for _ in range(4):  # confirmed, held back for a while, approved, marked
+            await place.reconcile(settings=settings)
+            place.timeline.now += 60.0
+        assert place.cluster.marked() == marked
+
     async def test_one_that_cannot_be_read_does_not_hide_the_others(self, place: Place) -> None:
         await place.cluster.create(QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
         await place.suspect()

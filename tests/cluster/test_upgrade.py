@@ -1,0 +1,131 @@
+"""From the version before to this one and back, by Helm: what is stored stays as it is, and stays writable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chart import CHART, RELEASE, SYSTEM, helm
+from tests.support.cluster import Cluster, wait_for
+from tests.support.definitions import BEFORE
+
+pytestmark = pytest.mark.usefixtures("resources")
+
+NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
+"""Its pod never starts: the definitions are looked at alone."""
+NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
+"""A field that the version before does not know."""
+STATUS = {"phase": "Running", "step": 7}
+
+
+@pytest.fixture
+def chart_before(tmp_path: Path) -> Path:
+    """This chart with the definitions of the version before."""
+    chart = Path(shutil.copytree(CHART, tmp_path / "pacekeeper"))
+    shutil.rmtree(chart / "files/crds")
+    shutil.copytree(BEFORE, chart / "files/crds")
+    return chart
+
+
+@pytest.fixture
+def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
+    """Helm in the operator's namespace. The release is afterwards what it was before."""
+
+    def run(command: str, *arguments: str) -> str:
+        return helm(command, *arguments, "--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
+
+    found = json.loads(run("list", "--all", "--filter", f"^{RELEASE}$", "--output", "json"))
+    yield run
+    if found:
+        run("rollback", RELEASE, found[0]["revision"])
+    else:
+        run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
+
+
+def test_an_upgrade_and_a_rollback_keep_what_is_stored(
+    cluster: Cluster, namespace: str, release: Callable[..., str], chart_before: Path
+) -> None:
+    install = ("upgrade", "--install", RELEASE, "--create-namespace", "--set", NO_OPERATOR)
+
+    release(*install, str(chart_before))
+    before = json.loads(release("list", "--all", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
+    until_known(cluster, leaf_crossings=False)
+    cluster.apply(JOB, namespace)
+    write_status(cluster, namespace, STATUS)
+    stored = job(cluster, namespace)
+    assert stored["status"] == STATUS
+
+    release(*install, str(CHART))
+    until_known(cluster, leaf_crossings=True)
+    assert same(job(cluster, namespace), stored)
+    wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
+    assert job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
+
+    release("rollback", RELEASE, before)
+    until_known(cluster, leaf_crossings=False)
+    wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new field is gone")
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
+    assert cluster.list("fabrics") == [], "a kind that the version before does not know stays, and hurts nobody"
+
+    release(*install, str(CHART))
+    until_known(cluster, leaf_crossings=True)
+    after = job(cluster, namespace)
+    assert after["spec"] == stored["spec"] | {"suspend": True}
+    assert after["status"] == STATUS
+
+
+JOB: dict[str, Any] = {
+    "apiVersion": "pacekeeper.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "gpt"},
+    "spec": {
+        "template": {
+            "spec": {
+                "schedulerName": "nobody",
+                "containers": [
+                    {
+                        "name": "trainer",
+                        "image": "pacekeeper.dev/trainer:dev",
+                        "command": ["pacekeeper", "run", "train.py"],
+                        "resources": {"limits": {"cpu": "400m"}},
+                    }
+                ],
+            }
+        }
+    },
+}
+
+
+def until_known(cluster: Cluster, *, leaf_crossings: bool) -> None:
+    """Until the API server goes by the definition: what it publishes is made of what it validates by."""
+
+    def published() -> bool:
+        schemas = json.loads(cluster.kubectl("get", "--raw", "/openapi/v3/apis/pacekeeper.dev/v1alpha1"))
+        status = schemas["components"]["schemas"]["dev.pacekeeper.v1alpha1.TrainingJob"]["properties"]["status"]
+        return ("leafCrossings" in status["properties"]) is leaf_crossings
+
+    wait_for(published, 30, f"leafCrossings is {'known' if leaf_crossings else 'unknown'}")
+
+
+def job(cluster: Cluster, namespace: str) -> Any:
+    return cluster.get("tj", "gpt", namespace)
+
+
+def same(now: Any, before: Any) -> bool:
+    return (now["metadata"]["uid"], now["spec"], now["status"]) == (
+        before["metadata"]["uid"],
+        before["spec"],
+        before["status"],
+    )
+
+
+def write_status(cluster: Cluster, namespace: str, status: dict[str, Any]) -> bool:
+    """Whether all of it is stored."""
+    patch = json.dumps({"status": status})
+    cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "--patch", patch)
+    return status.items() <= job(cluster, namespace)["status"].items()

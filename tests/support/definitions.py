@@ -1,0 +1,63 @@
+"""Resource definitions of two versions: what the one refuses or drops of what the other took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.chart import REPOSITORY
+
+CURRENT = REPOSITORY / "crds"
+BEFORE = REPOSITORY / "tests/data/definitions"
+"""Of the version before: at a release, what `crds/` holds is copied there."""
+
+_LEAST = ("minimum", "minLength", "minItems", "minProperties")
+_MOST = ("maximum", "maxLength", "maxItems", "maxProperties")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """By name, like incidents.pacekeeper.dev."""
+    found = [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))]
+    return {definition["metadata"]["name"]: definition for definition in found}
+
+
+def versions(definition: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schemas of the versions that are served."""
+    served = [version for version in definition["spec"]["versions"] if version["served"]]
+    return {version["name"]: version["schema"]["openAPIV3Schema"] for version in served}
+
+
+def narrowed(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Where objects that keep to the schema `before` may break the schema `after`, or lose a field to it."""
+    if before.get("type") != after.get("type"):
+        yield f"{path}: is of another type"
+        return
+    for name in ("pattern", "format"):
+        if after.get(name) not in (None, before.get(name)):
+            yield f"{path}: has another {name}"
+    if "enum" in after and not ("enum" in before and set(before["enum"]) <= set(after["enum"])):
+        yield f"{path}: takes fewer values"
+    if any(name in after and after[name] > before.get(name, float("-inf")) for name in _LEAST) or any(
+        name in after and after[name] < before.get(name, float("inf")) for name in _MOST
+    ):
+        yield f"{path}: has narrower bounds"
+    if rules(after) - rules(before):
+        yield f"{path}: has a new rule"
+    inside, then = before.get("properties", {}), after.get("properties", {})
+    for name in sorted(set(after.get("required", ())) - set(before.get("required", ()))):
+        if "default" not in then.get(name, {}):
+            yield f"{path}.{name}: is required"
+    if not after.get("x-kubernetes-preserve-unknown-fields"):
+        yield from (f"{path}.{name}: is gone" for name in sorted(inside.keys() - then.keys()))
+    for name in sorted(inside.keys() & then.keys()):
+        yield from narrowed(inside[name], then[name], f"{path}.{name}")
+    for name in ("items", "additionalProperties"):
+        if isinstance(before.get(name), dict) and isinstance(after.get(name), dict):
+            yield from narrowed(before[name], after[name], f"{path}[]")
+
+
+def rules(schema: dict[str, Any]) -> set[str]:
+    return {rule["rule"] for rule in schema.get("x-kubernetes-validations", ())}

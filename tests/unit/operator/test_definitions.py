@@ -1,0 +1,76 @@
+"""An upgrade loses nothing and refuses nothing that is stored; after a rollback only what is new is gone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.definitions import BEFORE, CURRENT, narrowed, read, versions
+
+OLD, NEW = read(BEFORE), read(CURRENT)
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_upgrade_narrows_nothing(name: str) -> None:
+    old, new = versions(OLD[name]), versions(NEW[name])
+    assert old.keys() <= new.keys(), "a version that clients use is served on"
+    assert [fault for version in old for fault in narrowed(old[version], new[version])] == []
+    assert OLD[name]["spec"]["scope"] == NEW[name]["spec"]["scope"]
+    assert OLD[name]["spec"]["names"] == NEW[name]["spec"]["names"]
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_rollback_drops_only_what_is_new(name: str) -> None:
+    """A value that the older version does not know is let through as long as it stays (Kubernetes' ratcheting)."""
+    old, new = versions(OLD[name]), versions(NEW[name])
+    found = [fault for version in old for fault in narrowed(new[version], old[version])]
+    assert [fault for fault in found if not fault.endswith((": is gone", ": takes fewer values"))] == []
+
+
+def test_no_kind_goes_away() -> None:
+    assert OLD.keys() <= NEW.keys()
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["a"],
+    "properties": {
+        "a": {"type": "integer", "minimum": 1, "maximum": 5},
+        "b": {"type": "array", "items": {"type": "string", "enum": ["x", "y"], "maxLength": 3}},
+        "c": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda new: new["properties"].pop("c"), ".c: is gone"),
+        (lambda new: new["properties"]["a"].update(type="string"), ".a: is of another type"),
+        (lambda new: new["properties"]["a"].update(minimum=2), ".a: has narrower bounds"),
+        (lambda new: new["properties"]["a"].update(maximum=4), ".a: has narrower bounds"),
+        (lambda new: new["properties"]["c"].update(maxProperties=4), ".c: has narrower bounds"),
+        (lambda new: new["properties"]["b"]["items"].update(enum=["x"]), ".b[]: takes fewer values"),
+        (lambda new: new["properties"]["a"].update(enum=[1, 2]), ".a: takes fewer values"),
+        (lambda new: new["properties"]["b"]["items"].update(pattern="x"), ".b[]: has another pattern"),
+        (lambda new: new["properties"]["c"]["additionalProperties"].update(type="integer"), ".c[]: is of another type"),
+        (lambda new: new.update(required=["a", "b"]), ".b: is required"),
+        (lambda new: new.update({"x-kubernetes-validations": [{"rule": "self.a > 1"}]}), ": has a new rule"),
+    ],
+)
+def test_what_narrows_is_seen(change: Callable[[Any], None], fault: str) -> None:
+    new = copy.deepcopy(SCHEMA)
+    change(new)
+    assert list(narrowed(SCHEMA, new)) == [fault]
+
+
+def test_what_widens_is_not() -> None:
+    new = copy.deepcopy(SCHEMA)
+    new["properties"] |= {"d": {"type": "string", "default": "z"}, "e": {"type": "object"}}
+    new["properties"]["a"] |= {"minimum": 0, "maximum": 9}
+    new["properties"]["b"]["items"] = {"type": "string", "enum": ["x", "y", "z"]}
+    new["required"] = ["a", "d"]
+    assert list(narrowed(SCHEMA, new)) == []
