@@ -8,7 +8,7 @@ import os
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from pacekeeper.integrations.huggingface import Callback, newest_checkpoint
+from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint
 
 set_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
@@ -31,5 +31,5 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:32])
-trainer.add_callback(Callback())
+trainer.add_callback(HuggingFaceCallback())
 trainer.train(resume_from_checkpoint=newest_checkpoint(folder))

@@ -9,13 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.records import Kind, Phase
-from tests.support.frameworks import RANKS, Trained, assert_same_weights, train
+from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
 
 pytest.importorskip("transformers.trainer")  # imported here, it is in all ranks: they are forked from this process
 
 TRAINER = "huggingface_trainer.py"
 STEPS = 48
-UNCHANGED = Path(__file__).resolve().parents[1] / "support" / "scripts" / "unchanged_trainer.py"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,18 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
 
 
 def test_it_is_watched_and_restarted_without_any_code(calm: Trained, tmp_path: Path) -> None:
-    crashed = train(str(UNCHANGED), tmp_path, crash="1 1 25")
+    text = (EXAMPLES / TRAINER).read_text()
+    for ours, theirs in {
+        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint": (
+            "from transformers.trainer_utils import get_last_checkpoint"
+        ),
+        "trainer.add_callback(HuggingFaceCallback())\n": "",
+        "newest_checkpoint(folder)": "get_last_checkpoint(folder)",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    (tmp_path / "script.py").write_text("import pacekeeper.auto\n" + text)
+    crashed = train(str(tmp_path / "script.py"), tmp_path, crash="1 1 25")
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
     assert crashed.steps(0, 2) == STEPS - 20

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer, told to Pacekeeper:
 
-    from pacekeeper.integrations.huggingface import Callback, newest_checkpoint
+    from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint
 
-    trainer.add_callback(Callback())
+    trainer.add_callback(HuggingFaceCallback())
     trainer.train(resume_from_checkpoint=newest_checkpoint(output_dir))
 
 Steps, evaluations, checkpoints and the loss are known then, also of a second Trainer in the process. SIGTERM and the
@@ -46,7 +46,7 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     return None
 
 
-class Callback(TrainerCallback):
+class HuggingFaceCallback(TrainerCallback):
     """For one Trainer. Add it behind callbacks that ask for evaluations and checkpoints of their own: those that are
     asked for later are no phases."""
 

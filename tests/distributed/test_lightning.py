@@ -1,0 +1,73 @@
+"""Lightning, the real one, under `pacekeeper run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacekeeper_analysis.records import Kind, Phase
+from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
+
+pytest.importorskip("pytorch_lightning")  # imported here, it is in all ranks: they are forked from this process
+
+TRAINER = "lightning_trainer.py"
+STEPS, EPOCH = 64, 16
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trained = train(TRAINER, tmp_path_factory.mktemp("calm"))
+    assert trained.exit_code == 0, trained.log
+    return trained
+
+
+def test_its_steps_phases_checkpoints_and_losses_are_known(calm: Trained) -> None:
+    for rank in range(RANKS):
+        records = calm.records(rank)
+        assert records[records["kind"] == Kind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
+        phases = records[records["kind"] == Kind.PHASE]
+        assert (phases["phase"] == Phase.EVALUATE).sum() == 1 + STEPS // EPOCH  # Lightning tries one first
+        checkpoints = phases[phases["phase"] == Phase.CHECKPOINT]
+        assert set(checkpoints["step"].tolist()) == {epoch * EPOCH + 1 for epoch in range(1, 5)}
+        assert (records["kind"] == Kind.LOSS).sum() == STEPS // 5
+        assert calm.state(rank)["checkpoint_step"] == STEPS
+
+
+def test_a_crashed_rank_goes_on_from_the_last_checkpoint(calm: Trained, tmp_path: Path) -> None:
+    crashed = train(TRAINER, tmp_path, crash="1 1 40")
+    assert crashed.exit_code == 0, crashed.log
+    assert "rank 1 was killed by SIGKILL in round 1 after step 39" in crashed.log
+    assert crashed.steps(0, 2) == STEPS - 2 * EPOCH
+    assert crashed.state(0)["restored_step"] == 2 * EPOCH
+    assert_same_weights(calm, crashed)
+
+
+def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(tmp_path: Path) -> None:
+    """In the middle of an epoch, whose samples Lightning deals out anew: the steps are right, not the weights."""
+    left = train(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
+    assert left.exit_code == 0, left.log
+    leaving = left.steps(0, 1)
+    assert 25 < leaving < 30
+    assert left.steps(1, 1) == leaving
+    assert left.steps(0, 2) == left.steps(1, 2) == STEPS - leaving
+    assert left.state(1)["restored_step"] == leaving
+
+
+def test_it_is_watched_and_restarted_without_any_code(calm: Trained, tmp_path: Path) -> None:
+    text = (EXAMPLES / TRAINER).read_text().replace("LightningCallback(), ", "")
+    text = text.replace("from pacekeeper.integrations.lightning import LightningCallback", "import pacekeeper.auto")
+    assert "LightningCallback()" not in text
+    (tmp_path / "script.py").write_text(text)
+    crashed = train(str(tmp_path / "script.py"), tmp_path, crash="1 1 40")
+    assert crashed.exit_code == 0, crashed.log
+    assert "rank 1 was killed by SIGKILL in round 1 after step 39" in crashed.log
+    assert_same_weights(calm, crashed)
+
+
+def test_without_a_last_checkpoint_it_says_what_is_missing(tmp_path: Path) -> None:
+    text = (EXAMPLES / TRAINER).read_text().replace(", save_last=True", "")
+    (tmp_path / "script.py").write_text(text)
+    refused = train(str(tmp_path / "script.py"), tmp_path)
+    assert refused.exit_code == 1
+    assert "add ModelCheckpoint(folder, save_last=True), and call fit(" in refused.log

@@ -1,0 +1,137 @@
+"""Lightning's Trainer, told to Pacekeeper:
+
+    from pacekeeper.integrations.lightning import LightningCallback
+
+    trainer = Trainer(..., callbacks=[LightningCallback(), ModelCheckpoint(folder, save_last=True)])
+    trainer.fit(model, ..., ckpt_path="last")
+
+Steps, evaluations, checkpoints and the loss are known then. SIGTERM and the operator's requests have all ranks write
+the last checkpoint between two steps. Data, batch sizes and gradients stay Lightning's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as lightning
+import torch
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import Phase
+
+from .training import FrameworkTraining
+
+_training: FrameworkTraining | None = None
+
+
+class LightningCallback(lightning.Callback):
+    """For one Trainer."""
+
+    def __init__(self) -> None:
+        global _training
+        _training = _training or FrameworkTraining()  # one process, one count of steps
+        self._training = _training
+        self._steps = -1
+        """Batches behind which an optimizer has stepped; -1: not known. (Lightning counts each optimizer's steps.)"""
+        self._seen = 0
+        """Lightning's count behind the last batch."""
+        self._saving = False
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Raises InputError where there is no checkpoint that a restart would go on from."""
+        if stage == "fit" and _last_checkpoint(trainer) is None:
+            raise InputError(
+                "callbacks: no ModelCheckpoint keeps the last checkpoint, from which a restart goes on; add "
+                'ModelCheckpoint(folder, save_last=True), and call fit(…, ckpt_path="last")'
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._steps = state_dict["steps"]
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._seen = trainer.global_step
+        if self._steps < 0:
+            self._steps = trainer.global_step
+        self._training.begin(self._steps)  # its handler of SIGTERM takes the place of Lightning's until the end
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._finish_saving()
+        self._training.train()
+
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._training.optimizer_begins()
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if trainer.global_step == self._seen:
+            return  # its gradient goes into a later batch's step
+        self._seen = trainer.global_step
+        self._steps += 1
+        told = self._training.step_ended()
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a part of the Trainer
+        if every and self._steps % every == 0 and (loss := _loss(outputs)) is not None:
+            self._training.report_loss(loss)
+        if told.save:
+            trainer.save_checkpoint(str(_last_checkpoint(trainer)))
+            self._finish_saving()
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._finish_saving()
+        self._training.enter(Phase.EVALUATE)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._training.train()
+
+    def on_test_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._training.enter(Phase.EVALUATE)
+
+    def on_test_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._training.train()
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self._saving:
+            self._saving = True
+            self._training.enter(Phase.CHECKPOINT)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._finish_saving()
+        self._training.end()
+
+    def _finish_saving(self) -> None:
+        """Lightning tells when a checkpoint begins, not when it is written: that is when it goes on."""
+        if self._saving:
+            self._saving = False
+            self._training.saved(lambda: None)  # Lightning renames a whole file
+
+
+def _last_checkpoint(trainer: lightning.Trainer) -> Path | None:
+    """Where `ckpt_path="last"` finds it; None: nowhere."""
+    callback: Any
+    for callback in trainer.checkpoint_callbacks:
+        # By its attributes: `lightning.pytorch` and `pytorch_lightning` have a class each.
+        if getattr(callback, "save_last", False) and (folder := getattr(callback, "dirpath", None)):
+            return Path(folder) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+    return None
+
+
+def _loss(outputs: Any) -> float | None:
+    """Of this rank's batch, as `training_step` has returned it."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return float(loss) if isinstance(loss, torch.Tensor) else None
