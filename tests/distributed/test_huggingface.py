@@ -64,12 +64,16 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
 
 def test_it_is_watched_and_restarted_without_any_code(calm: Trained, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text()
-    text = text.replace("from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint\n", "")
-    text = text.replace("trainer.add_callback(HuggingFaceCallback())\n", "").replace(
-        "newest_checkpoint(folder)", "os.path.isdir(folder)"
-    )
+    for ours, theirs in {
+        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint": (
+            "from transformers.trainer_utils import get_last_checkpoint"
+        ),
+        "trainer.add_callback(HuggingFaceCallback())\n": "",
+        "newest_checkpoint(folder)": "get_last_checkpoint(folder)",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
     (tmp_path / "script.py").write_text("import pacekeeper.auto\n" + text)
-    assert "Callback" not in text
     crashed = train(str(tmp_path / "script.py"), tmp_path, crash="1 1 25")
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log

@@ -63,8 +63,8 @@ def why(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
 def unseen(seen: SeenJob) -> str:
     """What to do where no operator answers."""
     return (
-        f"no operator has looked at generation {seen.job.generation} of its spec: does it run, and may it see "
-        f"namespace {seen.job.namespace}? kubectl get pods -A -l app.kubernetes.io/name=pacekeeper"
+        f"no operator has looked at generation {seen.job.generation} of its spec yet. If that lasts: does it run, and "
+        f"may it see namespace {seen.job.namespace}? kubectl get pods -A -l app.kubernetes.io/name=pacekeeper"
     )
 
 
