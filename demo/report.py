@@ -11,6 +11,9 @@ from pathlib import Path
 from pacekeeper_analysis.fabric.drawing import svg
 from pacekeeper_analysis.fabric.view import FabricView
 
+THROUGHPUT = "Samples a second"
+"""Title of its curve."""
+
 Curve = Sequence[tuple[float, float]]
 
 
@@ -61,8 +64,30 @@ def write(report: Report, folder: Path) -> None:
     }
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
     (folder / "report.html").write_text(page(report))
+    if drawn := picture(report):
+        (folder / "throughput.svg").write_text(drawn)
     if report.fabrics is not None:
         (folder / "fabric.svg").write_text(_links(report.fabrics))
+
+
+def picture(report: Report) -> str:
+    """Samples a second over the whole story as a picture of its own, with the faults' names below; "": not known."""
+    curve = report.curves.get(THROUGHPUT, ())
+    if not curve:
+        return ""
+    names = [f"{number} {outcome.fault}" for number, outcome in enumerate(report.outcomes, 1)]
+    rows = [names[at : at + _NAMES_A_ROW] for at in range(0, len(names), _NAMES_A_ROW)]
+    legend = "".join(
+        f'<text class="axis" x="{_LEFT + place * (_WIDTH - _LEFT) / _NAMES_A_ROW:.0f}" y="{_HEIGHT + 16 * (row + 1)}">'
+        f"{html.escape(name)}</text>"
+        for row, its in enumerate(rows)
+        for place, name in enumerate(its)
+    )
+    height = _HEIGHT + 16 * len(rows) + 8
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"
+ font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT)}</title><style>{_STYLE}</style>
+<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_drawing(curve, report)}{legend}</svg>
+"""
 
 
 def page(report: Report) -> str:
@@ -115,6 +140,7 @@ svg { width: 100%; min-width: 640px; height: auto; display: block; }
 """
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 1040, 190, 48, 22, 16
+_NAMES_A_ROW = 4
 
 
 def _links(fabrics: tuple[FabricView, FabricView]) -> str:
@@ -141,9 +167,14 @@ def _seconds(value: float | None) -> str:
 
 
 def _chart(title: str, curve: Curve, report: Report) -> str:
-    """One curve over the demo's time, with a band from each fault to its recovery."""
     if not curve:
         return f"<h2>{html.escape(title)}</h2><p>no data</p>"
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawing(curve, report)}</svg>'
+    return f'<h2>{html.escape(title)}</h2><div class="scroll">{drawing}</div>'
+
+
+def _drawing(curve: Curve, report: Report) -> str:
+    """One curve over the demo's time, with a band from each fault to its recovery; what stands inside an svg."""
     span = max(report.seconds, curve[-1][0], 1.0)
     values = sorted(value for _, value in curve)
     top = values[int(0.995 * (len(values) - 1))] * 1.1 or 1.0  # one wild point must not flatten the rest
@@ -178,5 +209,4 @@ def _chart(title: str, curve: Curve, report: Report) -> str:
         parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
     points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
     parts.append(f'<polyline class="curve" points="{points}"/>')
-    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
-    return f'<h2>{html.escape(title)}</h2><div class="scroll">{picture}</div>'
+    return "".join(parts)

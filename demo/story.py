@@ -11,7 +11,7 @@ from typing import Any
 from demo import job, kube
 from demo.faults import Fault, Relief, all_faults
 from demo.job import Job
-from demo.report import Outcome, Report, write
+from demo.report import THROUGHPUT, Outcome, Report, write
 from demo.view import View
 from testcluster import cluster, release
 from testcluster.settings import REPOSITORY
@@ -248,7 +248,7 @@ def curves(started: float, begun: float) -> dict[str, Any]:
         "curves": {
             "Training loss (nats a byte)": loss,
             "Step time (s)": curve(f"avg({_STEP})"),
-            "Samples a second": curve(f"sum({_SHARE} / {_STEP})"),
+            THROUGHPUT: curve(f"sum({_SHARE} / {_STEP})"),
             "Slowdown (slowest rank's work over the mean)": curve(f"max({_OWN_WORK}) / avg({_OWN_WORK})"),
         },
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 from demo import fabric
-from demo.report import Outcome, Report, page, write
+from demo.report import THROUGHPUT, Outcome, Report, page, picture, write
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
 HEALED = Outcome(
@@ -61,6 +62,14 @@ def test_page_is_self_contained_and_escapes() -> None:
     assert "the job &lt;stands&gt; still" in text
     assert text.count("<polyline") == 1, "one curve has data"
     assert "no data" in text
+
+
+def test_the_picture_of_the_throughput_stands_by_itself() -> None:
+    curves = {THROUGHPUT: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
+    drawn = ElementTree.fromstring(picture(replace(REPORT, curves=curves)))
+    assert "1 rank crash" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert len(drawn.findall("{*}polyline")) == len(drawn.findall("{*}rect[@class='band']")) == 1
+    assert picture(REPORT) == "", "nothing is known of it"
 
 
 def links(load: int) -> FabricView:
