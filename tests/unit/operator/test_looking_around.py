@@ -9,7 +9,7 @@ import kopf
 import pytest
 
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, JobPhase, format_time
+from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
 from pacekeeper_operator.observation import NOT_ASKED
 from pacekeeper_operator.observe.memory import Memory
@@ -18,7 +18,6 @@ from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.operator import (
     FIRST_WORD_SECONDS,
     MISSED_EVENTS,
-    PAUSE,
     PAUSE_UNKNOWN,
     RETENTION_SECONDS,
     STALE_SECONDS,
