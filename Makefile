@@ -48,6 +48,13 @@ $(OLDEST)/.ready: pyproject.toml | $(VENV)/.ready
 python: ## Say which Python the environment is made with
 	@$(find_python); echo $$python
 
+# Other people's trainers, which tests and types need and the demo does not. torchtitan trains on GPUs only: its sources
+# are read by a test, so that it needs nothing of what it would train with.
+$(VENV)/.frameworks: $(VENV)/.ready
+	$(BIN)/uv pip install --python $(BIN)/python --group frameworks
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps 'torchtitan==0.2.2'
+	@touch $@
+
 venv: $(VENV)/.ready ## Make the Python environment (.venv)
 
 # Versions and hashes, of all platforms and supported Pythons, and no address: whoever builds says where they come from.
@@ -68,7 +75,7 @@ cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABR
 cluster-down: venv ## Take it down again
 	$(BIN)/python -m testcluster down
 
-lint: venv ## Style, types, import contracts
+lint: $(VENV)/.frameworks ## Style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -76,13 +83,13 @@ lint: venv ## Style, types, import contracts
 format: venv ## Bring the code into its standard form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-test-unit: venv compiler ## Tests of decisions: no cluster, no ranks
+test-unit: $(VENV)/.frameworks compiler ## Tests of decisions: no cluster, no ranks
 	$(BIN)/pytest tests/unit
 
 test-simulation: venv ## Disasters: the real operator in simulated clusters, 150 known ones and 150 new ones
 	$(BIN)/python -m simulation run 0-149 --fresh 150
 
-test-distributed: venv compiler ## Real torch ranks over gloo
+test-distributed: $(VENV)/.frameworks compiler ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed
 
 test-cluster: venv ## The real cluster
@@ -92,7 +99,7 @@ test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest to
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
 # Lint and unit tests have one busy process each: side by side they take as long as one of them.
-test: venv compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
+test: $(VENV)/.frameworks compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
 	$(MAKE) --jobs=2 --output-sync=target lint test-unit
 	$(MAKE) test-simulation
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)

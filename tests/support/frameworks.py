@@ -20,7 +20,7 @@ from .launchers import eventually, fork
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CRASHING = Path(__file__).parent / "scripts" / "crashing.py"
 RANKS = 2
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import io
 import os
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from pacekeeper import cgroup, cli
 from pacekeeper.launcher import network
@@ -187,6 +191,21 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     assert first.threads == 0
     assert "OMP_NUM_THREADS" not in first.environment
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
+
+
+def test_nothing_is_missing_that_torchrun_sets(tmp_path: Path) -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(LocalElasticAgent._start_workers)))
+    (theirs,) = (
+        {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        and any(isinstance(key, ast.Constant) and key.value == "RANK" for key in node.keys)
+    )
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(0,), world_size=1, workers=1, store="127.0.0.1:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+    (start,) = rank_starts(Start(1, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+    assert "TORCHELASTIC_RUN_ID" in theirs
+    assert theirs <= start.environment.keys()
 
 
 def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(

@@ -112,7 +112,10 @@ class HuggingFaceCallback(TrainerCallback):
 
 
 def _write_mark(folder: Path) -> None:
-    """Behind all else, and in one step."""
+    """Behind all else, and in one step. A search of hyperparameters has its checkpoints elsewhere, and goes on from
+    none."""
+    if not folder.is_dir():
+        return
     temporary = folder / f".{MARK}"
     temporary.write_text("{}")
     temporary.replace(folder / MARK)

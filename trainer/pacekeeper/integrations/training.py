@@ -96,7 +96,7 @@ class FrameworkTraining:
             self._phase = None
 
     def report_loss(self, loss: float) -> None:
-        """Mean over all ranks, of the newest steps."""
+        """Of the newest steps: the mean over all ranks, or this rank's."""
         ring, step, now = self._recorder.ring, self._recorder.step - 1, time.monotonic_ns()
         ring.state.loss = loss
         ring.write(Kind.LOSS, now, now, step, Phase.TRAIN, loss)

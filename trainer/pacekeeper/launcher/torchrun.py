@@ -23,20 +23,21 @@ def local_ranks(asked: Namespace, environment: Mapping[str, str], devices: Path 
     for option in _given(asked):
         if option.remedy:
             raise InputError(f"{option.name}: {option.remedy}")
-    ranks = asked.nproc_per_node
+    kind = asked.nproc_per_node
+    wanted = None if kind in (None, *COUNTED) else _number("--nproc-per-node", kind)
     if asked.local is not None:
-        if ranks is not None and ranks not in COUNTED and _number("--nproc-per-node", ranks) != asked.local:
-            raise InputError(f"--local {asked.local} and --nproc-per-node {ranks} contradict each other; leave one out")
+        if wanted not in (None, asked.local):
+            raise InputError(f"--local {asked.local} and --nproc-per-node {wanted} contradict each other; drop one")
         return int(asked.local)
-    planned = environment.get("PACEKEEPER_NPROC") if "PACEKEEPER_WORKER" in environment else None
-    if planned is not None:
-        if ranks is not None and ranks not in COUNTED and _number("--nproc-per-node", ranks) != int(planned):
+    if "PACEKEEPER_WORKER" in environment:
+        planned = environment.get("PACEKEEPER_NPROC")
+        if planned is not None and wanted not in (None, int(planned)):
             raise InputError(
-                f"--nproc-per-node {ranks}: the TrainingJob has {planned} ranks a worker; "
+                f"--nproc-per-node {wanted}: the TrainingJob has {planned} ranks a worker; "
                 "set its spec.nprocPerNode, or leave the option out"
             )
         return None
-    if "PACEKEEPER_WORKER" in environment or not (asked.standalone or ranks or asked.nnodes):
+    if not (asked.standalone or kind or asked.nnodes):
         return None
     nodes = (asked.nnodes or "1").partition(":")[0]
     if _number("--nnodes", nodes) > 1:
@@ -44,7 +45,7 @@ def local_ranks(asked: Namespace, environment: Mapping[str, str], devices: Path 
             f"--nnodes {asked.nnodes}: without a plan all ranks are on this machine; leave the option out, "
             f"or make a TrainingJob with spec.replicas {nodes}"
         )
-    return _number("--nproc-per-node", ranks or "1") if ranks not in COUNTED else _count(ranks, environment, devices)
+    return _count(kind, environment, devices) if kind in COUNTED else wanted or 1
 
 
 def passed_over(asked: Namespace, local: bool) -> str:
