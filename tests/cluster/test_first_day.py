@@ -163,7 +163,7 @@ class TestLong:
         assert "Running" in job.oncall("status")
         assert "2 of 2 train" in job.oncall("status", job.name)
         assert f"{job.name} in {job.namespace} is Running" in job.oncall("why", job.name)
-        assert "slowdown" in job.oncall("whatif", job.name)
+        assert "Slowdown" in job.oncall("whatif", job.name)
         with pytest.raises(subprocess.CalledProcessError) as refused:
             job.oncall("why", "no-such-job")
         assert "there are: deadline" in refused.value.stderr
