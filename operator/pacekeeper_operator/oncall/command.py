@@ -278,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="write a page with flame graphs (HTML)")
     made = verb("mode", set_mode, "how a job's ranks keep their parameters alike")
     made.add_argument("job")
-    made.add_argument("mode", choices=list(WantedMode))
+    made.add_argument("mode", choices=[mode.value for mode in WantedMode])
     made = verb("pause", pause, "take no remedies, for a job or in the whole cluster; jobs train on")
     everywhere(made)
     made.add_argument("--reason", default="by kubectl pacekeeper", help="for people, with --all")

@@ -262,8 +262,7 @@ def test_complete_means_that_the_last_step_is_taken(court: TrainingCourt, steps:
 
 
 def fail(court: TrainingCourt, reason: str) -> None:
-    condition = {"type": "Failed", "status": "True", "reason": reason, "message": "m"}
-    court.status(phase="Failed", conditions=[{**condition, "lastTransitionTime": format_time(EPOCH)}])
+    court.status(phase="Failed", conditions=[condition("Failed", reason)])
 
 
 @pytest.mark.parametrize("restarts", [9, 10])
@@ -293,13 +292,28 @@ def settled(court: TrainingCourt) -> Run:
     run = court.begin(1)
     run.seated = tuple(SimpleNamespace(worker=SimpleNamespace(name=f"j-w{i}-0", node=f"node-{i}")) for i in range(2))
     court.step(run)
-    court.status(phase="Running", workers={"ready": 2, "spare": 1, "desired": 2, "summary": "2/2+1"}, restarts=0)
+    counts = {"ready": 2, "spare": 1, "desired": 2, "summary": "2/2+1"}
+    court.status(phase="Running", workers=counts, restarts=0, conditions=[condition("Ready", "Training")])
     return run
+
+
+def condition(kind: str, reason: str) -> dict[str, str]:
+    since = format_time(EPOCH)
+    return {"type": kind, "status": "True", "reason": reason, "message": "m", "lastTransitionTime": since}
 
 
 def test_all_is_well(court: TrainingCourt) -> None:
     settled(court)
     assert court.reasons == []
+
+
+@pytest.mark.parametrize("conditions", [[], [("Ready", "Training"), ("Reconciling", "IncidentOpen")]])
+def test_a_job_that_tools_do_not_find_ready_is_not_settled(
+    court: TrainingCourt, conditions: list[tuple[str, str]]
+) -> None:
+    settled(court)
+    court.status(conditions=[condition(*one) for one in conditions])
+    assert court.reasons == ["j trains, and tools do not find it Ready"]
 
 
 def test_a_job_that_takes_no_step_is_not_settled(court: TrainingCourt) -> None:

@@ -117,6 +117,15 @@ def test_acting_is_one_call(run: Run, folder: Path, arguments: list[str], asked:
     assert " ".join(done) == asked
 
 
+def test_a_mode_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["mode", "j", "Fast"])
+    said = capsys.readouterr().err
+    assert "invalid choice: 'Fast'" in said
+    assert "AsyncEDiT" in said
+    assert "WantedMode" not in said
+
+
 def test_context_and_namespace_are_handed_on(run: Run, folder: Path) -> None:
     run("mode", "j", "Auto", "-n", "team-a", "--context", "prod")
     (asked,) = [json.loads(line) for line in (folder / "asked.json").read_text().splitlines() if "patch" in line]
