@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from demo import fabric
-from demo.report import THROUGHPUT, Outcome, Report, page, picture, write
+from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, write
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
 HEALED = Outcome(
@@ -65,7 +65,7 @@ def test_page_is_self_contained_and_escapes() -> None:
 
 
 def test_the_picture_of_the_throughput_stands_by_itself() -> None:
-    curves = {THROUGHPUT: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
+    curves: dict[str, Curve] = {THROUGHPUT: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
     drawn = ElementTree.fromstring(picture(replace(REPORT, curves=curves)))
     assert "1 rank crash" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert len(drawn.findall("{*}polyline")) == len(drawn.findall("{*}rect[@class='band']")) == 1
