@@ -245,6 +245,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "dcgm.podMonitor.enabled": switch("PodMonitor-dcgm", given={"dcgm.namespace": "gpu"}),
     "migration.enabled": switch(*admission("plans"), touches=("ClusterRole-jobs",)),
+    "monitoring.dashboards": switch("ConfigMap-dashboard-job", "ConfigMap-dashboard-platform"),
     "networkPolicy.enabled": switch("NetworkPolicy", "NetworkPolicy-probes"),
     "podDisruptionBudget.enabled": switch("PodDisruptionBudget"),
     "podMonitor.enabled": switch("PodMonitor", "PodMonitor-workers"),
@@ -268,6 +269,11 @@ ELSEWHERE = {
     "admissionPolicy.stateWriters.users": "test_state_writers_are_exempt",
     "admissionPolicy.stateWriters.groups": "test_state_writers_are_exempt",
     "crds.keep": "test_chart.py",
+    "monitoring.dashboardLabels": "test_dashboards.py",
+    "prometheus.secretName": "test_chart.py",
+    "prometheus.headers": "test_chart.py",
+    "prometheus.matchers": "test_chart.py",
+    "prometheusRule.runbookUrl": "test_alerts.py",
 }
 """Values that reach too far for a line: where they are tested."""
 

@@ -94,7 +94,7 @@ def test_every_custom_resource_is_served() -> None:
 
 def test_every_admission_policy_of_the_chart_is_simulated_or_argued() -> None:
     text = (CHART / "templates/admission.yaml").read_text()
-    written = set(re.findall(r'\(printf "%s-(\w+)" .Release.Name\)', text))
+    written = set(re.findall(r'\(printf "%s-(\w+)" \(include "pacekeeper.fullname" .\)\)', text))
     simulated = {policy.__name__.strip("_") for policies in admission.POLICIES.values() for policy in policies}
     assert written == simulated | set(admission.POLICIES_NOT_SIMULATED)
 
