@@ -128,4 +128,5 @@ def write_status(cluster: Cluster, namespace: str, status: dict[str, Any]) -> bo
     """Whether all of it is stored."""
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "--patch", patch)
-    return status.items() <= job(cluster, namespace)["status"].items()
+    stored: dict[str, Any] = job(cluster, namespace)["status"]
+    return status.items() <= stored.items()

@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -25,8 +24,7 @@ PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13") for machin
 
 def locked(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, str]:
     """Versions by canonical names, as pip takes them there."""
-    environment = default_environment() | {"python_version": python, "python_full_version": f"{python}.9"}
-    environment["platform_machine"] = machine
+    environment = {"python_version": python, "python_full_version": f"{python}.9", "platform_machine": machine}
     entries = re.findall(r"^(\S+==.+?) \\$", (ROOT / f"locks/{name}.txt").read_text(), re.MULTILINE)
     found = [entry for entry in map(Requirement, entries) if entry.marker is None or entry.marker.evaluate(environment)]
     assert len({entry.name for entry in found}) == len(found), "one version of each"

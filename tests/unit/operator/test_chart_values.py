@@ -274,7 +274,7 @@ ELSEWHERE = {
 
 def rendered(values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
     """Without the resource definitions, unless they are asked for."""
-    return helm_template(*set_json({"crds.enabled": False} | values), *arguments)
+    return helm_template(*set_json({"crds.enabled": False, **values}), *arguments)
 
 
 def set_json(values: Mapping[str, Any]) -> list[str]:
