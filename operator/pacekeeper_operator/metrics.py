@@ -6,7 +6,17 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from .api import FabricStatus, JobStatus, QuarantineCondition, QuarantineStatus
+from .api import (
+    Cause,
+    Class,
+    FabricStatus,
+    JobStatus,
+    Mode,
+    Outcome,
+    QuarantineCondition,
+    QuarantineStatus,
+    Remedy,
+)
 
 _JOB = ("namespace", "trainingjob")
 _STATUS_VALUES = {"True": 1, "False": 0}
@@ -153,3 +163,19 @@ def _show(metric: Gauge, owner: Hashable, series: Mapping[tuple[str, ...], float
         metric.labels(*labels).set(value)
     if series:
         _shown[metric, owner] = frozenset(series)
+
+
+def _begin_at_nought() -> None:
+    """Prometheus sees no increase in a series that begins with its first event."""
+    for cause in Cause:
+        RECOVERY_SECONDS.labels(cause)
+        for outcome in Outcome:
+            OUTCOMES.labels(cause, outcome)
+        for class_ in Class:
+            for mode in Mode:
+                INCIDENTS.labels(cause, class_, mode)
+    for remedy in Remedy:
+        REMEDIES.labels(remedy)
+
+
+_begin_at_nought()

@@ -11,12 +11,14 @@ from prometheus_client import REGISTRY
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import (
+    Cause,
     ConditionStatus,
     JobPhase,
     JobStatus,
     QuarantineCondition,
     QuarantinePhase,
     QuarantineStatus,
+    Remedy,
     Verdict,
     WorkerCounts,
 )
@@ -129,6 +131,18 @@ def test_quarantines_by_their_nodes_names() -> None:
     metrics.show_quarantines({"node-2": QuarantineStatus(phase=QuarantinePhase.ACTIVE)})
     (family,) = [found for found in REGISTRY.collect() if found.name == "pacekeeper_node_quarantine"]
     assert [sample.labels["phase"] for sample in family.samples] == ["Active"]
+
+
+def test_the_first_of_each_kind_is_an_increase() -> None:
+    """Whatever counts Incidents is there, with some number, before any is opened."""
+    for cause in Cause:
+        assert REGISTRY.get_sample_value("pacekeeper_recovery_seconds_count", {"cause": cause}) is not None
+        labels = {"cause": cause, "class_": "Unknown", "mode": "Act"}
+        assert REGISTRY.get_sample_value("pacekeeper_incidents_total", labels) is not None
+        outcome = {"cause": cause, "outcome": "Recovered"}
+        assert REGISTRY.get_sample_value("pacekeeper_incident_outcomes_total", outcome) is not None
+    for remedy in Remedy:
+        assert REGISTRY.get_sample_value("pacekeeper_remedies_total", {"remedy": remedy}) is not None
 
 
 def test_people_can_read_what_each_series_means() -> None:
