@@ -36,6 +36,8 @@ WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
+LESS_WAITING = 0.8
+"""Times that, below which waits that are looked into are over: by nature many jobs wait for about a tenth of a step."""
 ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
 ANSWER_SECONDS = 5.0
@@ -130,10 +132,11 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
     if not steady(observation):
         asking = bool(observation.plan.evidence_request)
         return _drop(draft) if asking or suspicion is not None else draft
-    slow, waits = _slow(observation), _waits(observation) or _shares_outlived(observation)
+    slow = _slow(observation)
+    waits = (_waits(observation) or _shares_outlived(observation)) and not _held(observation)
     if suspicion is None:
         looked_into = _tolerated(observation) and not _spare_is_due(observation, policy)
-        wanted = (slow and not looked_into) or (waits and not _held(observation))
+        wanted = (slow and not looked_into) or waits
         return _ask(draft, Suspicion(since=now, step_seconds=observation.step_seconds), now) if wanted else draft
     if waits and not slow:
         if observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown:
@@ -234,8 +237,8 @@ def _alike(observation: Observation) -> bool:
 
 def _waits(observation: Observation) -> bool:
     """Even the rank that waits least waits for a good part of each step: for a link, or for slow ranks that change."""
-    waiting = observation.metrics.waiting
-    return waiting is not None and waiting >= WAITING
+    waiting, looked_into = observation.metrics.waiting, observation.state.adaptation.suspicion is not None
+    return waiting is not None and waiting >= WAITING * (LESS_WAITING if looked_into else 1.0)
 
 
 def _shares_outlived(observation: Observation) -> bool:

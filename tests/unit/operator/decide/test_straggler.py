@@ -18,6 +18,7 @@ from pacekeeper_operator.decide.straggler import (
     ASK_SECONDS,
     BROKEN,
     FIRST_HOLD_SECONDS,
+    LESS_WAITING,
     PATIENCE_SECONDS,
     WAITING,
     steady,
@@ -189,6 +190,21 @@ class TestSuspect:
         assert not asks(FIRST_HOLD_SECONDS)
         assert asks(FIRST_HOLD_SECONDS + 1)
         assert asks(1.0, step_seconds=0.12)
+
+    @pytest.mark.parametrize(("waiting", "goes_on"), [(0.99 * WAITING, True), (0.9 * LESS_WAITING * WAITING, False)])
+    def test_waits_about_the_threshold_are_one_trouble_and_not_many(self, waiting: float, goes_on: bool) -> None:
+        """Else a job that waits so by nature would be asked again and again, and never be left in peace."""
+        less = replace(CALM, waiting=waiting)
+        assert suspected(world(less)).state.adaptation.suspicion is None
+        known = suspected(world(less, suspicion(), evidence_request="ask")).state.adaptation.suspicion
+        assert (known is not None) is goes_on
+
+    def test_a_rank_that_was_slow_for_a_moment_does_not_bring_back_waits_that_were_looked_into(self) -> None:
+        found = world(WAITS, suspicion(), evidence_request="ask")
+        held = found.draft.with_adaptation(vain=Vain(NOW - 20.0, FIRST_HOLD_SECONDS, 0.1))
+        draft = suspected(found.with_draft(held))
+        assert (draft.state.adaptation.suspicion, draft.plan.evidence_request) == (None, "")
+        assert suspected(found).state.adaptation.suspicion is not None
 
     def test_a_pace_that_has_been_dealt_with_raises_nothing_unless_another_rank_hides_behind_it(self) -> None:
         def asks(pace: float, behind: float | None = None, *, live: bool = False) -> bool:
