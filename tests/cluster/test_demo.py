@@ -14,6 +14,7 @@ from tests.support.dashboards import DASHBOARDS, asked
 pytestmark = pytest.mark.usefixtures("operator")
 NOT_IN_THIS_STORY = {
     "pacekeeper_fabric_": "no Fabric describes the network",
+    "pacekeeper_link_side_ratio": "in a ring a side cannot be told from its one link",
     "pacekeeper_refused_calls_total": "no sidecar is refused",
 }
 """Series, and why the demo has none of them."""
