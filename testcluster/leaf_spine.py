@@ -26,6 +26,8 @@ _HASH = {
     "net.ipv4.fib_multipath_hash_policy": 3,
     "net.ipv4.fib_multipath_hash_fields": 0x37,  # both addresses, protocol, flow label, both ports
 }
+_FAIR = {"net.ipv4.tcp_congestion_control": "reno"}
+"""Which every namespace may have. With BBR, usual on some machines, flows that start and stop share links unevenly."""
 _SWITCH_SETTINGS = {
     **_HASH,
     "net.ipv4.ip_forward": 1,
@@ -113,7 +115,7 @@ class LeafSpine:
         for number, machine in enumerate(self.machines):
             unfiltered = {f"net.ipv4.conf.{name}.rp_filter": 0 for name in ("all", *self._ports)}
             seed = _FIRST_SEED + len(self.switches) + number
-            _configure(machine.namespace, {**_HASH, **unfiltered, _SEED: seed})
+            _configure(machine.namespace, {**_HASH, **_FAIR, **unfiltered, _SEED: seed})
         for namespace, lines in self.interfaces().items():
             _set_up(namespace, lines)
         self.shape(rate)
@@ -388,7 +390,7 @@ def _devices(namespace: str) -> dict[str, Any]:
     return {device["ifname"]: device for device in json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show"))}
 
 
-def _configure(namespace: str, settings: Mapping[str, int]) -> None:
+def _configure(namespace: str, settings: Mapping[str, int | str]) -> None:
     # nsenter, not `ip netns exec`, which mounts /sys anew.
     values = [f"{name}={value}" for name, value in settings.items()]
     run("nsenter", f"--net={_NAMESPACES / namespace}", "sysctl", "-qw", *values)
