@@ -53,6 +53,8 @@ class TestConnections:
             evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
         return links.judge(*links.join(evidence)), evidence
 
+    # The machine's own processors carry these links: where something else takes them, the way back is slow, too.
+    @pytest.mark.flaky(reruns=2)
     def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(self, four: Network, tmp_path: Path) -> None:
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
         shown, _ = self.shown(four, tmp_path, "all")

@@ -448,6 +448,7 @@ class Job:
     def begin(self, spine: str) -> None:
         """The next membership, whose traffic goes by this spine both ways."""
         self._wait(lambda: all(runtime.alive.exists() for runtime in self.runtimes), "launchers")
+        self._wait(lambda: self.beat(0).meeting_port, "where launchers meet")  # not yet in the first heartbeat
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
