@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 from pacekeeper_analysis.behaviour.localise import localise
@@ -19,6 +20,7 @@ from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Profile
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState, LinkProbe
 from pacekeeper_operator.api import Cause, Job, JobSpec, Mode, Remedy
 from pacekeeper_operator.cluster import Cluster
+from pacekeeper_operator.decide.straggler import LONGEST_HOLD_SECONDS
 from pacekeeper_operator.decide.think import effects, think
 from pacekeeper_operator.effects import Localise
 from pacekeeper_operator.observation import Localised, Metrics, Observation, PodView, Policy, Surroundings
@@ -28,7 +30,7 @@ from pacekeeper_operator.runtime import Result, Runtime
 from pacekeeper_operator.services.reconcile import SUSPECT_SECONDS
 from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State
+from pacekeeper_operator.state import Adaptation, Draft, GpusSeen, Incident, Life, Placement, State, Vain
 from pacekeeper_operator.state import Worker as Record
 
 from .hosts import HOSTS, RANKS_A_HOST
@@ -72,16 +74,20 @@ class _Clock(Runtime):
         raise TimeoutError
 
 
-def judge(recording: Recording) -> list[Told]:
-    """What its incidents say, one for each change; until a remedy would have begun a new round."""
-    return asyncio.run(_Operator(recording).run())
+def judge(recording: Recording, *, knows_the_job: bool = True) -> list[Told]:
+    """What its incidents say, one for each change; until a remedy would have begun a new round.
+
+    `knows_the_job`: the operator has looked into the waits that the job always has, in vain, as it does in its first
+    minutes.
+    """
+    return asyncio.run(_Operator(recording, knows_the_job).run())
 
 
 class _Operator:
     """With one job, whose workers are the recording's."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, recording: Recording, knows_the_job: bool) -> None:
+        self._recording, self._knows_the_job = recording, knows_the_job
         first = recording.told[0]["at"]
         self._clock = _Clock(first)
         self._memory = Memory(first - 1000)
@@ -92,7 +98,7 @@ class _Operator:
         self._said: dict[str, Incident] = {}
         self._answered: dict[str, str] = {}  # worker → request
         self._operations: dict[str, Evidence] = {}  # worker → the newest answer that has them
-        self._profile: tuple[Profile, float] | None = None  # that is out, and when its patterns come
+        self._profile: tuple[Profile, float] | None = None  # that is out, and by when its time is over
         self._probes = _probes(recording.told)
         self._probed: tuple[str, float] | None = None
 
@@ -127,7 +133,9 @@ class _Operator:
         )
         records = tuple(Record(name, n, 0, uid=name, node=f"node-{n}") for n, name in enumerate([*names, SPARE]))
         begun = min(beat["first_step_at"] for beat in beats.values())
+        vain = Vain(self._clock.at, LONGEST_HOLD_SECONDS, _usual(self._recording)) if self._knows_the_job else None
         state = State(
+            adaptation=Adaptation(vain=vain),
             placement=Placement(
                 workers=records, incarnations={str(r.ordinal): 0 for r in records}, template_accepted=1
             ),
@@ -209,18 +217,23 @@ class _Operator:
         if profile is None:
             self._profile = None
         elif self._profile is None or self._profile[0] != profile:
-            step = max(contact.heartbeat.step for contact in self._job.contacts.values())
-            left = (profile.first_step + profile.steps - step) * (self._job.metrics.step_seconds or 0.0)
-            self._profile = profile, max(now + left, self._recording.profiled) + TRANSIT_SECONDS
-        elif now >= self._profile[1] and self._recording.profiled and not self._job.patterns:
-            self._job.patterns.update(self._recording.patterns)
-            self._job.patterns_at = now
+            ahead = (profile.first_step - self._step) * (self._job.metrics.step_seconds or 0.0)
+            self._profile = profile, now + ahead + profile.seconds
+        elif self._recording.profiled and not self._job.patterns:
+            over = self._step >= profile.first_step + profile.steps or now >= self._profile[1]
+            if over and now >= self._recording.profiled + TRANSIT_SECONDS:
+                self._job.patterns.update(self._recording.patterns)
+                self._job.patterns_at = now
         if probe is not None and (self._probed is None or self._probed[0] != probe.name):
             self._probed = probe.name, now + link_probe.seconds(probe) + TRANSIT_SECONDS
         elif probe is not None and self._probed is not None and now >= self._probed[1]:
             for source, targets in zip(probe.sources, probe.targets, strict=True):
                 known = [self._probes[source, t.worker] for t in targets if (source, t.worker) in self._probes]
                 self._job.probes[source] = Evidence(probe.name, source, self._plan.round, probes=tuple(known))
+
+    @property
+    def _step(self) -> int:
+        return max(contact.heartbeat.step for contact in self._job.contacts.values())
 
     def _remember(self, now: float) -> None:
         assert self._job.draft is not None
@@ -229,6 +242,12 @@ class _Operator:
             if before is None or before.finding != incident.finding:
                 self._said[incident.name] = incident
                 self._told.append(Told(now, incident.name, incident.cause, incident.finding))
+
+
+def _usual(recording: Recording) -> float:
+    """A step's length in the job's first steady steps, seconds."""
+    evidence = (words["evidence"] for words in recording.told if "evidence" in words)
+    return float(median(window["baseline_seconds"] for answer in evidence for window in answer["windows"]))
 
 
 def _probes(told: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], LinkProbe]:

@@ -104,7 +104,14 @@ def record(faults: Sequence[Fault], places: int = PLACES) -> None:
             for fault in missing:
                 made = _struck(running, fault, place)
                 made.save(path_of(fault.name, place))
-                print(f"recorded {fault.name} ({place}), load {made.load:.1f}", file=sys.stderr, flush=True)
+                steps = "" if fault.hangs else f", steps {depth(made):.2f} × as long"
+                print(f"recorded {fault.name} ({place}), load {made.load:.1f}{steps}", file=sys.stderr, flush=True)
+
+
+def depth(made: Recording) -> float:
+    """Of a fault: steps while it lasted over steps before it struck."""
+    before = [words for words in made.told if words["at"] < made.began]
+    return pace(made.told) / pace(before)
 
 
 def pace(told: Iterable[Mapping[str, Any]]) -> float:

@@ -32,7 +32,7 @@ NAMED = frozenset({Cause.GARBAGE, Cause.UNEVEN_LENGTHS})
 SLOWNESS = CAUSES | NAMED | {Cause.SLOW_COMMUNICATION}
 SLOW_WORK = frozenset({Trouble.COMPUTE, Trouble.VOLATILE})
 """What answers may show long before there is an incident: a dear remedy waits, and that nothing may be done."""
-LASTING_SECONDS = 10.0
+LASTING_SECONDS = 6.0
 """For so long answers may show nothing that an incident can tell, while all ranks are slow."""
 LEAD_SECONDS = 6.0
 """Before a window's first step: a step that was heard of is up to 3 s old, and a plan on its way as long at most."""

@@ -19,9 +19,10 @@ def approval(seen: SeenQuarantine) -> str:
 
 def release(seen: SeenQuarantine) -> str:
     """And when it is released."""
+    if not seen.status.cordoned_at:
+        return _with(seen, "its node is untouched; the operator asks no more about it")
     left = "; it was cordoned before, and stays so" if seen.status.previously_cordoned else ""
-    touched = f"our taint and cordon are taken away, and pods may come{left}" if seen.status.cordoned_at else "none"
-    return _with(seen, touched if touched != "none" else "its node is untouched; the operator asks no more about it")
+    return _with(seen, f"our taint and cordon are taken away, and pods may come{left}")
 
 
 def _with(seen: SeenQuarantine, then: str) -> str:

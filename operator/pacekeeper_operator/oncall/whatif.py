@@ -18,11 +18,12 @@ from pacekeeper_analysis.whatif.inputs import load
 from pacekeeper_analysis.whatif.report.terminal import render
 
 from ..api import LABEL_JOB, TRAINER
+from ..manifests import RUNTIME_PATH
 from .kubectl import Kubectl, KubectlError
 from .seen import SeenJob
 from .text import WIDTH
 
-RINGS = "/run/pacekeeper/rings"
+RINGS = f"{RUNTIME_PATH}/rings"
 MOST_RANKS = 256
 """A ring has some megabytes."""
 AT_ONCE = 8

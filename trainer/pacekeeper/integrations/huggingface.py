@@ -21,13 +21,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pacekeeper_analysis.records import Phase
 
-from .training import FrameworkTraining
+from .training import of_this_process
 
 MARK = "pacekeeper.json"
 """File in a checkpoint that all ranks have written their parts of: a crash leaves one without it."""
 
 _STATE = "trainer_state.json"
-_training: FrameworkTraining | None = None
 
 
 def newest_checkpoint(output_dir: str | Path) -> str | None:
@@ -51,9 +50,7 @@ class HuggingFaceCallback(TrainerCallback):
     asked for later are no phases."""
 
     def __init__(self) -> None:
-        global _training
-        _training = _training or FrameworkTraining()  # one process, one count of steps
-        self._training = _training
+        self._training = of_this_process()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -21,18 +21,14 @@ import torch
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import Phase
 
-from .training import FrameworkTraining
-
-_training: FrameworkTraining | None = None
+from .training import of_this_process
 
 
 class LightningCallback(lightning.Callback):
     """For one Trainer."""
 
     def __init__(self) -> None:
-        global _training
-        _training = _training or FrameworkTraining()  # one process, one count of steps
-        self._training = _training
+        self._training = of_this_process()
         self._steps = -1
         """Batches behind which an optimizer has stepped; -1: not known. (Lightning counts each optimizer's steps.)"""
         self._seen = 0

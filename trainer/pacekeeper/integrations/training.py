@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,12 @@ class FrameworkTraining:
         self._recorder.enter(Phase.START)  # what the script does next may take long
         if self._sigterm is not None:
             signal.signal(signal.SIGTERM, self._sigterm)
+
+
+@cache
+def of_this_process() -> FrameworkTraining:
+    """One process has one count of steps, however many trainers come and go in it."""
+    return FrameworkTraining()
 
 
 class _Peers:
