@@ -159,7 +159,7 @@ def all_faults() -> list[Fault]:
             "straggler",
             "CPU quota cut to 65 %",
             ("straggler",),
-            ("Rebalance",),
+            ("Rebalance", "ReplaceWorker"),  # what slow steps have cost by then may be more than a warm spare does
             slowed.inject,
             steady_steps=BASELINE_STEPS,
         ),

@@ -210,6 +210,7 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     GPU_ERROR = "gpu-error"
     GPU_WARNING = "gpu-warning"  # it works, but a fault is to be expected
+    NODE_LEAVING = "node-leaving"  # its platform wants the node empty
     STRAGGLER = "straggler"
     SLOW_COMMUNICATION = "slow-communication"
     VOLATILE = "volatile"  # slow ranks come and go

@@ -24,7 +24,8 @@ class TryTemplate:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Of a worker whose name is reserved. `spare`: it is kept off the others' nodes; `avoid`: nodes under suspicion."""
+    """Of a worker whose name is reserved. `spare`: it is kept off the others' nodes; `avoid`: nodes under suspicion, or
+    that are to be empty."""
 
     worker: Worker
     spare: bool = False

@@ -118,6 +118,7 @@ class NodeView:
     name: str
     uid: str
     ready: bool = True
+    leaving: str = ""  # why its platform wants it empty; "": it does not
     address: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)  # those that may say where it is in the network
 
@@ -182,6 +183,7 @@ class Surroundings:
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     network: Network | None = None  # None: this operator has not looked at it yet
+    leaving_since: Mapping[str, float] = field(default_factory=dict)  # of nodes that are to be empty, by name
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 from pacekeeper_analysis.errors import InputError
 
 from .api import Mode, parse_duration
+from .node_health import CONDITIONS, TAINTS, NodeHealth
 from .policies import Peer, parse_peers, peers_of_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 
@@ -80,6 +82,13 @@ class Settings:
     paused: bool = False
     """Cluster-wide: decide and write down, but apply no remedy. The ConfigMap `pacekeeper-pause` does it live."""
 
+    leave_cordoned: bool = True
+    """Workers leave cordoned nodes, by a checkpoint and a warm spare, before they are evicted."""
+    leave_taints: tuple[str, ...] = TAINTS
+    """The same of nodes with one of these taints: key, key=value, key=value:Effect."""
+    leave_conditions: tuple[str, ...] = CONDITIONS
+    """The same of nodes with one of these conditions: a type, or type=status."""
+
     link_probes_an_hour: int = 2
     """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
 
@@ -110,6 +119,7 @@ class Settings:
             raise InputError(
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
+        _ = self.node_health  # its own checks
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
@@ -117,6 +127,10 @@ class Settings:
     @property
     def scrapers(self) -> tuple[Peer, ...]:
         return self.metrics_from or peers_of_url(self.prometheus_url)
+
+    @cached_property
+    def node_health(self) -> NodeHealth:
+        return NodeHealth(self.leave_cordoned, self.leave_taints, self.leave_conditions)
 
     @property
     def endpoint(self) -> str:
@@ -140,7 +154,8 @@ class Settings:
         values: dict[str, object] = {"identity": environment.get("POD_NAME", socket.gethostname())}
         for item in fields(cls):
             variable = f"PACEKEEPER_{item.name.upper()}"
-            if environment.get(variable):
+            empties = item.type == "tuple[str, ...]" and variable in environment  # none of them, whatever the default
+            if environment.get(variable) or empties:
                 values[item.name] = _read(variable, environment[variable], str(item.type))
         return cls(**values)  # type: ignore[arg-type]  # the converters follow the fields' annotations
 

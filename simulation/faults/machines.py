@@ -15,6 +15,9 @@ from ..world import NAMESPACE
 from .fault import Fault, Heal, Missed, NodeFault, WorkerFault
 from .scene import PERSON
 
+MAINTENANCE = "example.com/maintenance"
+"""A taint that nobody but people knows."""
+
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
     from ..kubernetes.nodes import Node
@@ -161,8 +164,8 @@ class NodeTainted(NodeFault):
 
     def strike(self, scene: Scene) -> Heal:
         node = self.node(scene)
-        node.taint("example.com/maintenance", self.effect)
-        return lambda: node.untaint("example.com/maintenance")
+        node.taint(MAINTENANCE, self.effect)
+        return lambda: node.untaint(MAINTENANCE)
 
 
 @dataclass(frozen=True)

@@ -223,10 +223,10 @@ def _(fault: machines.NodeDrained, stage: ClusterStage) -> Heal:
 
 
 @_strike.register
-def _(fault: machines.NodeCordoned, stage: ClusterStage) -> Heal:
+def _(fault: machines.NodeTainted, stage: ClusterStage) -> Heal:
     node = stage.on.node(stage.rank(fault))
-    stage.kubectl("cordon", node)
-    return lambda: stage.kubectl("uncordon", node)
+    stage.kubectl("taint", "node", node, f"{machines.MAINTENANCE}:{fault.effect}", "--overwrite")
+    return lambda: stage.kubectl("taint", "node", node, f"{machines.MAINTENANCE}-")
 
 
 @_strike.register

@@ -53,10 +53,10 @@ class Episode:
 
     @property
     def prelude(self) -> Fault | None:
-        """What a person has done before. A node that is to be cut off is cordoned: whether the next worker is bound to
-        it before anybody knows would be the scheduler's dice."""
+        """What a person has done before. A node that is to be cut off is tainted: whether the next worker is bound to
+        it before anybody knows would be the scheduler's dice. (From a cordoned one the workers would leave.)"""
         if isinstance(self.what, machines.NodeIsCutOff):
-            return machines.NodeCordoned(role=self.what.role, index=self.what.index)
+            return machines.NodeTainted(role=self.what.role, index=self.what.index)
         return None
 
     @property

@@ -83,6 +83,23 @@ def test_an_evicted_pod_is_replaced_by_the_spare_without_burning_the_budget(calm
     assert calm.worker(1) != lost
 
 
+def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(calm: Job) -> None:
+    known, lost, spent = calm.incident_names(), calm.worker(1), calm.status["restarts"]
+    node = nodes(calm)[lost]
+    calm.cluster.kubectl("cordon", node)
+    try:
+        incident = calm.until_over("node-leaving", known)
+        assert (incident["spec"]["worker"], incident["spec"]["node"]) == (lost, node)
+        assert incident["spec"]["class"] == "Disruption"
+        status = status_of(incident)
+        assert (status["remedy"], status["stepsLost"]) == ("ReplaceWorker", 0)
+        calm.until_calm(spares=1)
+        assert node not in nodes(calm).values()
+        assert calm.status["restarts"] == spent
+    finally:
+        calm.cluster.kubectl("uncordon", node)
+
+
 def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_its_node_is_not_blamed(calm: Job) -> None:
     """Its sidecar polls on, so nobody but that sidecar can tell; its peers could not begin a round without it."""
     known, frozen, spent = calm.incident_names(), calm.worker(1), calm.status["restarts"]
@@ -118,6 +135,11 @@ def test_an_operator_that_dies_after_each_write_of_a_recovery_loses_and_repeats_
     assert calm.plan()["membership"] == membership + 1
     assert len({pod["metadata"]["name"] for pod in calm.pods()} - names) == 1
     assert len(calm.pods()) == 4
+
+
+def nodes(job: Job) -> dict[str, str]:
+    """By worker."""
+    return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
 
 
 def uids(job: Job) -> set[str]:

@@ -1,8 +1,8 @@
 """The faults: how each begins and ends on the hosts, and what is true about it.
 
 Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them. What slows
-ranks down is measured in what they usually need, so that it is as deep on any machine. Steps of 1.3 × their length are
-the least: a job's operator is asked to let be what costs less (`detection.stragglerSlowdown`).
+ranks down is measured in what they usually need, so that it is as deep on any machine: steps take 1.2 to 3 times as
+long. What costs less than a tenth is let be (`detection.stragglerSlowdown`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Most of a step is slept, as if a device worked: eight ranks on few cores would o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -34,6 +35,8 @@ TOKENS_SIGMA = 20.0
 """Standard deviation of the logarithm of lengths, a second of the fault's strength."""
 OBJECTS_A_SECOND = 2e7
 """That a collection looks at."""
+STEPS_APART = 8
+"""No two ranks are."""
 USUAL_TOKENS = 1000
 """Of a step's samples; those of one replica's ranks are the same."""
 WORK = 96
@@ -144,13 +147,13 @@ def strike(job: Job) -> None:
     fault = present_fault()
     if fault.get("kind") != "garbage":
         _heap.clear()
+    if agreed(job.step, fault).get("kind") == "synchronise":
+        log_metrics(fault.get("seconds", 0.0))
     match fault.get("kind"):
         case "turns" if job.step % dist.get_world_size() == job.rank:
             time.sleep(fault["seconds"])
         case "slow-function":
             augment_sample(fault["seconds"])
-        case "synchronise":
-            log_metrics(fault["seconds"])
         case "garbage" if (job.step + job.rank) % 8 == 0:
             collect(fault["seconds"])
         case "deadlock":
@@ -168,6 +171,17 @@ def log_metrics(seconds: float) -> None:
     """All ranks meet once more in each step, and somebody writes something down."""
     dist.barrier()
     time.sleep(seconds)
+
+
+def agreed(step: int, fault: dict[str, Any]) -> dict[str, Any]:
+    """The fault that the first rank to begin this step saw: where it has ranks meet, all of them have to."""
+    path = f"{FOLDER}/agreed-{os.environ['PACEKEEPER_ROUND']}-"
+    with contextlib.suppress(FileExistsError):
+        os.symlink(json.dumps(fault), f"{path}{step}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{path}{step - STEPS_APART}")
+    found: dict[str, Any] = json.loads(os.readlink(f"{path}{step}"))
+    return found
 
 
 def collect(seconds: float) -> None:

@@ -21,6 +21,7 @@ from . import (
     links,
     membership,
     news,
+    node_leaving,
     node_lost,
     paths,
     preflight,
@@ -54,6 +55,8 @@ CHECKS: tuple[Check, ...] = (
     crash.check,
     hang.check,
     round_failed.check,
+    # Spares that have to leave go before anybody is moved to one.
+    node_leaving.check,
     gpu_warning.check,
     # Exact, and so before another way to train.
     replan.check,

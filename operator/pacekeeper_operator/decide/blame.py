@@ -28,4 +28,7 @@ def propose(
 def _refusal(observation: Observation, policy: Policy, node: str) -> str:
     if policy.refusal(Remedy.QUARANTINE_NODE):
         return policy.refusal(Remedy.QUARANTINE_NODE)
-    return "" if node in observation.surroundings.nodes else "the node is not known any more"
+    view = observation.surroundings.nodes.get(node)
+    if view is None:
+        return "the node is not known any more"
+    return f"somebody else sees to the node: {view.leaving}" if view.leaving else ""

@@ -19,7 +19,7 @@ from ..effects import (
 )
 from ..observation import Observation, Policy
 from ..state import Draft, Incident
-from . import STEPS, preflight, profile, workforce
+from . import STEPS, node_leaving, preflight, profile, workforce
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def _pods(observation: Observation) -> Iterator[Effect]:
         yield DeletePod(view.name, view.pod.uid, view.record.force)
     for pod in observation.strays:
         yield DeletePod(pod.name, pod.uid)
-    avoid = tuple(sorted({*observation.surroundings.suspects, *preflight.avoided(observation)}))
+    suspects = observation.surroundings.suspects
+    avoid = tuple(sorted({*suspects, *preflight.avoided(observation), *node_leaving.avoided(observation)}))
     for worker in workforce.missing(observation):
         spare = bool(observation.plan.members) or worker.ordinal >= observation.job.spec.replicas
         yield CreatePod(worker, spare, avoid)

@@ -11,7 +11,7 @@ from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past, WayTrial
-from . import gpu_warning, verify_ways
+from . import gpu_warning, node_leaving, verify_ways
 from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
@@ -24,6 +24,8 @@ HELPED = 0.98
 """A slowdown that has fallen by less is noise."""
 HORIZON_SECONDS = 600.0
 """Over which gains are reckoned where nothing is known of the fault's duration."""
+LASTS = {Cause.GPU_WARNING: gpu_warning.lasts, Cause.NODE_LEAVING: node_leaving.lasts}
+"""Of incidents by which a worker is to move: whether the reason lasts, as long as nothing could be done about it."""
 
 
 def step(observation: Observation, policy: Policy) -> Draft:
@@ -53,8 +55,8 @@ def judge(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.mode is Mode.RECOMMEND:
         return replace(incident, outcome=Outcome.RECOMMENDED)
-    if incident.cause is Cause.GPU_WARNING:
-        return _judge_warning(observation, incident)
+    if incident.cause in LASTS:
+        return _judge_move(observation, incident)
     trial = _trial(observation, incident)
     if incident.live:
         return _judge_live(observation, incident) if trial is None else verify_ways.judge(observation, incident, trial)
@@ -69,11 +71,11 @@ def _trial(observation: Observation, incident: Incident) -> WayTrial | None:
     return trial if trial is not None and trial.incident == incident.name else None
 
 
-def _judge_warning(observation: Observation, incident: Incident) -> Incident:
-    """Over when its worker holds no ranks any more and the others have gone on, or is warned of no longer."""
+def _judge_move(observation: Observation, incident: Incident) -> Incident:
+    """Over when its worker holds no ranks any more and the others have gone on, or the reason is gone."""
     if incident.applied is None:
         over = replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
-        return incident if gpu_warning.lasts(observation, incident) else over
+        return incident if LASTS[incident.cause](observation, incident) else over
     seated = any(member.worker == incident.worker for member in observation.plan.members)
     if incident.rank is None and not seated:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=Outcome.RECOVERED)

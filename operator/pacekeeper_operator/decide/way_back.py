@@ -62,7 +62,8 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
 
 def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
     now = observation.now
-    pause = ASK_SECONDS if adaptation.over else pause_between_questions(now - adaptation.since)
+    # Twice as often as what slows a job down is asked for: a mode that is not exact should not outlast its reason.
+    pause = ASK_SECONDS if adaptation.over else max(ASK_SECONDS, pause_between_questions(now - adaptation.since) / 2)
     if now - max(adaptation.asked_at, adaptation.since) < pause:
         return observation.draft
     request = f"way-back-{observation.plan.version + 1}"

@@ -151,6 +151,7 @@ def surroundings(
     """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, nor waited
     for: that it has hung on a node is a reason to ask about the node, no more. That it is heard at all shows that the
     operator is not cut off."""
+    views = {node.name: node for node in nodes}
     suspects: set[str] = set()
     hung: Counter[str] = Counter()
     hung_elsewhere: set[str] = set()
@@ -174,7 +175,8 @@ def surroundings(
         if _goes_first(other, job, draft):
             older = name
     return Surroundings(
-        nodes={node.name: node for node in nodes},
+        nodes=views,
+        leaving_since=memory.leaving_since(views.values(), now),
         levels=tuple(levels),
         network=network,
         suspects=frozenset(suspects),

@@ -7,7 +7,7 @@ about it is written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
-from ..observation import Localised, Metrics, NodeCheck, Ruling, TemplateVerdict
+from ..observation import Localised, Metrics, NodeCheck, NodeView, Ruling, TemplateVerdict
 from ..state import Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
@@ -87,6 +87,7 @@ class Memory:
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at  # seconds since the epoch
         self._jobs: dict[Key, JobMemory] = {}
+        self._leaving_since: dict[str, float] = {}
 
     def of(self, job: Job) -> JobMemory:
         """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose
@@ -110,6 +111,11 @@ class Memory:
 
     def __iter__(self) -> Iterator[tuple[Key, JobMemory]]:
         return iter(list(self._jobs.items()))
+
+    def leaving_since(self, nodes: Iterable[NodeView], now: float) -> Mapping[str, float]:
+        """Since when each node that is to be empty has been seen to be so, by name."""
+        self._leaving_since = {node.name: self._leaving_since.get(node.name, now) for node in nodes if node.leaving}
+        return self._leaving_since
 
     def wake_all(self) -> None:
         for _, job in self:

@@ -8,6 +8,7 @@ from typing import Any
 from pacekeeper_analysis.fabric import places
 
 from ..api import LABEL_JOB, TRAINER, parse_time
+from ..node_health import NodeHealth
 from ..observation import NodeView, PodView
 
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
@@ -43,7 +44,7 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
     )
 
 
-def view_node(node: Mapping[str, Any], levels: Collection[str] = ()) -> NodeView:
+def view_node(node: Mapping[str, Any], health: NodeHealth, levels: Collection[str] = ()) -> NodeView:
     """`levels`: names of labels by which a Fabric says where nodes are; others are known anyway."""
     metadata, status = node["metadata"], node.get("status", {})
     ready: Mapping[str, Any] = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
@@ -52,6 +53,7 @@ def view_node(node: Mapping[str, Any], levels: Collection[str] = ()) -> NodeView
         name=metadata["name"],
         uid=metadata["uid"],
         ready=ready.get("status") == "True",
+        leaving=health.why_empty(node),
         address=addresses.get("InternalIP", ""),
         labels={
             name: value

@@ -16,7 +16,7 @@ from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
 from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
-from . import incidents, jobs, nodes, whatif
+from . import incidents, jobs, nodes, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
 from .seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
 from .text import paragraph
@@ -73,6 +73,18 @@ def show_incidents(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         if not found:
             _job(kubectl, arguments.name)
     print(incidents.overview(found, time.time(), namespaces=kubectl.all_namespaces) if found else "no Incidents here")
+    return 0
+
+
+def write_report(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    seen = _job(kubectl, arguments.job)
+    text = report.page(seen, _incidents(kubectl, seen), time.time())
+    output = arguments.output or Path(f"{seen.job.name}.html")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}") from error
+    print(output)
     return 0
 
 
@@ -270,6 +282,9 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("incidents", show_incidents, "faults, of all jobs or of one; one in full by its name")
     made.add_argument("name", nargs="?", default="", metavar="JOB|INCIDENT")
     anywhere(made)
+    made = verb("report", write_report, "a page of a job's life: goodput, what its time was lost to, its incidents")
+    made.add_argument("job")
+    made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="by default JOB.html")
     made = verb("whatif", tell_whatif, "how fast a job would be without its stragglers, by its last steps")
     made.add_argument("job")
     made = verb("profile", profile, "which function makes a job slow: its ranks look into their next steps")

@@ -43,7 +43,7 @@ def story(incident: SeenIncident) -> str:
     spec, status = incident.spec, incident.status
     title = f"{incident.name} in {incident.namespace}: {spec.cause} of job {spec.job_ref.name}, round {spec.round}"
     parts = [title, paragraph(spec.message, "  "), entries(list(_timeline(incident)))]
-    parts.append(_section("diagnosis", _verdict(incident)))
+    parts.append(_section("diagnosis", verdict(incident)))
     parts.append(_section("considered", [price(one) for one in status.considered]))
     parts.append(_section("outcome", [outcome(incident)]))
     parts.append(_section("evidence", spec.evidence))
@@ -54,13 +54,13 @@ def account(incident: SeenIncident, now: float) -> str:
     """The same in a few sentences."""
     state = "open" if incident.open else f"{duration(now - incident.began)} ago"
     lines = [f"{incident.name} ({incident.spec.cause}, {state}): {incident.spec.message}"]
-    lines += [f"    {line}" for line in _verdict(incident)]
+    lines += [f"    {line}" for line in verdict(incident)]
     lines += [f"    {price(one)}" for one in incident.status.considered]
     lines.append(f"    {doing(incident) if incident.open else outcome(incident)}")
     return "\n".join(paragraph(line.strip(), "      ", "  " if line.startswith("    ") else "") for line in lines)
 
 
-def _verdict(incident: SeenIncident) -> list[str]:
+def verdict(incident: SeenIncident) -> list[str]:
     """Who is to blame, by whose word, and what to do; []: nobody has found out."""
     found = incident.status.diagnosis
     if found is None:

@@ -74,7 +74,9 @@ class Operator:
             changed=lambda key, pod: self.memory.wake(key[0], pod.job),
         )
         self.nodes = Shelf(
-            NODES, lambda body: view_node(body, self.levels), changed=lambda _key, _node: self.memory.wake_all()
+            NODES,
+            lambda body: view_node(body, self.settings.node_health, self.levels),
+            changed=lambda _key, _node: self.memory.wake_all(),
         )
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
 

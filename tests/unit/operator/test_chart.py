@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -14,10 +15,12 @@ import yaml
 
 from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, PAUSE
 from pacekeeper_operator.certificates import SECRET
+from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observe.reachability import KUBELET_PORT
 from pacekeeper_operator.services.leadership import LEASE
 from pacekeeper_operator.settings import Settings
 from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm, helm_template
+from tests.support.readme import commands
 
 AGGREGATE = "rbac.authorization.k8s.io/aggregate-to-"
 SUBJECTS = [{"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}]
@@ -47,6 +50,16 @@ def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
     (operator,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     downward = {"PACEKEEPER_NAMESPACE": SYSTEM, "POD_NAME": "pacekeeper-0"}
     return {item["name"]: item.get("value", downward.get(item["name"], "")) for item in operator["env"]}
+
+
+def test_the_readmes_door_installs_an_operator_that_looks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, install, *arguments = shlex.split(commands("Install it")[0])
+    assert (program, install) == ("helm", "install")
+    monkeypatch.chdir(REPOSITORY)
+    rendered = list(yaml.safe_load_all(helm("template", *arguments)))
+    settings = Settings.from_environment(environment([found for found in rendered if found]))
+    assert settings.mode == "Recommend"
+    assert settings.image.startswith("registry.example/pacekeeper/operator:")
 
 
 def test_there_are_scenarios() -> None:
@@ -102,6 +115,9 @@ def test_policy_reaches_the_operator() -> None:
         "policy.quarantine.maxShare": "0.25",
         "policy.quarantine.breakerNodes": "4",
         "policy.quarantine.expiresAfter": "90m",
+        "policy.nodeHealth.cordons": "false",
+        "policy.nodeHealth.taints": "{a=b:NoSchedule,c}",
+        "policy.nodeHealth.conditions": "{}",
         "policy.diagnosis.linkProbesAnHour": "5",
         "policy.diagnosis.profilesAnHour": "0",
         "policy.traffic.planning": "false",
@@ -120,6 +136,7 @@ def test_policy_reaches_the_operator() -> None:
     assert (settings.quarantine_max_nodes, settings.quarantine_max_share, settings.breaker_nodes) == (7, 0.25, 4)
     assert (settings.quarantine_expires_after, settings.incident_retention) == (5400, 86400)
     assert (settings.link_probes_an_hour, settings.profiles_an_hour) == (5, 0)
+    assert settings.node_health == NodeHealth(cordons=False, taints=("a=b:NoSchedule", "c"), conditions=())
     assert not settings.traffic_planning
     assert (settings.prometheus_url, settings.dcgm_node_label) == ("http://prometheus:9090", "node")
     assert settings.sidecar_image == "sidecar:v2"

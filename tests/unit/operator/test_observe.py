@@ -10,6 +10,7 @@ import pytest
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Heartbeat
 from pacekeeper_operator.api import JobPhase
+from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
@@ -71,7 +72,7 @@ def test_a_node() -> None:
             "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
         },
     }
-    view = view_node(node)
+    view = view_node(node, NodeHealth())
     assert (view.ready, view.address) == (False, "192.0.2.1")
     assert view.labels == {}
 
@@ -79,8 +80,11 @@ def test_a_node() -> None:
 def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
     labels = {"topology.kubernetes.io/zone": "z", "fabric.topograph.run/tier-0": "l", "kubernetes.io/os": "linux"}
     node = {"metadata": {"name": "n", "uid": "u", "labels": {**labels, "example.com/rack": "r"}}}
-    assert sorted(view_node(node).labels) == ["fabric.topograph.run/tier-0", "topology.kubernetes.io/zone"]
-    assert view_node(node, ("example.com/rack",)).labels["example.com/rack"] == "r"
+    assert sorted(view_node(node, NodeHealth()).labels) == [
+        "fabric.topograph.run/tier-0",
+        "topology.kubernetes.io/zone",
+    ]
+    assert view_node(node, NodeHealth(), ("example.com/rack",)).labels["example.com/rack"] == "r"
 
 
 def test_silence_counts_from_the_operators_own_start() -> None:

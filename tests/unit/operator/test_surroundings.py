@@ -11,6 +11,7 @@ import pytest
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 from pacekeeper_operator.api import Cause, Class, JobPhase, Verdict
+from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import HEARD_SECONDS, Metrics, PodView, Ruling, Surroundings
 from pacekeeper_operator.observe import reachability
 from pacekeeper_operator.observe.gather import HUNG_SECONDS, SUSPECT_SECONDS, observe, surroundings
@@ -221,7 +222,7 @@ class TestObserved:
 def test_a_node_is_ready_by_that_condition_and_no_other() -> None:
     def ready(**conditions: str) -> bool:
         told = [{"type": name, "status": status} for name, status in conditions.items()]
-        return view_node({"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}).ready
+        return view_node({"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}, NodeHealth()).ready
 
     assert ready(MemoryPressure="False", Ready="True")
     assert not ready(MemoryPressure="True", Ready="False")

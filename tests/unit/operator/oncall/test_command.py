@@ -117,6 +117,17 @@ def test_acting_is_one_call(run: Run, folder: Path, arguments: list[str], asked:
     assert " ".join(done) == asked
 
 
+def test_a_report_is_a_file_and_says_which(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert run("report", "j") == (0, "j.html\n", "")
+    assert "j-r1-hang-u1d2c" in (folder / "j.html").read_text()
+    assert run("report", "j", "-o", str(folder / "b.html"))[0] == 0
+    assert (folder / "b.html").exists()
+    code, _, err = run("report", "j", "-o", str(folder / "no" / "such"))
+    assert (code, err) == (2, f"kubectl pacekeeper: --output {folder}/no/such: No such file or directory\n")
+    assert not changes(folder)
+
+
 def test_a_mode_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["mode", "j", "Fast"])

@@ -1,0 +1,82 @@
+"""By which marks others say that they want a node empty: a cordon, and taints and conditions that a platform names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pacekeeper_analysis.errors import InputError
+
+from .api import TAINT_QUARANTINE
+
+TAINTS = ("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted")
+CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
+"""Of the node problem detector's own rules, those that last."""
+_TAINT = re.compile(
+    r"(?P<key>[A-Za-z0-9][\w./-]*)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
+)
+_CONDITION = re.compile(r"(?P<type>[A-Za-z0-9][\w./-]*)(=(?P<status>True|False|Unknown))?")
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """`taints`: key[=value][:effect], as kubectl writes them; `conditions`: type[=status], True where nothing is said.
+    Raises InputError for others."""
+
+    cordons: bool = True
+    taints: tuple[str, ...] = TAINTS
+    conditions: tuple[str, ...] = CONDITIONS
+
+    def __post_init__(self) -> None:
+        for text in self.taints:
+            if not _TAINT.fullmatch(text):
+                raise InputError(f"taint {text!r}: write key, key=value or key=value:Effect, like gpu-fault:NoSchedule")
+        for text in self.conditions:
+            if not _CONDITION.fullmatch(text):
+                raise InputError(f"condition {text!r}: write a type, or type=status, like GpuHealthy=False")
+            if text.partition("=")[0] == "Ready":
+                raise InputError("condition Ready: what is not ready is taken for lost anyway; leave it out")
+
+    def why_empty(self, node: Mapping[str, Any]) -> str:
+        """Why others want this node empty, in words; "": they do not, as far as can be seen.
+
+        While our own quarantine is on it, a cordon is taken for ours: workers of jobs that nothing is wrong with stay.
+        """
+        return next(self._marks(node), "")
+
+    def _marks(self, node: Mapping[str, Any]) -> Iterator[str]:
+        spec, conditions = node.get("spec", {}), node.get("status", {}).get("conditions", ())
+        taints = [_Taint.of(taint) for taint in spec.get("taints") or ()]
+        if self.cordons and spec.get("unschedulable") and all(taint.key != TAINT_QUARANTINE for taint in taints):
+            yield "it is cordoned"
+        for text in self.taints:
+            found = _TAINT.fullmatch(text)
+            assert found is not None
+            yield from (f"taint {taint.words}" for taint in taints if taint.fits(**found.groupdict()))
+        for text in self.conditions:
+            kind, _, status = text.partition("=")
+            for condition in conditions:
+                if condition["type"] == kind and condition["status"] == (status or "True"):
+                    reason = f" ({condition['reason']})" if condition.get("reason") else ""
+                    yield f"condition {kind} is {condition['status']}{reason}"
+
+
+@dataclass(frozen=True)
+class _Taint:
+    key: str
+    value: str
+    effect: str
+
+    @classmethod
+    def of(cls, taint: Mapping[str, Any]) -> Self:
+        return cls(taint["key"], taint.get("value") or "", taint["effect"])
+
+    def fits(self, key: str, value: str | None, effect: str | None) -> bool:
+        """None: any."""
+        return self.key == key and value in (None, self.value) and effect in (None, self.effect)
+
+    @property
+    def words(self) -> str:
+        return f"{self.key}{'=' if self.value else ''}{self.value}:{self.effect}"

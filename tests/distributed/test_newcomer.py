@@ -1,0 +1,83 @@
+"""The README's first door, as somebody goes through it who has just cloned: the commands are the README's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launchers import eventually
+from tests.support.readme import commands
+
+ROOT = Path(__file__).parents[2]
+WITHOUT = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "*.so", ".*_cache")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=WITHOUT))
+
+
+def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
+    install, run = commands("Try it")
+    make, install = install.split(" && ")
+    bash(make, clone)
+    (packages,) = (clone / ".venv").glob("lib/python*/site-packages")
+    # What it depends on is here already, and takes minutes to fetch.
+    packages.joinpath("known.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    bash(install, clone)
+    log = clone / "log"
+    with log.open("w") as output:
+        running = subprocess.Popen(["bash", "-ec", f"exec {run}"], cwd=clone, env=clean(), stdout=output, stderr=output)
+    try:
+        eventually(lambda: "step 50: loss" in log.read_text(), "steps", seconds=120.0)
+        os.kill(max(ranks(running.pid)), signal.SIGKILL)
+        assert running.wait(timeout=120) == 0, log.read_text()
+    finally:
+        running.kill()
+        running.wait()
+    told = log.read_text()
+    assert "was killed by SIGKILL" in told
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", told)]
+    assert "step 300: loss" in told
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def bash(command: str, folder: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=folder, env=clean(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def clean() -> dict[str, str]:
+    """Nothing of ours: the Python of the tests under the name that the README uses, and the machine's own rest."""
+    base = Path(sys.base_prefix, "bin")
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PACEKEEPER", "VIRTUAL"))
+    }
+    return {**kept, "PATH": f"{base}{os.pathsep}{os.environ['PATH']}"}
+
+
+def ranks(launcher: int) -> Iterator[int]:
+    """Descendants without children."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    for pid in set(parents) - set(parents.values()):
+        above = pid
+        while above in parents and above != launcher:
+            above = parents[above]
+        if above == launcher and pid != launcher:
+            yield pid

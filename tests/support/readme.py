@@ -1,0 +1,15 @@
+"""The README's commands, for tests that type them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def commands(door: str) -> list[str]:
+    """The lines of the first block of code behind the door's name."""
+    found = re.search(rf"\*\*{door}\*\*.*?```\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None, door
+    return found[1].replace("\\\n", " ").splitlines()
