@@ -47,6 +47,7 @@ ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
 """Key of the taint (effect NoSchedule) of a quarantined node."""
 FINALIZER_JOB = f"{GROUP}/job"
@@ -183,6 +184,7 @@ class Reason(StrEnum):
     # Suspended
     SUSPENDED = "SuspendRequested"
     RESUMED = "Resumed"
+    QUEUED = "Queued"
     # Complete, Failed
     TRAINED = "RanksFinished"
     SCRIPT_FAILED = "ScriptFailed"
@@ -435,6 +437,8 @@ class Job:
     created_at: float = 0.0
     deleted: bool = False  # deletion was asked for
     profile_wanted: str = ""  # value of its annotation: another one asks for a behaviour window
+    queue: str = ""  # that has to admit it; "": none
+    queued: str = ""  # why its queue holds it, which is as if it were suspended; "": it does not
 
     @property
     def selector(self) -> str:
@@ -461,6 +465,7 @@ class Job:
             spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
+            queue=str((metadata.get("labels") or {}).get(LABEL_QUEUE, "")),
             profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
         )
 

@@ -72,6 +72,8 @@ STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
+WORKLOADS = Kind("/apis/kueue.x-k8s.io/v1beta2", "workloads")
+FLAVORS = Kind("/apis/kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False)
 NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 

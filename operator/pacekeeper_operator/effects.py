@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from .queues import Stage
 from .state import Incident, WantedQuarantine, Worker
 
 
@@ -112,6 +113,17 @@ class WriteIncident:
 
 
 @dataclass(frozen=True)
+class AttendQueue:
+    """The job's Workload is as it shall be, and what its queue says of it is known."""
+
+    stage: Stage
+
+    @property
+    def key(self) -> str:
+        return "queue"
+
+
+@dataclass(frozen=True)
 class GuardNetwork:
     """The job's NetworkPolicy is as it shall be."""
 
@@ -142,6 +154,7 @@ Effect = (
     | Localise
     | KeepBehaviour
     | WriteIncident
+    | AttendQueue
     | GuardNetwork
     | DeleteJob
 )

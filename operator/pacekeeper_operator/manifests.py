@@ -93,11 +93,14 @@ def worker_pod(
     *,
     spare: bool = False,
     avoid_nodes: Sequence[str] = (),
+    node_labels: Mapping[str, str] | None = None,
+    tolerations: Sequence[Object] = (),
 ) -> Object:
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
     `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
     name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
+    `node_labels`, `tolerations`: of the nodes that its queue has given it.
     """
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
@@ -118,6 +121,10 @@ def worker_pod(
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _token()]
     spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
+    if node_labels:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **node_labels}
+    if tolerations:
+        spec["tolerations"] = [*spec.get("tolerations", []), *tolerations]
     _place(job, spec, spare, avoid_nodes)
     return {
         "apiVersion": "v1",

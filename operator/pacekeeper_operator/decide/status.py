@@ -131,13 +131,14 @@ def _conditions(observation: Observation, policy: Policy, phase: JobPhase, befor
     yield running
     yield _degraded(observation, policy, phase)
     yield recovering
-    suspended = phase is JobPhase.SUSPENDED
+    suspended, queued = phase is JobPhase.SUSPENDED, observation.job.queued
     left = sum(view.pod is not None for view in observation.workers)
+    leaving = f"{left} workers are leaving" if suspended and left else ""
     yield _Found(
         Condition.SUSPENDED,
         suspended and not left,
-        Reason.SUSPENDED if suspended else Reason.RESUMED,
-        f"{left} workers are leaving" if suspended and left else "",
+        Reason.QUEUED if queued and suspended else Reason.SUSPENDED if suspended else Reason.RESUMED,
+        "; ".join(filter(None, (queued if suspended else "", leaving))),
     )
     yield _Found(
         Condition.COMPLETE,
@@ -176,6 +177,8 @@ def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: J
         return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
     if phase is JobPhase.COMPLETE:
         return _Found(Condition.READY, True, Reason.TRAINED)
+    if phase is JobPhase.SUSPENDED and observation.job.queued:
+        return _Found(Condition.RECONCILING, True, Reason.QUEUED, observation.job.queued)
     if phase is JobPhase.SUSPENDED:
         gone = spec.suspend and all(view.pod is None for view in observation.workers)
         reason = Reason.SUSPENDED if spec.suspend else Reason.RESUMED

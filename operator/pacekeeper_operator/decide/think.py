@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..effects import (
     AskForQuarantine,
+    AttendQueue,
     CreatePod,
     DeleteJob,
     DeletePod,
@@ -18,6 +19,7 @@ from ..effects import (
     WriteIncident,
 )
 from ..observation import Observation, Policy
+from ..queues import Stage
 from ..state import Draft, Incident
 from . import STEPS, node_leaving, preflight, profile, workforce
 
@@ -62,6 +64,7 @@ def effects(observation: Observation, policy: Policy, written: Mapping[str, Inci
             if written.get(incident.name) != incident
         ),
         *([GuardNetwork(observation.job.generation)] if policy.guards_network else []),
+        *([AttendQueue(_stage(observation))] if observation.job.queue else []),
         *_end(observation),
     )
 
@@ -91,6 +94,16 @@ def _preflight(observation: Observation) -> Iterator[Effect]:
     if wanted:
         made = max(view.pod.created_at for view in unmet if view.pod is not None)
         yield LookAtNodes(tuple(sorted(wanted)), made)
+
+
+def _stage(observation: Observation) -> Stage:
+    life = observation.state.life
+    return Stage(
+        pods_left=any(view.pod is not None and not view.pod.ended for view in observation.workers),
+        ready=observation.training_since is not None,
+        finished=(life.failed_message or "its ranks have finished") if life.over else "",
+        failed=bool(life.failed_reason),
+    )
 
 
 def _end(observation: Observation) -> Iterator[Effect]:

@@ -16,6 +16,7 @@ from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
 from ..observation import Localised, Metrics, NodeCheck, NodeView, Ruling, TemplateVerdict
+from ..queues import Turn
 from ..state import Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
@@ -49,6 +50,7 @@ class JobMemory:
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out
     probes: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the probe of links that is out
     template: TemplateVerdict | None = None  # the API server's last word
+    turn: Turn | None = None  # what its queue has said last
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about

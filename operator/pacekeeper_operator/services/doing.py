@@ -12,6 +12,7 @@ from ..api import ObjectRef, Outcome
 from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
 from ..effects import (
     AskForQuarantine,
+    AttendQueue,
     CreatePod,
     DeleteJob,
     DeletePod,
@@ -26,8 +27,9 @@ from ..effects import (
 from ..manifests import refused_template, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
+from ..queues import Stage, Turn
 from ..state import Incident
-from . import behaviour, events, incidents, preflight, quarantine
+from . import behaviour, events, incidents, preflight, quarantine, queues
 from .desk import Desk
 from .operator import Operator
 
@@ -37,6 +39,7 @@ TEMPLATE_SECONDS = 60.0
 """A template that was refused is tried again: what refuses it (a webhook, say) may have changed."""
 GUARD_SECONDS = 300.0
 RULING_SECONDS = 5.0
+QUEUE_SECONDS = 5.0
 
 
 async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
@@ -63,6 +66,8 @@ async def carry_out(operator: Operator, desk: Desk, effect: Effect) -> float:
         case WriteIncident(incident, before):
             await _write_incident(operator, desk, incident, before)
             return 0.0
+        case AttendQueue(stage):
+            return await _attend_queue(operator, desk, stage)
         case GuardNetwork():
             return await _guard_network(operator, desk)
         case DeleteJob(uid):
@@ -91,6 +96,7 @@ async def _try_template(operator: Operator, desk: Desk, generation: int) -> floa
 
 async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
     worker = effect.worker
+    placing = (desk.memory.turn or Turn(admitted=False)).placing_of(spare=effect.spare)
     body = worker_pod(
         desk.job,
         worker.ordinal,
@@ -98,6 +104,8 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         operator.installation,
         spare=effect.spare,
         avoid_nodes=effect.avoid,
+        node_labels=placing.labels,
+        tolerations=placing.tolerations,
     )
     try:
         await operator.cluster.create(PODS, body)
@@ -138,6 +146,16 @@ async def _look_at_nodes(operator: Operator, desk: Desk, nodes: Mapping[str, str
             note = f"{name} {verb}: {check.words}"
             await events.tell(operator, desk.job, "Preflight", note, "LookAtNodes", warning=True)
     desk.memory.checks |= found
+
+
+async def _attend_queue(operator: Operator, desk: Desk, stage: Stage) -> float:
+    """What the queue says is news for the next pass."""
+    known = desk.memory.turn
+    turn = desk.memory.turn = await queues.attend(operator, desk.job, known, stage)
+    if known is None or turn.admitted != known.admitted:
+        note = f"queue {desk.job.queue} has admitted it" if turn.admitted else turn.words
+        await events.tell(operator, desk.job, "Admitted" if turn.admitted else "Queued", note, "AttendQueue")
+    return QUEUE_SECONDS
 
 
 async def _guard_network(operator: Operator, desk: Desk) -> float:

@@ -22,10 +22,11 @@ from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
+from ..queues import under
 from ..state import Draft, LinkLook
-from . import bookkeeping, events, incidents
+from . import bookkeeping, events, incidents, queues
 from .desk import Desk
-from .doing import carry_out
+from .doing import QUEUE_SECONDS, carry_out
 from .errands import Errands
 from .operator import ACTIVE, Operator
 
@@ -43,12 +44,13 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
-    if _is_to_be_read(operator, desk):
-        try:
+    try:
+        await _see_queue(operator, desk)
+        if _is_to_be_read(operator, desk):
             await _read(operator, desk)
-        except Exception as error:
-            await _report_blind(operator, desk, str(error))
-            raise
+    except Exception as error:
+        await _report_blind(operator, desk, str(error))
+        raise
     observation = await _observe(operator, desk)
     rules = policy(operator, desk.job)
     thought = think(observation, rules)
@@ -65,6 +67,15 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     if failure is not None:
         raise failure
     return _pause(operator, desk, thought.observation)
+
+
+async def _see_queue(operator: Operator, desk: Desk) -> None:
+    """The job as its queue lets it be. What that says is known before anything is decided: whoever has just begun must
+    neither hold a job that trains, nor let one go that waits."""
+    memory, job = desk.memory, desk.job
+    if job.queue and memory.turn is None:
+        memory.turn = await queues.look(operator, job)
+    memory.job = under(job, memory.turn)
 
 
 def policy(operator: Operator, job: Job) -> Policy:
@@ -124,8 +135,10 @@ async def _read(operator: Operator, desk: Desk) -> None:
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:
-    job, memory, now = desk.job, desk.memory, operator.runtime.now()
+    memory, now = desk.memory, operator.runtime.now()
     assert memory.draft is not None
+    assert memory.job is not None
+    job = memory.job
     memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
     observation = gather.observe(
         operator.memory.started_at,
@@ -254,6 +267,8 @@ def _pause(operator: Operator, desk: Desk, observation: Observation) -> float:
 
 
 def _interval(operator: Operator, desk: Desk, observation: Observation) -> float:
+    if observation.job.queued:
+        return QUEUE_SECONDS
     if observation.state.life.over:
         ttl = observation.job.spec.run_policy.ttl_seconds_after_finished
         left = IDLE_SECONDS if ttl is None else observation.state.life.stopped_at + ttl - observation.now

@@ -1,0 +1,218 @@
+"""Jobs that a queue admits, by Kueue's protocol for controllers of kinds of their own. Pure.
+
+A job with the label `kueue.x-k8s.io/queue-name` has a Workload, which says how many pods of which form it needs. Kueue
+reserves quota for it (condition Admitted, with a number of pods and flavours of nodes for each set of them) or takes it
+away (Evicted). In between the job is held, as if it were suspended; its quota is given back when no pod of it is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .api import GROUP, Job, Object, format_time
+from .manifests import owned_by
+
+KUEUE = "kueue.x-k8s.io"
+VERSIONS = ("v1beta2", "v1beta1")
+"""Newest first. What is used of them here is the same in both."""
+LABEL_JOB_UID = f"{KUEUE}/job-uid"
+ANNOTATION_DIGEST = f"{GROUP}/digest"
+"""Of what was asked for: the API server fills in defaults, and operators change."""
+WORKERS, SPARES = "workers", "spares"
+NOT_SERVED = "the job names a queue, and this cluster serves no Workloads: install Kueue, or remove the label"
+NOT_MADE = "its Workload has not been made yet"
+OTHER_PODS = "it asks for other pods than were admitted, and is queued anew"
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where the pods of a set may be, by the flavours that they were given."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)  # of nodes
+    tolerations: tuple[Object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the queue says of a job."""
+
+    admitted: bool
+    words: str = ""  # why it is not
+    counts: Mapping[str, int] = field(default_factory=dict)  # pods, by set
+    flavors: Mapping[str, frozenset[str]] = field(default_factory=dict)  # names, by set
+    placing: Mapping[str, Placing] = field(default_factory=dict)  # by flavour
+
+    def placing_of(self, *, spare: bool) -> Placing:
+        """Of a worker's pod, or of a spare's."""
+        of = sorted(self.flavors.get(SPARES if spare else WORKERS, ()))
+        labels = {name: value for flavor in of for name, value in self.placing[flavor].labels.items()}
+        return Placing(labels, tuple(each for flavor in of for each in self.placing[flavor].tolerations))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How far the job is, as its queue is to know it."""
+
+    pods_left: bool  # that have not ended
+    ready: bool = False  # all of its ranks train
+    finished: str = ""  # how it has ended, in words
+    failed: bool = False
+
+
+def under(job: Job, turn: Turn | None) -> Job:
+    """The job as its queue lets it be: held, or with as many workers as were admitted."""
+    if not job.queue or turn is None or job.spec.suspend:
+        return job
+    if not turn.admitted:
+        return replace(job, spec=replace(job.spec, suspend=True), queued=turn.words)
+    replicas, spares = turn.counts.get(WORKERS, job.spec.replicas), turn.counts.get(SPARES, 0)
+    admitted = replace(job.spec, replicas=min(replicas, job.spec.replicas), spares=min(spares, job.spec.spares))
+    return replace(job, spec=admitted)
+
+
+def workload_name(job: Job) -> str:
+    digest = hashlib.sha256(f"{job.name}/{job.uid}".encode()).hexdigest()[:5]
+    return f"trainingjob-{job.name[:200]}-{digest}"
+
+
+def workload(job: Job, version: str, templates: Mapping[str, Object]) -> Object:
+    """As it is to be. `templates`: pod templates, by set."""
+    spec = {"queueName": job.queue, "podSets": list(_pod_sets(job, templates)), "active": not job.spec.suspend}
+    return {
+        "apiVersion": f"{KUEUE}/{version}",
+        "kind": "Workload",
+        "metadata": {
+            "name": workload_name(job),
+            "namespace": job.namespace,
+            "labels": {LABEL_JOB_UID: job.uid},
+            "annotations": {ANNOTATION_DIGEST: _digest(job)},
+            "ownerReferences": [owned_by(job)],
+        },
+        "spec": spec,
+    }
+
+
+def _pod_sets(job: Job, templates: Mapping[str, Object]) -> Sequence[Object]:
+    spec = job.spec
+    workers: Object = {"name": WORKERS, "count": spec.replicas, "template": templates[WORKERS]}
+    if spec.fewest_replicas < spec.replicas:
+        workers["minCount"] = max(1, spec.fewest_replicas)
+    return [workers, {"name": SPARES, "count": spec.spares, "template": templates[SPARES]}][: 1 + bool(spec.spares)]
+
+
+def _digest(job: Job) -> str:
+    """Of what the user asks for: an operator that gives pods another sidecar must queue no job anew."""
+    spec = job.spec
+    asked = [job.queue, spec.replicas, spec.fewest_replicas, spec.spares, spec.template]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def asks_for_the_same(found: Object, wanted: Object) -> bool:
+    """Pods, and queue."""
+    return _digest_of(found) == _digest_of(wanted)
+
+
+def _digest_of(found: Object) -> str:
+    return str(found["metadata"].get("annotations", {}).get(ANNOTATION_DIGEST, ""))
+
+
+def has_quota(found: Object) -> bool:
+    return _holds(found, "QuotaReserved")
+
+
+def turn(found: Object, placing: Mapping[str, Placing]) -> Turn:
+    """`placing`: of its flavours, by name."""
+    words = _why_held(found)
+    if words:
+        return Turn(admitted=False, words=words)
+    counts = {each["name"]: int(each["count"]) for each in _assigned(found) if "count" in each}
+    return Turn(admitted=True, counts=counts, flavors=_flavors(found), placing=placing)
+
+
+def flavors_of(found: Object) -> frozenset[str]:
+    """Names, where it is admitted."""
+    return frozenset[str]() if _why_held(found) else frozenset[str]().union(*_flavors(found).values())
+
+
+def _flavors(found: Object) -> Mapping[str, frozenset[str]]:
+    """By set."""
+    return {each["name"]: frozenset(each.get("flavors", {}).values()) for each in _assigned(found)}
+
+
+def _assigned(found: Object) -> Sequence[Object]:
+    assigned: Sequence[Object] = (found["status"].get("admission") or {}).get("podSetAssignments", ())
+    return assigned
+
+
+def placing_by(flavor: Object) -> Placing:
+    """A ResourceFlavor."""
+    spec = flavor.get("spec", {})
+    return Placing(spec.get("nodeLabels", {}), tuple(spec.get("tolerations", ())))
+
+
+def _why_held(found: Object) -> str:
+    """Why the job may not have pods now; "": it may."""
+    evicted, finished = _condition(found, "Evicted"), _condition(found, "Finished")
+    if finished.get("status") == "True":
+        return f"its Workload is finished: {finished.get('message', '')}"
+    if evicted.get("status") == "True":
+        return f"evicted ({evicted.get('reason', '')}): {evicted.get('message', '')}"
+    if _holds(found, "Admitted"):
+        return ""
+    reserved = _condition(found, "QuotaReserved")
+    queue = found["spec"]["queueName"]
+    said = f": {reserved['message']}" if reserved.get("message") else ""
+    return f"waits in queue {queue}{said}"
+
+
+def status_due(found: Object, stage: Stage, now: float) -> Object | None:
+    """The Workload's status as the job's controller has to make it; None: it is so already. `now`: seconds."""
+    news: dict[str, tuple[str, str, str]] = {}
+    given_back = False
+    if stage.finished:
+        if not stage.pods_left:
+            news["Finished"] = ("True", "Failed" if stage.failed else "Succeeded", stage.finished)
+    elif _holds(found, "Evicted") and has_quota(found) and not stage.pods_left:
+        evicted, given_back = _condition(found, "Evicted"), True
+        words, again = evicted.get("message", ""), evicted.get("reason") in ("Preempted", "AdmissionCheck")
+        news["Requeued"] = ("True" if again else "False", evicted.get("reason", "Evicted"), words)
+        news["QuotaReserved"] = ("False", "Pending", words)
+        news["Admitted"] = ("False", "NoReservation", "The workload has no reservation")
+    elif _holds(found, "Admitted"):
+        ready = stage.ready
+        news["PodsReady"] = (str(ready), "Started" if ready else "WaitForStart", "All ranks train" if ready else "")
+    changed = {kind: said for kind, said in news.items() if _said(found, kind) != said[:2]}
+    if not changed and not given_back:
+        return None
+    before = {condition["type"]: condition for condition in found.get("status", {}).get("conditions", ())}
+    for kind, (status, reason, message) in changed.items():
+        since = before.get(kind, {}).get("lastTransitionTime")
+        same = before.get(kind, {}).get("status") == status
+        before[kind] = {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": since if same and since else format_time(now),
+            "observedGeneration": found["metadata"].get("generation", 0),
+        }
+    status: Object = {"conditions": list(before.values())}
+    return status | {"admission": None} if given_back else status
+
+
+def _said(found: Object, kind: str) -> tuple[str, str]:
+    condition = _condition(found, kind)
+    return condition.get("status", ""), condition.get("reason", "")
+
+
+def _holds(found: Object, kind: str) -> bool:
+    return _condition(found, kind).get("status") == "True"
+
+
+def _condition(found: Object, kind: str) -> Mapping[str, Any]:
+    conditions = found.get("status", {}).get("conditions", ())
+    return next((condition for condition in conditions if condition["type"] == kind), {})

@@ -1,0 +1,90 @@
+"""A stand-in for Kueue, which cannot be had here: its resource definitions in brief, and its part of the protocol with
+a job's controller, as its documentation has it. Whoever is admitted when is the test's to say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pacekeeper_operator.api import format_time
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job
+
+DEFINITIONS = Path(__file__).parents[1] / "data/kueue/definitions.yaml"
+GROUP = "kueue.x-k8s.io"
+
+
+@dataclass(frozen=True)
+class QueueStandIn:
+    cluster: Cluster
+
+    def make_flavor(self, name: str, labels: Mapping[str, str]) -> None:
+        body = {"apiVersion": f"{GROUP}/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": name}}
+        self.cluster.apply({**body, "spec": {"nodeLabels": dict(labels)}})
+
+    def workload(self, job: Job) -> dict[str, Any] | None:
+        """The job's own; None: there is none (yet)."""
+        found = self.cluster.kubectl("get", "workloads", "-n", job.namespace, "-o", "json")
+        items: list[dict[str, Any]] = json.loads(found)["items"]
+        mine = [body for body in items if body["metadata"]["ownerReferences"][0]["name"] == job.name]
+        assert len(mine) < 2, "one job, one Workload"
+        return mine[0] if mine else None
+
+    def condition(self, job: Job, kind: str) -> dict[str, str]:
+        """{}: nobody has said anything."""
+        conditions = (self.workload(job) or {}).get("status", {}).get("conditions", ())
+        return next((found for found in conditions if found["type"] == kind), {})
+
+    def says(self, job: Job, kind: str) -> str:
+        """The condition's status."""
+        return self.condition(job, kind).get("status", "")
+
+    def keep_waiting(self, job: Job, why: str) -> None:
+        self._tell(job, {"QuotaReserved": ("False", "Pending", why)})
+
+    def admit(self, job: Job, flavor: str, **counts: int) -> None:
+        """`counts`: pods, by set."""
+        sets = [{"name": name, "count": count, "flavors": {"cpu": flavor}} for name, count in counts.items()]
+        told = {
+            "QuotaReserved": ("True", "QuotaReserved", "Quota reserved in ClusterQueue all"),
+            "Admitted": ("True", "Admitted", "The workload is admitted"),
+            "Evicted": ("False", "QuotaReserved", "Previously: evicted"),
+        }
+        self._tell(job, told, {"clusterQueue": "all", "podSetAssignments": sets})
+
+    def evict(self, job: Job, reason: str, message: str) -> None:
+        """From now on the job has to leave; its quota is its own until it says that it has left."""
+        self._tell(job, {"Evicted": ("True", reason, message)})
+
+    def _tell(
+        self, job: Job, said: Mapping[str, tuple[str, str, str]], admission: Mapping[str, Any] | None = None
+    ) -> None:
+        body = self.workload(job)
+        assert body is not None
+        conditions = {found["type"]: found for found in body.get("status", {}).get("conditions", ())}
+        for kind, (status, reason, message) in said.items():
+            now = {"lastTransitionTime": format_time(int(time.time()))}
+            conditions[kind] = {"type": kind, "status": status, "reason": reason, "message": message, **now}
+        status: dict[str, Any] = {"conditions": list(conditions.values())}
+        if admission is not None:
+            status["admission"] = admission
+        patch = {"metadata": {"resourceVersion": body["metadata"]["resourceVersion"]}, "status": status}
+        self.cluster.kubectl(
+            "patch", "workload", body["metadata"]["name"], "-n", job.namespace, "--subresource=status", "--type=merge",
+            "-p", json.dumps(patch),
+        )  # fmt: skip
+
+
+@contextmanager
+def queues_served(cluster: Cluster) -> Iterator[QueueStandIn]:
+    cluster.kubectl("apply", "-f", str(DEFINITIONS))
+    try:
+        cluster.kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(DEFINITIONS))
+        yield QueueStandIn(cluster)
+    finally:
+        cluster.kubectl("delete", "-f", str(DEFINITIONS), "--timeout=50s", timeout=60)

@@ -1,0 +1,199 @@
+"""A job's Workload in the API server, and what comes of a queue's word in a pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.plan import Stop
+from pacekeeper_operator import metrics, queues
+from pacekeeper_operator.api import Job, Object
+from pacekeeper_operator.cluster import PODS
+from pacekeeper_operator.effects import CreatePod
+from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.queues import SPARES, WORKERS, Placing, Stage, Turn
+from pacekeeper_operator.services import queues as service
+from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.services.doing import carry_out
+from pacekeeper_operator.services.operator import Operator
+from pacekeeper_operator.services.reconcile import desk_for, reconcile
+from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state import Worker
+from tests.support.fake_cluster import FakeCluster
+from tests.support.worlds import training
+from tests.support.written import INSTALLATION, written
+
+RUNS, GONE = Stage(pods_left=True, ready=True), Stage(pods_left=False)
+HERE = Turn(admitted=True, counts={WORKERS: 4, SPARES: 1})
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    """One that serves Kueue's older version only."""
+    metrics.show_job("ns", "j", None)
+    made = FakeCluster()
+    made.objects["kueue.x-k8s.io", "", ""] = {"metadata": {}, "versions": [{"version": "v1beta1"}]}
+    flavor = {"metadata": {"name": "h100"}, "spec": {"nodeLabels": {"pool": "h100"}, "tolerations": [{"key": "gpu"}]}}
+    made.objects["resourceflavors", "", "h100"] = flavor
+    return made
+
+
+@pytest.fixture
+def operator(cluster: FakeCluster) -> Operator:
+    made = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    made.paused = ""
+    return made
+
+
+def queued(**changes: Any) -> Job:
+    return replace(training(**changes).job, queue="team")
+
+
+def workload(cluster: FakeCluster) -> Object | None:
+    found = [body for (plural, _, _), body in cluster.objects.items() if plural == "workloads"]
+    return found[0] if found else None
+
+
+def say(cluster: FakeCluster, *conditions: str, **counts: int) -> None:
+    """As Kueue does. `counts`: pods that are admitted, by set."""
+    body = workload(cluster)
+    assert body is not None
+    told = [{"type": kind, "status": "True", "reason": "R", "message": "m"} for kind in conditions]
+    sets = [{"name": name, "count": count, "flavors": {"gpu": "h100"}} for name, count in counts.items()]
+    body["status"] = {"conditions": told, "admission": {"podSetAssignments": sets}}
+
+
+class TestAttend:
+    async def test_it_is_made_and_waits(self, operator: Operator, cluster: FakeCluster) -> None:
+        turn = await service.attend(operator, queued(), None, GONE)
+        assert turn == Turn(admitted=False, words="waits in queue team")
+        body = workload(cluster)
+        assert body is not None
+        assert body["apiVersion"] == "kueue.x-k8s.io/v1beta1"
+        workers, spares = body["spec"]["podSets"]
+        assert [c["name"] for c in workers["template"]["spec"]["containers"]] == ["trainer"]
+        assert workers["template"]["metadata"]["labels"]["pacekeeper.dev/job"] == "j"
+        assert "podAntiAffinity" in spares["template"]["spec"]["affinity"]
+
+    async def test_admitted_it_knows_where_its_pods_may_be(self, operator: Operator, cluster: FakeCluster) -> None:
+        await service.attend(operator, queued(), None, GONE)
+        say(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
+        turn = await service.attend(operator, queued(), None, GONE)
+        assert (turn.admitted, turn.counts) == (True, {"workers": 4, "spares": 1})
+        assert turn.placing_of(spare=True) == Placing({"pool": "h100"}, ({"key": "gpu"},))
+        cluster.objects.pop(("resourceflavors", "", "h100"))
+        assert await service.attend(operator, queued(), turn, RUNS) == turn, "flavours are read once"
+
+    async def test_an_operator_that_has_just_begun_only_looks(self, operator: Operator, cluster: FakeCluster) -> None:
+        assert await service.look(operator, queued()) == Turn(admitted=False, words=queues.NOT_MADE)
+        assert workload(cluster) is None
+
+    async def test_a_pause_by_its_user_gives_its_place_up(self, operator: Operator, cluster: FakeCluster) -> None:
+        await service.attend(operator, queued(), None, GONE)
+        paused = queued()
+        paused = replace(paused, spec=replace(paused.spec, suspend=True))
+        await service.attend(operator, paused, None, GONE)
+        body = workload(cluster)
+        assert body is not None
+        assert body["spec"]["active"] is False
+        await service.attend(operator, queued(), None, GONE)
+        assert body is not workload(cluster)
+        assert (workload(cluster) or {})["spec"]["active"] is True
+
+    async def test_other_pods_are_asked_for_anew(self, operator: Operator, cluster: FakeCluster) -> None:
+        """While it waits its Workload is changed; one with quota is made anew once no pod is left."""
+        await service.attend(operator, queued(), None, GONE)
+        await service.attend(operator, queued(replicas=3), None, GONE)
+        body = workload(cluster)
+        assert body is not None
+        assert body["spec"]["podSets"][0]["count"] == 3
+        say(cluster, "QuotaReserved", "Admitted", workers=3, spares=1)
+        held = Turn(admitted=False, words=queues.OTHER_PODS)
+        assert await service.attend(operator, queued(), HERE, RUNS) == held
+        assert workload(cluster) is not None, "its pods still use the quota"
+        assert await service.attend(operator, queued(), held, GONE) == held
+        assert workload(cluster) is None
+        assert (await service.attend(operator, queued(), held, GONE)).words == "waits in queue team"
+
+    async def test_evicted_it_gives_its_quota_back(self, operator: Operator, cluster: FakeCluster) -> None:
+        await service.attend(operator, queued(), None, GONE)
+        say(cluster, "QuotaReserved", "Admitted", "Evicted", workers=4)
+        turn = await service.attend(operator, queued(), HERE, RUNS)
+        assert turn.words == "evicted (R): m"
+        assert queues.has_quota(workload(cluster) or {})
+        await service.attend(operator, queued(), turn, GONE)
+        body = workload(cluster)
+        assert body is not None
+        assert not queues.has_quota(body)
+        assert "admission" not in body["status"]
+
+    async def test_the_end_is_told_and_nothing_is_made_after_it(self, operator: Operator, cluster: FakeCluster) -> None:
+        ended = Stage(pods_left=False, finished="its ranks have finished")
+        await service.attend(operator, queued(), None, ended)
+        assert workload(cluster) is None
+        await service.attend(operator, queued(), None, GONE)
+        await service.attend(operator, queued(), None, ended)
+        (told,) = (workload(cluster) or {})["status"]["conditions"]
+        assert (told["type"], told["status"], told["reason"]) == ("Finished", "True", "Succeeded")
+
+    async def test_a_cluster_without_kueue_holds_it_and_says_what_to_do(
+        self, operator: Operator, cluster: FakeCluster
+    ) -> None:
+        del cluster.objects["kueue.x-k8s.io", "", ""]
+        turn = await service.attend(operator, queued(), None, GONE)
+        assert turn == Turn(admitted=False, words=queues.NOT_SERVED)
+
+
+class TestPass:
+    async def at_work(self, operator: Operator, cluster: FakeCluster, world: Observation) -> Desk:
+        await written(cluster, world)
+        await operator.pods.read(cluster, ())
+        return desk_for(operator, replace(world.job, queue="team"), {})
+
+    def conditions(self, cluster: FakeCluster) -> dict[str, tuple[str, str, str]]:
+        found = cluster.objects["trainingjobs", "ns", "j"]["status"]["conditions"]
+        return {each["type"]: (each["status"], each["reason"], each["message"]) for each in found}
+
+    async def test_a_job_that_is_not_admitted_stops_and_says_why(
+        self, operator: Operator, cluster: FakeCluster
+    ) -> None:
+        desk = await self.at_work(operator, cluster, training())
+        await reconcile(operator, desk)
+        await desk.errands.settled()
+        assert desk.memory.draft is not None
+        assert desk.memory.draft.plan.stop is Stop.SUSPEND
+        assert workload(cluster) is not None
+        assert self.conditions(cluster)["Suspended"] == ("False", "Queued", f"{queues.NOT_MADE}; 5 workers are leaving")
+        for name in [name for plural, _, name in cluster.objects if plural == "pods"]:
+            await cluster.delete(PODS, name, "ns")
+        await operator.pods.read(cluster, ())
+        await reconcile(operator, desk)
+        assert self.conditions(cluster)["Suspended"] == ("True", "Queued", "waits in queue team")
+        assert self.conditions(cluster)["Reconciling"] == ("True", "Queued", "waits in queue team")
+        assert cluster.objects["trainingjobs", "ns", "j"]["status"]["phase"] == "Suspended"
+
+    async def test_one_that_trains_is_not_held_by_an_operator_that_has_just_begun(
+        self, operator: Operator, cluster: FakeCluster
+    ) -> None:
+        world = training()
+        await service.attend(operator, replace(world.job, queue="team"), None, GONE)
+        say(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
+        desk = await self.at_work(operator, cluster, world)
+        await reconcile(operator, desk)
+        assert desk.memory.draft is not None
+        assert desk.memory.draft.plan.stop is Stop.NO
+
+    async def test_its_pods_go_where_its_flavour_is(self, operator: Operator, cluster: FakeCluster) -> None:
+        desk = await self.at_work(operator, cluster, training())
+        there = Placing({"pool": "h100"}, ({"key": "gpu"},))
+        desk.memory.turn = replace(HERE, flavors={WORKERS: frozenset({"h100"})}, placing={"h100": there})
+        await carry_out(operator, desk, CreatePod(Worker("j-w9-0", 9, 0)))
+        pod = cluster.objects["pods", "ns", "j-w9-0"]
+        assert pod["spec"]["nodeSelector"] == {"pool": "h100"}
+        assert {"key": "gpu"} in pod["spec"]["tolerations"]
+        await carry_out(operator, desk, CreatePod(Worker("j-w8-0", 8, 0), spare=True))
+        assert "nodeSelector" not in cluster.objects["pods", "ns", "j-w8-0"]["spec"]
