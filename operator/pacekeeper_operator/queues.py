@@ -182,19 +182,19 @@ def status_due(found: Object, stage: Stage, now: float) -> Object | None:
         news["Requeued"] = ("True" if again else "False", evicted.get("reason", "Evicted"), words)
         news["QuotaReserved"] = ("False", "Pending", words)
         news["Admitted"] = ("False", "NoReservation", "The workload has no reservation")
-    elif _holds(found, "Admitted"):
+    elif _holds(found, "Admitted") and not _holds(found, "Evicted"):
         ready = stage.ready
         news["PodsReady"] = (str(ready), "Started" if ready else "WaitForStart", "All ranks train" if ready else "")
     changed = {kind: said for kind, said in news.items() if _said(found, kind) != said[:2]}
     if not changed and not given_back:
         return None
     before = {condition["type"]: condition for condition in found.get("status", {}).get("conditions", ())}
-    for kind, (status, reason, message) in changed.items():
+    for kind, (holds, reason, message) in changed.items():
         since = before.get(kind, {}).get("lastTransitionTime")
-        same = before.get(kind, {}).get("status") == status
+        same = before.get(kind, {}).get("status") == holds
         before[kind] = {
             "type": kind,
-            "status": status,
+            "status": holds,
             "reason": reason,
             "message": message,
             "lastTransitionTime": since if same and since else format_time(now),

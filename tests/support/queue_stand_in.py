@@ -67,9 +67,9 @@ class QueueStandIn:
         body = self.workload(job)
         assert body is not None
         conditions = {found["type"]: found for found in body.get("status", {}).get("conditions", ())}
-        for kind, (status, reason, message) in said.items():
+        for kind, (holds, reason, message) in said.items():
             now = {"lastTransitionTime": format_time(int(time.time()))}
-            conditions[kind] = {"type": kind, "status": status, "reason": reason, "message": message, **now}
+            conditions[kind] = {"type": kind, "status": holds, "reason": reason, "message": message, **now}
         status: dict[str, Any] = {"conditions": list(conditions.values())}
         if admission is not None:
             status["admission"] = admission

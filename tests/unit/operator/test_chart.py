@@ -117,7 +117,7 @@ def test_policy_reaches_the_operator() -> None:
         "policy.quarantine.expiresAfter": "90m",
         "policy.nodeHealth.cordons": "false",
         "policy.nodeHealth.taints": "{a=b:NoSchedule,c}",
-        "policy.nodeHealth.conditions": "{}",
+        "policy.nodeHealth.conditions": "{GpuHealthy=False}",
         "policy.diagnosis.linkProbesAnHour": "5",
         "policy.diagnosis.profilesAnHour": "0",
         "policy.traffic.planning": "false",
@@ -136,7 +136,9 @@ def test_policy_reaches_the_operator() -> None:
     assert (settings.quarantine_max_nodes, settings.quarantine_max_share, settings.breaker_nodes) == (7, 0.25, 4)
     assert (settings.quarantine_expires_after, settings.incident_retention) == (5400, 86400)
     assert (settings.link_probes_an_hour, settings.profiles_an_hour) == (5, 0)
-    assert settings.node_health == NodeHealth(cordons=False, taints=("a=b:NoSchedule", "c"), conditions=())
+    assert settings.node_health == NodeHealth(
+        cordons=False, taints=("a=b:NoSchedule", "c"), conditions=("GpuHealthy=False",)
+    )
     assert not settings.traffic_planning
     assert (settings.prometheus_url, settings.dcgm_node_label) == ("http://prometheus:9090", "node")
     assert settings.sidecar_image == "sidecar:v2"
