@@ -114,7 +114,7 @@ def judge(table: Table, expected: int) -> Localisation:
     one, common, late = _ranks(view), _everywhere(view), _late(view)
     held_up = bool(late) or any(e.finding.fault in OF_MACHINES for e in (*one, *common))
     # Who has not answered may be whom the others wait for.
-    transfer = _transfer(view, late) if heard == expected or held_up else []
+    transfer = _transfer(view, late, in_turn=bool(common) or not late) if heard == expected or held_up else []
     follows = transfer if held_up else []  # whose processors are late, its transfers are, too
     found = sorted([*one, *common, *transfer], key=lambda e: (e in follows, -e.saved_seconds))[:MOST_EXPLANATIONS]
     explained = max((e.explained for e in one), default=0.0) + sum(e.explained for e in (*common, *transfer))
@@ -349,9 +349,12 @@ def _late(view: _View) -> dict[int, Witness]:
     return {row: witness for row, witness in found.items() if witness is not None}
 
 
-def _transfer(view: _View, late: Mapping[int, Witness]) -> list[Explanation]:
-    """Waits of the rank that waits least, beyond what slow work of each rank in its turn would make of them."""
-    turns = (len(view.table.ranks) - 1) * max(view.grown, 0.0)
+def _transfer(view: _View, late: Mapping[int, Witness], *, in_turn: bool) -> list[Explanation]:
+    """Waits of the rank that waits least; `in_turn`: beyond what slow work of each rank in its turn would make of them.
+
+    Where a quota holds ranks up, and no function has grown for sure, their late transfers are all that shows.
+    """
+    turns = (len(view.table.ranks) - 1) * max(view.grown, 0.0) if in_turn else 0.0
     saved = view.waited - (turns if turns > LEAST_SPREAD * view.step else 0.0)
     if saved < max(WEIGHT * view.excess, LEAST_EXCESS * view.step):
         return []

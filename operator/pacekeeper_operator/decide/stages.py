@@ -81,9 +81,11 @@ def _begin(observation: Observation) -> Draft:
 
 
 def _is_complete(observation: Observation) -> bool:
-    """It trains, and all of its spares are warm."""
+    """It trains, and has all the workers that it is to have: nobody is on the way, or still to be made."""
+    spec, seated = observation.job.spec, {member.worker for member in observation.plan.members}
     trains = observation.training_since is not None and not observation.state.placement.vacant_since
-    return trains and sum(view.warm for view in observation.spares) >= observation.job.spec.spares
+    there = sum(view.usable and (view.warm or view.name in seated) for view in observation.workers)
+    return trains and there >= spec.replicas + spec.spares
 
 
 def _finish(observation: Observation) -> Draft:

@@ -236,6 +236,21 @@ class TestAllRanks:
             assert (found.finding.fault, found.finding.culprit) == (fault, culprit)
             assert len(found.finding.kinds) >= 2
 
+    @pytest.mark.parametrize(
+        ("throttled", "fault", "culprit"), [(0.6, FaultClass.CONFIGURATION, "all ranks"), (0.0, FaultClass.UNKNOWN, "")]
+    )
+    def test_waits_are_not_laid_at_work_in_turns_that_no_function_shows(
+        self, throttled: float, fault: FaultClass, culprit: str
+    ) -> None:
+        """Own work has grown by a seventh of the waits, by a little in each of many functions."""
+        crumbs = {(f"train.py:crumb_{i}", SLOW[1]): 0.004 for i in range(40)}
+        grown = {name: 1.3 * seconds for name, seconds in crumbs.items()}
+        held = replace(USUAL, throttled=throttled, processors=0.5)
+        now = [pattern(rank, {**WORK, **grown}, 0.84, setup=held) for rank in range(8)]
+        early = [pattern(rank, {**WORK, **crumbs}, 0.555) for rank in range(8)]
+        found = localise(answers(now, early), 8)
+        assert (found.finding.fault, found.finding.culprit) == (fault, culprit)
+
     def test_waits_for_a_slow_rank_are_nobodys_transfer(self) -> None:
         found = job(WORK, WORK, {**WORK, SLOW: 0.2}, WORK)
         assert all(e.finding.fault is not FaultClass.NETWORK for e in found.explanations)

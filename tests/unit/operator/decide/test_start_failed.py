@@ -8,7 +8,7 @@ import pytest
 
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.api import Class, Remedy
-from pacekeeper_operator.decide import start_failed, workforce
+from pacekeeper_operator.decide import stages, start_failed, workforce
 from pacekeeper_operator.decide.remedies import ACTS
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
@@ -153,3 +153,21 @@ class TestRefused:
         assert len(workforce.step(world_with_room, policy()).state.placement.workers) == names - 1
         later = replace(world_with_room, now=NOW + 6)
         assert len(workforce.step(later, policy()).state.placement.workers) == names
+
+    def test_tries_count_until_whoever_was_waited_for_is_there(self) -> None:
+        """Its other workers train on meanwhile, and it wants no spare."""
+
+        def tried(world: Observation) -> int:
+            counted = world.with_draft(world.draft.with_placement(refused=2, refused_until=NOW + 5))
+            return stages.step(counted, policy()).state.placement.refused
+
+        world = training(replicas=4, spares=0)
+        record = world.state.placement.workers[3]
+        leaves = world.with_draft(world.draft.with_worker(replace(record, leaving="its GPU", patient=True)))
+        assert tried(world) == 0
+        assert tried(leaves) == 2, "nobody is there in its place"
+        coming = leaves.state.placement.workers[3], replace(record, name="j-w4-0", ordinal=4, uid="")
+        promised = leaves.with_draft(
+            leaves.draft.with_placement(workers=(*leaves.state.placement.workers[:3], *coming))
+        )
+        assert tried(promised) == 2, "who was made anew has not come so far"
