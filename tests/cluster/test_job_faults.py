@@ -94,7 +94,7 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
         status = status_of(incident)
         assert (status["remedy"], status["stepsLost"]) == ("ReplaceWorker", 0)
         calm.until_calm(spares=1)
-        assert node not in nodes(calm).values()
+        calm.until(lambda: node not in nodes(calm).values(), 60, f"{node} is empty")
         assert calm.status["restarts"] == spent
     finally:
         calm.cluster.kubectl("uncordon", node)
