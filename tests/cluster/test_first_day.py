@@ -10,6 +10,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,11 +160,14 @@ class TestLong:
         job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=30s", "-n", job.namespace)
         assert job.status["observedGeneration"] == job.read()["metadata"]["generation"]
 
-    def test_a_person_on_call_sees_how_it_is(self, job: Job) -> None:
+    def test_a_person_on_call_sees_how_it_is(self, job: Job, tmp_path: Path) -> None:
         assert "Running" in job.oncall("status")
         assert "2 of 2 train" in job.oncall("status", job.name)
         assert f"{job.name} in {job.namespace} is Running" in job.oncall("why", job.name)
         assert "Slowdown" in job.oncall("whatif", job.name)
+        page = tmp_path / "page.html"
+        assert job.oncall("report", job.name, f"--output={page}") == f"{page}\n"
+        assert f"{job.name} in {job.namespace}" in page.read_text()
         with pytest.raises(subprocess.CalledProcessError) as refused:
             job.oncall("why", "no-such-job")
         assert "there are: deadline" in refused.value.stderr
