@@ -85,7 +85,7 @@ def test_an_evicted_pod_is_replaced_by_the_spare_without_burning_the_budget(calm
 
 def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(calm: Job) -> None:
     known, lost, spent = calm.incident_names(), calm.worker(1), calm.status["restarts"]
-    node = nodes(calm)[lost]
+    node = calm.nodes()[lost]
     calm.cluster.kubectl("cordon", node)
     try:
         incident = calm.until_over("node-leaving", known)
@@ -94,7 +94,7 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
         status = status_of(incident)
         assert (status["remedy"], status["stepsLost"]) == ("ReplaceWorker", 0)
         calm.until_calm(spares=1)
-        calm.until(lambda: node not in nodes(calm).values(), 60, f"{node} is empty")
+        calm.until(lambda: node not in calm.nodes().values(), 60, f"{node} is empty")
         assert calm.status["restarts"] == spent
     finally:
         calm.cluster.kubectl("uncordon", node)
@@ -135,11 +135,6 @@ def test_an_operator_that_dies_after_each_write_of_a_recovery_loses_and_repeats_
     assert calm.plan()["membership"] == membership + 1
     assert len({pod["metadata"]["name"] for pod in calm.pods()} - names) == 1
     assert len(calm.pods()) == 4
-
-
-def nodes(job: Job) -> dict[str, str]:
-    """By worker."""
-    return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
 
 
 def uids(job: Job) -> set[str]:

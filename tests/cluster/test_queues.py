@@ -40,10 +40,6 @@ def words(job: Job) -> str:
     return job.condition("Suspended").get("message", "")
 
 
-def nodes(job: Job) -> set[str]:
-    return {pod["spec"]["nodeName"] for pod in job.pods()}
-
-
 def left(job: Job, queue: QueueStandIn) -> bool:
     """Whether no pod is there any more. As long as one is, it has its quota."""
     assert queue.says(job, "QuotaReserved") == "True" or not job.pods()
@@ -74,7 +70,7 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: Cluster, queue: Q
 
         queue.admit(job, "pool-a", workers=2, spares=1)
         job.until_calm(spares=1)
-        assert nodes(job) <= pool
+        assert set(job.nodes().values()) <= pool
         job.until(lambda: queue.says(job, "PodsReady") == "True", 30, "the queue knows that it trains")
 
         before = job.step()

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.scripts.guard import descendants
 from tests.support.launchers import eventually
 from tests.support.readme import commands
 
@@ -67,17 +67,6 @@ def clean() -> dict[str, str]:
     return {**kept, "PATH": f"{base}{os.pathsep}{os.environ['PATH']}"}
 
 
-def ranks(launcher: int) -> Iterator[int]:
+def ranks(launcher: int) -> set[int]:
     """Descendants without children."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    for pid in set(parents) - set(parents.values()):
-        above = pid
-        while above in parents and above != launcher:
-            above = parents[above]
-        if above == launcher and pid != launcher:
-            yield pid
+    return {pid for pid in descendants(launcher) if not descendants(pid)}

@@ -171,6 +171,10 @@ class Job:
         pod = api.get(f"/api/v1/namespaces/{self.namespace}/pods/{self.worker(rank)}")
         return str(pod["spec"]["nodeName"])
 
+    def nodes(self) -> dict[str, str]:
+        """Where each of its pods runs, by their names."""
+        return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in self.pods()}
+
     def step(self) -> int:
         """The newest step that all members have completed, straight from their sidecars; -1: not all answer."""
         return _slowest([member["address"] for member in self.plan().get("members", ())])
