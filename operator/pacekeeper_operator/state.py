@@ -197,6 +197,11 @@ class WaySeen:
     receiver: str  # node
     ratio: float = 1.0  # its time for a byte over the usual, beside what its way is shared by plan; 0: nothing passes
 
+    @property
+    def flow(self) -> tuple[str, ...]:
+        """On its way: the same in all that is said of it."""
+        return self.sender, self.receiver, self.source, self.spine, self.destination
+
 
 @dataclass(frozen=True)
 class WayChange:

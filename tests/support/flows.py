@@ -8,7 +8,7 @@ from typing import Any
 
 from pacekeeper_analysis.plan import EvidencePart, Hop, Paths, PlannedPath
 from pacekeeper_analysis.reports import Evidence, LinkWindow, PathFault, PathReport
-from pacekeeper_operator.api import FabricSpec, LevelSpec, PathControl, PathControlSpec
+from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.decide import traffic
 from pacekeeper_operator.decide.link_state import NO_DOUBTS, Doubts
 from pacekeeper_operator.decide.wiring import wire
@@ -31,10 +31,17 @@ def network(
     mode: PathControl = PathControl.PROBE,
     waiting: float = 0.5,
     hops: Mapping[str, str] = HOPS,
+    dead: Sequence[tuple[str, str]] = (),
     **own: Any,
 ) -> Network:
-    """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning has looked at them."""
-    spec = FabricSpec(3, levels=(LevelSpec("leaf"),), hops=hops, path_control=PathControlSpec(mode))
+    """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning has looked at them.
+
+    dead: links that the platform says carry nothing.
+    """
+    exceptions = tuple(LinkException(*link) for link in dead)
+    spec = FabricSpec(
+        3, levels=(LevelSpec("leaf"),), exceptions=exceptions, hops=hops, path_control=PathControlSpec(mode)
+    )
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": LEAVES[n % 4]}) for n in range(8)]
     wiring = wire(spec, nodes, {}, doubts)
     seats = tuple(Seat(f"node-{n}", (n,)) for n in range(4))

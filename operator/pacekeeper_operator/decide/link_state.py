@@ -89,7 +89,7 @@ def fresh_words(words: Iterable[WaySeen], now: float) -> tuple[WaySeen, ...]:
     newest: dict[tuple[str, ...], WaySeen] = {}
     for word in sorted(words, key=lambda word: word.at):
         if 0 <= now - word.at < KEPT_SECONDS:
-            newest[word.sender, word.receiver, word.source, word.spine, word.destination] = word
+            newest[word.flow] = word
     return tuple(sorted(newest.values(), key=lambda word: word.at))
 
 

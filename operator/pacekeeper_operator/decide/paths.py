@@ -68,6 +68,13 @@ def due(observation: Observation) -> Replanned | None:
     return found if followed else None
 
 
+def adrift(observation: Observation, network: Network) -> frozenset[Pair]:
+    """Flows whose leaves choose among other spines than when their round was planned: they may have left their ways."""
+    own = _own(observation)
+    now = traffic.among(network.wiring, own, own.ways)
+    return frozenset(pair for pair in own.ways if now.get(pair, 0) != own.among.get(pair, 0))
+
+
 def told(observation: Observation) -> Mapping[Pair, PathReport]:
     """What has become of the plan's paths, as senders' launchers tell it of this membership."""
     wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()

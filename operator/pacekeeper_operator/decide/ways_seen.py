@@ -3,8 +3,8 @@ makes the state of the fabric's links of the words of all jobs.
 
 A flow speaks of a way that its launcher has seen it on, when the connections have been asked for: it is slow where they
 take long beside their own first windows, or are hot beside the job's others; fast where they are as fast as ever, and
-not far from the job's fastest. What its way is shared by plan is no slowness. And launchers speak, where what goes by a
-spine gets no further.
+not far from the job's fastest. What its way is shared by plan is no slowness. What a flow shows while it may have left
+its way is of no way that anybody knows. And launchers speak, where what goes by a spine gets no further.
 """
 
 from __future__ import annotations
@@ -32,10 +32,22 @@ NEWS_SECONDS = 20.0
 
 def step(observation: Observation, _policy: Policy) -> Draft:
     """The draft with what is new, and without what is too old."""
-    draft, known = observation.draft, observation.state.adaptation.ways_seen
-    heard = () if (flows := _planned(observation)) is None else (*_dead(flows), *_measured(flows))
-    words = _most_telling(fresh_words((*known, *heard), observation.now))
+    draft, known, flows = observation.draft, observation.state.adaptation.ways_seen, _planned(observation)
+    heard = () if flows is None else (*_dead(flows), *_measured(flows))
+    words = fresh_words((*known, *heard), observation.now)
+    words = _most_telling(words if flows is None else _without_strays(flows, words))
     return draft if words == known else draft.with_adaptation(ways_seen=words)
+
+
+def _without_strays(flows: _Flows, words: tuple[WaySeen, ...]) -> tuple[WaySeen, ...]:
+    """A link's end is told some time after it: what flows that are adrift by now have shown lately goes, too."""
+    observation = flows.observation
+    news = {word for word in words if word.ratio and observation.now - word.at <= NEWS_SECONDS}
+    if not news:
+        return words
+    adrift = (flows.word(pair, 1.0) for pair in paths.adrift(observation, flows.network))
+    strays = {word.flow for word in adrift if word is not None}
+    return tuple(word for word in words if word not in news or word.flow not in strays)
 
 
 def _most_telling(words: tuple[WaySeen, ...]) -> tuple[WaySeen, ...]:

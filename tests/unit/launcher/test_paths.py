@@ -49,6 +49,7 @@ class Switches:
     dead: Collection[str] = ()  # spines that pass nothing on
     quiet_beyond: bool = False  # the leaves behind them do not answer
     most_answers: int = 1000
+    loses: int = 0  # of the answers, so many at first
     spines: int = SPINES
     sent: list[HopProbe] = field(default_factory=list)
 
@@ -56,7 +57,11 @@ class Switches:
         self.sent += probes
         found = Trace(taken={probe for probe in probes if {probe.source_port, probe.port} & set(self.taken)})
         for probe in probes:
-            if probe not in found.taken and not self.silent and self.most_answers > 0 and (end := self.end(probe)):
+            answers = probe not in found.taken and not self.silent and self.most_answers > 0
+            if answers and (end := self.end(probe)):
+                if self.loses > 0:
+                    self.loses -= 1
+                    continue
                 found.ends[probe] = end
                 self.most_answers -= 1
         return found
@@ -99,6 +104,12 @@ class TestFind:
     def test_a_switch_that_answers_seldom_is_enough(self) -> None:
         """Linux's default: six at once, and one a second later on."""
         assert ports(find(probes(), {S1}, Switches(most_answers=6), enough=2)) == [25001, 25005]
+
+    def test_who_was_not_heard_is_asked_once_more(self) -> None:
+        """The answers to the first packets are lost."""
+        network = Switches(loses=8)
+        assert ports(find(probes(8), {S1}, network, enough=2)) == [25001, 25005]
+        assert [probe.hops for probe in network.sent] == [2] * 8 + [3] * 8 + [2] * 8 + [3] * 4
 
     def test_where_no_switch_answers_few_are_asked(self) -> None:
         network = Switches(silent=True)

@@ -30,8 +30,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds between two looks at the ranks' connections, for which a script may take its time."""
 KNOCK_SECONDS = 0.2
 """That a round's begin waits for answers of those who listen for a knock."""
-HEAR_SECONDS = 1.0
-"""That it waits for knocks of those who have not been told yet that it begins."""
+HEAR_SECONDS = 3.0
+"""That it waits for knocks of those who have not been told yet that it begins, or get no processor at once."""
 CONFIRM_SECONDS = 10.0
 """After the first connection that is not as it was meant: by then the ranks have made all."""
 
@@ -89,11 +89,7 @@ class PathFinder:
         self._search = None
         self._found = {ends_of(each.path): each for each in search.result()}
         for each in self._found.values():
-            way = each.path.spine or f"draw {each.path.draw}"
-            log.info(
-                "path of rank %d to rank %d by %s: %s", *ends_of(each.path), way,
-                f"{each.fault}; the network chooses" if each.fault else f"ports {list(each.ports)}",
-            )  # fmt: skip
+            _tell(each)
         self._on_found()
 
     def put_in_force(self, plan: WorkerPlan) -> None:
@@ -110,8 +106,11 @@ class PathFinder:
                 back = self._found.get((destination, source))
                 if back is not None and not back.ports:
                     self._found[destination, source] = narrow(back, plan.paths, self._own, ports)
+                    _tell(self._found[destination, source])
         for ends, each in self._found.items():
             if each.fault or not each.ports:
+                if not each.fault:
+                    log.warning("path of rank %d to rank %d: nobody has knocked; the network chooses", *ends)
                 self._settled[ends] = each.fault or PathFault.NOT_FOUND
         for local, rank in enumerate(plan.ranks):
             file = self._runtime.paths_of(local)
@@ -161,3 +160,12 @@ class PathFinder:
         self._search, self._plan = None, None
         self._found, self._settled, self._doubted = {}, {}, {}
         self._look_at, self._pause = float("-inf"), FIRST_PAUSE
+
+
+def _tell(each: Found) -> None:
+    way = each.path.spine or f"draw {each.path.draw}"
+    ports = f"ports {list(each.ports)}" if each.ports else "a knock is waited for"
+    log.info(
+        "path of rank %d to rank %d by %s: %s", *ends_of(each.path), way,
+        f"{each.fault}; the network chooses" if each.fault else ports,
+    )  # fmt: skip

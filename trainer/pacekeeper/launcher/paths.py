@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
@@ -73,19 +73,23 @@ def find(
 ) -> list[HopProbe] | PathFault:
     """Those that go by a switch with one of the `wanted` addresses, `enough` of them, or why there are none."""
     distances: tuple[int, ...] = HOPS
-    fitting, passing = list[HopProbe](), list[HopProbe]()
+    fitting, passing, silent = list[HopProbe](), list[HopProbe](), list[HopProbe]()
     heard = usable = False
-    for start in range(0, len(probes), BATCH):
-        batch = probes[start : start + BATCH]
+    for batch in _batches(probes, silent):
+        unheard = set[HopProbe]()
         for hops in distances:
             seen = tracer([probe._replace(hops=hops) for probe in batch])
             heard, usable = heard or bool(seen.ends), usable or len(seen.taken) < len(batch)
+            quiet = set(batch) - {probe._replace(hops=0) for probe in (*seen.ends, *seen.taken)}
+            unheard |= quiet
             there = [probe for probe, address in seen.ends.items() if address in wanted]
             if there:
                 distances = (hops,)
                 fitting += there
                 passing += [probe for probe in seen.ends if probe not in there]
+                unheard = quiet
                 break
+        silent += [probe for probe in batch if probe in unheard]
         if not heard or len(fitting) >= enough:
             break
     if not usable:
@@ -95,6 +99,13 @@ def find(
     if not fitting:
         return PathFault.NOT_FOUND
     return fitting[:enough] if _go_on(fitting, passing, tracer) else PathFault.BLACK_HOLE
+
+
+def _batches(probes: Sequence[HopProbe], silent: Sequence[HopProbe]) -> Iterator[Sequence[HopProbe]]:
+    """All, and then once more those of whom nothing was heard by then: answers are lost, and come late."""
+    yield from (probes[start : start + BATCH] for start in range(0, len(probes), BATCH))
+    again = tuple(silent)
+    yield from (again[start : start + BATCH] for start in range(0, len(again), BATCH))
 
 
 def _go_on(fitting: Sequence[HopProbe], passing: Sequence[HopProbe], tracer: Tracer) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import PathControl
-from pacekeeper_operator.decide import links, ways_seen
+from pacekeeper_operator.decide import links, paths, ways_seen
 from pacekeeper_operator.decide.link_state import KEPT_SECONDS, accuse
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
@@ -102,6 +102,34 @@ class TestMeasured:
         thought = think(asked(world(network()), connections(AT_A)), policy())
         assert not thought.failures
         assert len(thought.draft.state.adaptation.ways_seen) == 4
+
+
+class TestAdrift:
+    """Leaf a has lost its link to one spine: by which of the others its flows go, nobody knows."""
+
+    @pytest.mark.parametrize("dead", ["s1", "s2"])
+    def test_who_may_have_left_its_way_says_nothing_of_it(self, dead: str) -> None:
+        found = looked_at({(0, 3): 4.0, (2, 1): 4.0}, network(dead=[("a", dead)]))
+        assert set(words(ways_seen.step(found, policy()))) == {("c", "s1", "b"), ("d", "s1", "c")}
+
+    def test_what_it_has_said_before_that_was_told_is_forgotten(self) -> None:
+        found = looked_at()
+        found = found.with_draft(ways_seen.step(found, policy()))
+        assert ways_seen.blamed(found)
+        told = replace(found.surroundings, network=network(dead=[("a", "s1")]))
+        for age, kept in ((2.0, False), (2.0 * ways_seen.NEWS_SECONDS, True)):
+            later = replace(found, now=NOW + age, surroundings=told)
+            later = later.with_draft(ways_seen.step(later, policy()))
+            assert (("a", "s1", "d") in words(later.draft)) is kept
+            assert not ways_seen.blamed(later)
+
+    def test_by_a_round_that_knows_of_it_a_flow_is_on_its_way(self) -> None:
+        seen = network(dict.fromkeys(RING, 1), dead=[("a", "s1")])
+        found = looked_at({(0, 3): 4.0}, seen, ways=dict.fromkeys(RING, 1))
+        planned = paths.planned(found, seen)
+        assert planned is not None
+        found = found.with_draft(found.draft.with_plan(paths=planned))
+        assert set(words(ways_seen.step(found, policy()))) >= {("a", "s2", "d")}
 
 
 class TestDead:
