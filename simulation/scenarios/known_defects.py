@@ -241,6 +241,13 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 80.0, operators.OperatorKilled()),
         patience=4.0,
     ),
+    "rounds-from-one": _scenario(
+        "rounds are counted from one again when a bookkeeping is deleted and the operator that knew it is replaced",
+        _at(CALM, people.StateDeleted()),
+        _at(CALM + 0.29, operators.OperatorReplaced()),
+        seed=2,
+        nodes=4,
+    ),
     # Clocks and leadership.
     "clocks-differ": _scenario(
         "restarts are dated by the clocks of workers: two hours behind, none of them counts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ EARLY_STEPS = 400
 """Of 0.1 s: a connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def job(cluster: Cluster) -> Iterator[Job]:
     """Four workers on nodes of their own. Nothing may be done about them: an incident then waits for its probe."""
     with scratch_namespace(cluster) as namespace:
@@ -42,48 +42,41 @@ def job(cluster: Cluster) -> Iterator[Job]:
         job = Job.apply(cluster, namespace, body)
         job.until_calm()
         job.until_step(EARLY_STEPS, timeout=120)
+        nodes = [job.node(rank) for rank in range(RANKS)]
         yield job
+        for node in nodes:
+            faults.clear_link(node)
         job.delete()
 
 
-@pytest.fixture
-def known(job: Job) -> Iterator[frozenset[str]]:
-    """Incidents of earlier tests. All links are whole before each test, and the job trains on at its usual pace."""
-    yield job.incident_names()
-    for rank in range(RANKS):
-        faults.clear_link(job.node(rank))
-    job.until_calm()
-
-
-def diagnosis(job: Job, known: Collection[str]) -> dict[str, Any]:
-    """Of the first incident of slow communication that is not known, once its probe has been answered."""
+def diagnosis(job: Job) -> dict[str, Any]:
+    """Of the first incident of slow communication, once its probe has been answered."""
 
     def probed() -> dict[str, Any] | None:
         for incident in job.incidents():
             found: dict[str, Any] = incident.get("status", {}).get("diagnosis") or {}
             kinds = {witness["kind"] for witness in found.get("witnesses", ())}
-            is_new = incident["metadata"]["name"] not in known
-            if is_new and incident["spec"]["cause"] == "slow-communication" and "Probe" in kinds:
+            if incident["spec"]["cause"] == "slow-communication" and "Probe" in kinds:
                 return found
         return None
 
     return job.until(probed, 120, "an incident of slow communication with a probe as its witness")
 
 
-def test_a_slow_way_between_two_nodes_is_a_link(job: Job, known: frozenset[str]) -> None:
+def test_a_slow_way_between_two_nodes_is_a_link(job: Job) -> None:
     faults.slow_pair(job.node(0), job.node(1), RATE)
-    found = diagnosis(job, known)
+    found = diagnosis(job)
     assert (found["fault"], found["culprit"]) in {("Network", "link 0 → 1"), ("Network", "link 1 → 0")}, found
     assert {witness["kind"] for witness in found["witnesses"]} >= {"Times", "Transport", "Probe"}
 
 
-def test_a_node_that_sends_slowly_is_told_by_its_sender_side(job: Job, known: frozenset[str]) -> None:
+def test_a_node_that_sends_slowly_is_told_by_its_sender_side(job: Job) -> None:
     faults.slow_egress(job.node(1), RATE)
-    found = diagnosis(job, known)
+    found = diagnosis(job)
     assert found["culprit"] == "the sender side of rank 1's worker", found
 
 
-def test_a_node_that_receives_slowly_is_told_by_its_receiver_side(job: Job, known: frozenset[str]) -> None:
+def test_a_node_that_receives_slowly_is_told_by_its_receiver_side(job: Job) -> None:
     faults.slow_ingress(job.node(1), RATE)
-    found = diagnosis(job, known)
+    found = diagnosis(job)
     assert found["culprit"] == "the receiver side of rank 1's worker", found

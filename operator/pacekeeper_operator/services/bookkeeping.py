@@ -47,9 +47,14 @@ async def write(cluster: Cluster, job: Job, memory: JobMemory, draft: Draft) -> 
     await memory.publish(draft, written["metadata"]["resourceVersion"])
 
 
-async def begin(cluster: Cluster, job: Job, memory: JobMemory, pods: Sequence[PodView], now: float) -> None:
+async def begin(
+    cluster: Cluster, job: Job, memory: JobMemory, pods: Sequence[PodView], now: float, round_told: int = 0
+) -> None:
     """The first bookkeeping of a job: of a new one, of one that an operator before this resource kept (its ConfigMap is
-    read once, then deleted), or of one whose state was deleted by hand (it adopts its pods)."""
+    read once, then deleted), or of one whose state was deleted by hand (it adopts its pods).
+
+    round_told: the last one that the job's status tells of.
+    """
     name = f"{job.name}-plan"
     found = await cluster.find(CONFIG_MAPS, name, job.namespace)
     old = found if found is not None and _belongs_to(found, job) else None
@@ -58,17 +63,18 @@ async def begin(cluster: Cluster, job: Job, memory: JobMemory, pods: Sequence[Po
     elif old is not None:
         draft = legacy.adopted(old.get("data", {}), job.name, now)
     else:
-        draft = first(job, pods, now)
+        draft = first(job, pods, now, round_told)
     await incidents.supersede(cluster, job, draft.state.incidents.names())
     await write(cluster, job, memory, draft)
     if old is not None:
         await cluster.delete(CONFIG_MAPS, name, job.namespace, uid=old["metadata"]["uid"])
 
 
-def first(job: Job, pods: Sequence[PodView], now: float) -> Draft:
+def first(job: Job, pods: Sequence[PodView], now: float, round_told: int = 0) -> Draft:
     """The draft of a job of which nothing is written: workers that it has are replaced.
 
-    The version begins with the time, so that it lies above every one that such a job's workers may have seen.
+    The version begins with the time, so that it lies above every one that such a job's workers may have seen; rounds go
+    on above the one that its status tells of.
     """
     workers = []
     for pod in pods:
@@ -80,7 +86,7 @@ def first(job: Job, pods: Sequence[PodView], now: float) -> Draft:
     for worker in workers:
         key = str(worker.ordinal)
         incarnations[key] = max(worker.incarnation, incarnations.get(key, -1))
-    placement = Placement(workers=tuple(workers), incarnations=incarnations)
+    placement = Placement(workers=tuple(workers), incarnations=incarnations, round_seen=max(0, round_told))
     return Draft(Plan(version=int(now)), State(placement=placement))
 
 

@@ -130,7 +130,8 @@ async def _read(operator: Operator, desk: Desk) -> None:
     """What is written of the job into memory; where nothing is, a beginning."""
     if await bookkeeping.load(operator.cluster, desk.job, desk.memory) is None:
         pods = gather.of(operator.pods, desk.job)
-        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, operator.runtime.now())
+        now, told = operator.runtime.now(), _status(desk).round or 0
+        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told)
     desk.read_at = operator.runtime.monotonic()
 
 

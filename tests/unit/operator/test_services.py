@@ -57,8 +57,9 @@ class TestBookkeeping:
     def test_a_plan_that_was_deleted_is_made_anew_above_all_that_workers_may_have_seen(self) -> None:
         world = training()
         pods = tuple(view.pod for view in world.workers if view.pod is not None)
-        draft = bookkeeping.first(world.job, pods, NOW)
+        draft = bookkeeping.first(world.job, pods, NOW, 7)
         assert draft.plan.version >= NOW
+        assert draft.state.placement.round_seen == 7, "the next round has a number above it"
         assert draft.state.placement.incarnations == {str(n): 0 for n in range(5)}
         assert all(worker.leaving for worker in draft.state.placement.workers)
 

@@ -201,6 +201,12 @@ def _(patch: Patch) -> None:
     patch.setattr(incidents, "supersede", nothing)
 
 
+@undoes("rounds-from-one")
+def _(patch: Patch) -> None:
+    first = bookkeeping.first
+    patch.setattr(bookkeeping, "first", lambda job, pods, now, _: first(job, pods, now))
+
+
 @undoes("bookkeeping-deleted")
 def _(patch: Patch) -> None:
     patch.setattr(reconcile, "READ_SECONDS", math.inf)

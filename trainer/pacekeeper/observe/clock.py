@@ -66,11 +66,9 @@ class Clock(Protocol):
 class Spans:
     """Stretches of the rank's work, each from one mark to another, and how long they are altogether."""
 
-    __slots__ = ("_coming", "_ns")
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[Mark, Mark]] | None = None
-        self._ns = 0
+    # Of the class until there is one: most steps make two of these, and add nothing.
+    _coming: deque[tuple[Mark, Mark]] | None = None
+    _ns = 0
 
     def add(self, start: Mark, end: Mark) -> None:
         if self._coming is None:
@@ -95,14 +93,14 @@ class Spans:
         return self._ns
 
 
-class HostMark(NamedTuple):
+class HostMark:
     """The present time: reached at once."""
 
-    ns: int
+    __slots__ = ("ns",)
+    reached = True
 
-    @property
-    def reached(self) -> bool:
-        return True
+    def __init__(self, ns: int) -> None:
+        self.ns = ns
 
     def wait(self) -> None: ...
 
@@ -123,6 +121,9 @@ class HostValue(NamedTuple):
 class HostClock:
     """Where a call returns when its work is done."""
 
+    stream: object = None
+    captures = False
+
     def __init__(self, now: Callable[[], int] | None = None) -> None:
         """now: nanoseconds; None: of CLOCK_MONOTONIC."""
         self._now = now or time.monotonic_ns
@@ -132,14 +133,6 @@ class HostClock:
 
     def fetch(self, value: torch.Tensor) -> Fetched:
         return HostValue(float(value.item()))
-
-    @property
-    def stream(self) -> object:
-        return None
-
-    @property
-    def captures(self) -> bool:
-        return False
 
 
 class Event(Protocol):

@@ -38,9 +38,10 @@ AHEAD = 2
 
 Loaded = TypeVar("Loaded")
 
-# Plain numbers: an enumeration's member takes a call in Python to be looked up.
+# Looked up once: an enumeration's member takes a call in Python each time.
 _STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
 _GARBAGE, _LENGTHS = int(Kind.GARBAGE), int(Kind.LENGTHS)
+_START, _LOAD, _LOADING = Phase.START, Phase.LOAD, (Phase.LOAD, Phase.DATA)
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class Recorder:
         self._in_flight.append(step)
         self.ring.end_step(self.step, time.monotonic_ns())
         self.step += 1
-        if self.phase is Phase.START:
+        if self.phase is _START:
             self.enter(Phase.TRAIN)
             self._begin()
         else:
@@ -201,10 +202,10 @@ class Recorder:
 
     def load(self, fetch: Callable[[], Loaded]) -> Loaded:
         """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
-        if self.phase in (Phase.LOAD, Phase.DATA):
+        if self.phase in _LOADING:
             return fetch()
         before, start = self.phase, time.monotonic_ns()
-        self.enter(Phase.LOAD, start)
+        self.enter(_LOAD, start)
         try:
             return fetch()
         finally:

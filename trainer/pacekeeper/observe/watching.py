@@ -62,9 +62,10 @@ def watch_steps() -> None:
         nonlocal owner
         if watched.steered:
             return
-        if owner is None or owner() is None:
+        steps = None if owner is None else owner()
+        if steps is None:
             owner = weakref.ref(optimizer)
-        if owner() is optimizer:
+        if steps in (None, optimizer):
             watched.optimizer_begins()
 
     def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
