@@ -23,7 +23,7 @@ from demo.job import Job
 from demo.report import Curve, Outcome, Report, write
 from demo.view import View
 from pacekeeper_analysis.fabric.view import FabricView
-from testcluster import cluster, faults
+from testcluster import cluster, faults, placement
 from testcluster import fabric as network
 from testcluster.settings import REPOSITORY
 
@@ -124,20 +124,7 @@ def _manifests(name: str) -> list[dict[str, Any]]:
     pod = spec["template"]["spec"]
     command = pod["containers"][0]["command"]
     command[command.index("--global-batch") + 1] = str(BATCH)
-    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(NODES[name])}
-    pod["affinity"] = {
-        "nodeAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}
-        }
-    }
-    pod["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "DoNotSchedule",
-            "labelSelector": {"matchLabels": {"pacekeeper.dev/job": name}},
-        }
-    ]
+    pod |= placement.apart(name, NODES[name])
     return [claim, training]
 
 

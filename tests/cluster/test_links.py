@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testcluster import faults
+from testcluster import faults, placement
 from tests.support.cluster import Cluster, scratch_namespace
 from tests.support.jobs import Job, paced
 
@@ -31,14 +31,8 @@ def job(cluster: Cluster) -> Iterator[Job]:
             replicas=RANKS,
             detection={"windowSteps": 16, "stragglerSlowdown": 1.3},
             remediation={"allow": ["RestartRanks"]},
+            pod=placement.apart("links"),
         )
-        spread = {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "DoNotSchedule",
-            "labelSelector": {"matchLabels": {"pacekeeper.dev/job": "links"}},
-        }
-        body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [spread]
         job = Job.apply(cluster, namespace, body)
         job.until_calm()
         job.until_step(EARLY_STEPS, timeout=120)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import testcluster.cluster
-from testcluster import fabric, faults
+from testcluster import fabric, faults, placement
 from testcluster.leaf_spine import LeafSpine
 from testcluster.shell import run
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
@@ -58,13 +58,6 @@ def jobs(cluster: Cluster) -> Iterator[list[Job]]:
 
 
 def across_leaves(name: str) -> dict[str, Any]:
-    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": NODES[name]}]}]
-    spread = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "DoNotSchedule",
-        "labelSelector": {"matchLabels": {"pacekeeper.dev/job": name}},
-    }
     return paced(
         name,
         LONG,
@@ -72,12 +65,7 @@ def across_leaves(name: str) -> dict[str, Any]:
         replicas=2,
         detection={"windowSteps": 16, "stragglerSlowdown": 10},
         remediation={"allow": ["RestartRanks", "PlanTraffic"]},
-        pod={
-            "affinity": {
-                "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-            },
-            "topologySpreadConstraints": [spread],
-        },
+        pod=placement.apart(name, NODES[name]),
     )
 
 
