@@ -205,8 +205,8 @@ class Process:
         if self.dead:
             return
         self.dead = True
-        self._behind.clear()
         self._buried = list(self.tasks)
+        self._behind.clear()  # only now: nothing else holds a task that was begun while the process stood still
         mourners, self._mourners = self._mourners, {}
         for callback in mourners:
             callback()

@@ -199,6 +199,7 @@ class Ruling:
 
     verdict: Verdict
     words: str
+    raised: bool = False  # the job's namespace has its say in the NodeQuarantine
 
 
 @dataclass(frozen=True)

@@ -360,6 +360,7 @@ class WantedQuarantine:
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node
     at: float = 0.0  # when it was decided, seconds since the epoch
+    raised: bool = False  # it has stood in a NodeQuarantine: once that is gone, it is not asked for again
 
 
 @dataclass(frozen=True)

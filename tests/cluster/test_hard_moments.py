@@ -96,10 +96,11 @@ class TestLong:
             cluster.kubectl("cordon", FIRST)
             for node in (FIRST, SECOND):
                 quarantine(cluster, node)
-            wait_for(lambda: tainted(cluster) >= {FIRST, SECOND}, 30, "both nodes are quarantined")
-            assert cordoned(cluster) >= {FIRST, SECOND}
+            both = {FIRST, SECOND}
+            wait_for(lambda: tainted(cluster) & cordoned(cluster) >= both, 30, "both nodes are quarantined")
             release.uninstall()
             assert not cluster.list("nodequarantines")
+            assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
             assert not tainted(cluster) & {FIRST, SECOND}
             assert FIRST in cordoned(cluster), "somebody else had cordoned it before"
             assert SECOND not in cordoned(cluster)

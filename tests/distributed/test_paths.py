@@ -404,6 +404,15 @@ class TestFallback:
         team.end()
 
 
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 class Job:
     """Two workers with real launchers, one below each of the first two leaves, whose ranks all-reduce over gloo."""
 
@@ -462,10 +471,10 @@ class Job:
             store_port=self.beat(0).meeting_port,
             paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
         ).sealed(Plan(), "5ec2e7" * 8)
-        for worker in (0, 1):
-            write_plan(self.runtimes[worker].plan, plan.part(f"w{worker}"))
-            self.runtimes[worker].plan.chmod(0o644)
-            self.runtimes[worker].contact.touch()
+        for worker, runtime in enumerate(self.runtimes):
+            with as_nobody():  # a plan may be read by its own user only, from its first moment
+                write_plan(runtime.plan, plan.part(f"w{worker}"))
+            runtime.contact.touch()
 
     def wait_until_ready(self) -> None:
         ready = [self.folder / f"ready-{self._membership}-{rank}" for rank in (0, 1)]

@@ -30,8 +30,13 @@ def _quarantines(observation: Observation) -> Draft:
         incident = incidents.find(wanted.incident)
         if ruling is not None and incident is not None:
             draft = draft.with_incident(replace(incident, quarantine=ruling.words, verdict=ruling.verdict))
-    left = tuple(wanted for wanted in incidents.quarantines if not _ruled(observation, wanted))
+    left = tuple(_told(observation, wanted) for wanted in incidents.quarantines if not _ruled(observation, wanted))
     return draft if left == incidents.quarantines else draft.with_incidents(quarantines=left)
+
+
+def _told(observation: Observation, wanted: WantedQuarantine) -> WantedQuarantine:
+    ruling = observation.rulings.get(wanted.incident)
+    return wanted if ruling is None or wanted.raised else replace(wanted, raised=ruling.raised)
 
 
 def _ruled(observation: Observation, wanted: WantedQuarantine) -> bool:

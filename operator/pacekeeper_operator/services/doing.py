@@ -127,6 +127,7 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         wanted.at,
         wanted.witness,
         wanted.weak,
+        wanted.raised,
     )
     ruling = await quarantine.suspect(operator.cluster, operator.runtime, operator.settings, blame)
     if desk.memory.rulings.get(wanted.incident) != ruling:

@@ -80,30 +80,30 @@ class Blame:
     at: float  # when it was found, seconds since the epoch: what is said again does not become younger
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+    raised: bool = False  # it has stood in a NodeQuarantine
 
 
 async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling:
     """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
 
     The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
-    nothing is not raised anew by the same words.
+    nothing is not raised anew by the same words, and whoever deletes its NodeQuarantine has ended it.
     """
     sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
     sign = replace(sign, witness=blame.witness, weak=blame.weak)
     known = await cluster.find(QUARANTINES, blame.node)
-    if known is None and runtime.now() >= blame.at + SUSPICION_SECONDS:
-        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
     if known is None:
-        return await _refusal(cluster, settings, blame) or await _create(cluster, settings, blame, sign)
+        return await _refusal(cluster, runtime, settings, blame) or await _create(cluster, settings, blame, sign)
     found = Quarantine.parse(known)
     if found.over or found.node_uid not in (None, blame.uid):
-        return Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
+        ending = Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
+        return _ended(blame) or ending
     signs = with_sign(found.spec.signs, sign)
     if found.suspicion and signs != found.spec.signs:
         version = {"resourceVersion": known["metadata"]["resourceVersion"]}
         spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
         await cluster.patch(QUARANTINES, blame.node, {"metadata": version, "spec": spec})
-    return ruling(found, blame.uid)
+    return replace(ruling(found, blame.uid), raised=found.suspicion)
 
 
 async def look(cluster: Cluster, node: str, node_uid: str) -> Ruling | None:
@@ -270,8 +270,12 @@ async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings,
     return RETRY_SECONDS
 
 
-async def _refusal(cluster: Cluster, settings: Settings, blame: Blame) -> Ruling | None:
+async def _refusal(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling | None:
     """Why no suspicion is raised; None: it may be."""
+    if ended := _ended(blame):
+        return ended
+    if runtime.now() >= blame.at + SUSPICION_SECONDS:
+        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
     node = await cluster.find(NODES, blame.node)
     if node is None or node["metadata"]["uid"] != blame.uid:
         return Ruling(Verdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
@@ -279,6 +283,12 @@ async def _refusal(cluster: Cluster, settings: Settings, blame: Blame) -> Ruling
         return Ruling(Verdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
     paused = await _paused(cluster, settings)
     return Ruling(Verdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
+
+
+def _ended(blame: Blame) -> Ruling | None:
+    """Of what has stood in a NodeQuarantine that is over, deleted by somebody perhaps; None: it is new."""
+    words = f"the NodeQuarantine that told of {blame.node} has ended"
+    return Ruling(Verdict.CLEARED, words) if blame.raised else None
 
 
 async def _create(cluster: Cluster, settings: Settings, blame: Blame, sign: Sign) -> Ruling:
@@ -291,7 +301,7 @@ async def _create(cluster: Cluster, settings: Settings, blame: Blame, sign: Sign
         "spec": {**spec.to_json(), "incidentRef": _reference(blame.incident)},
     }
     try:
-        return ruling(Quarantine.parse(await cluster.create(QUARANTINES, body)), blame.uid)
+        return replace(ruling(Quarantine.parse(await cluster.create(QUARANTINES, body)), blame.uid), raised=True)
     except Conflict:  # somebody was faster: what is said here is said again if it stays so
         return ruling(Quarantine.parse(await cluster.get(QUARANTINES, blame.node)), blame.uid)
 

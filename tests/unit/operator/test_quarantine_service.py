@@ -110,6 +110,28 @@ class TestSuspect:
         assert await place.suspect(other) is Verdict.RELEASING
         assert len(place.cluster.quarantines()["node-1"].spec.signs) == 1
 
+    async def test_whoever_deletes_a_suspicion_has_ended_it(self, place: Place) -> None:
+        """While it goes, and when it has gone. What was held back before is none that somebody has deleted."""
+        paused = await suspect(place.cluster, place.runtime, replace(SETTINGS, paused=True), place.blame())
+        assert (paused.verdict, paused.raised) == (Verdict.PAUSED, False)
+        ruling = await suspect(place.cluster, place.runtime, SETTINGS, place.blame())
+        assert (ruling.verdict, ruling.raised) == (Verdict.SUSPECTED, True)
+        raised = place.blame(raised=ruling.raised)
+        assert (await suspect(place.cluster, place.runtime, SETTINGS, raised)) == ruling, "it stands"
+
+        await place.cluster.delete(QUARANTINES, "node-1")
+        assert await place.suspect(raised) is Verdict.CLEARED
+        assert await place.suspect() is Verdict.RELEASING, "another one is to be said again then"
+        await place.reconcile()
+        assert await place.suspect(raised) is Verdict.CLEARED
+        assert not place.cluster.quarantines()
+
+    async def test_one_by_hand_is_no_word_of_the_job(self, place: Place) -> None:
+        await place.by_hand(approved=False)
+        await place.reconcile()
+        ruling = await suspect(place.cluster, place.runtime, SETTINGS, place.blame())
+        assert (ruling.verdict, ruling.raised) == (Verdict.AWAITS_APPROVAL, False)
+
     async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:
         await place.by_hand()
         before = place.cluster.version

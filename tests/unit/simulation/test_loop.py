@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -100,6 +101,27 @@ def test_a_frozen_process_does_later_what_it_would_have_done(loop: VirtualLoop) 
 
     loop.run(main())
     assert ticks == [1, 2, 12.5, 13.5]
+
+
+def test_a_frozen_process_is_killed_without_a_word(loop: VirtualLoop) -> None:
+    said: list[str] = []
+    process = Process(loop, "p")
+
+    async def work() -> None:
+        said.append("work")
+
+    async def main() -> None:
+        process.pause()
+        process.spawn(work(), "begun while it stands still")
+        await asyncio.sleep(1)
+        process.kill()
+        gc.collect()
+        process.resume()
+        await asyncio.sleep(1)
+
+    loop.run(main())
+    loop.close()
+    assert (said, loop.errors) == ([], [])
 
 
 def test_whatever_a_process_starts_is_its_own(loop: VirtualLoop) -> None:

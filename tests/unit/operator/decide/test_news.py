@@ -32,6 +32,13 @@ class TestRulings:
         assert (other.quarantine, other.verdict) == ("", None)
         assert incidents.quarantines == world.state.incidents.quarantines, "both are asked for again"
 
+    def test_what_stands_in_a_quarantine_is_remembered_over_a_restart_of_the_operator(self) -> None:
+        raised, refused = Ruling(Verdict.SUSPECTED, "new", raised=True), Ruling(Verdict.PAUSED, "paused")
+        world = replace(blaming("a", "b"), rulings={"a": raised, "b": refused})
+        world = replace(world.with_draft(news.step(world, policy())), rulings={"a": refused})
+        quarantines = news.step(world, policy()).state.incidents.quarantines
+        assert [(wanted.incident, wanted.raised) for wanted in quarantines] == [("a", True), ("b", False)]
+
     def test_a_final_one_is_asked_for_no_more(self) -> None:
         rulings = {"a": Ruling(Verdict.QUARANTINED, "quarantined"), "b": Ruling(Verdict.PAUSED, "paused")}
         incidents = news.step(replace(blaming("a", "b"), rulings=rulings), policy()).state.incidents
