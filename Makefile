@@ -69,8 +69,8 @@ lock: venv ## Renew what the operator's image is made of (locks/)
 compiler:
 	@command -v cc > /dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q gcc libc6-dev; }
 
-cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABRIC=1 or 2: with so many ports a node into a leaf–spine network)
-	$(BIN)/python -m testcluster up $(if $(FABRIC),--fabric $(FABRIC))
+cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABRIC=1 or 2: with so many ports a node into a leaf–spine network; GANGS=1: whose scheduler knows gangs)
+	$(BIN)/python -m testcluster up $(if $(FABRIC),--fabric $(FABRIC)) $(if $(GANGS),--gangs)
 
 cluster-down: venv ## Take it down again
 	$(BIN)/python -m testcluster down

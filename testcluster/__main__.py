@@ -25,7 +25,7 @@ def main() -> int:
 def _perform(arguments: argparse.Namespace) -> None:
     match arguments.verb:
         case "up":
-            cluster.up(arguments.nodes, arguments.fabric)
+            cluster.up(arguments.nodes, arguments.fabric, arguments.gangs)
             print(f"export KUBECONFIG={KUBECONFIG}")
         case "down":
             cluster.down()
@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=range(fabric.MOST_PORTS + 1),
         help="ports of each node into a leaf–spine network for what pods send one another; 0: there is none",
+    )
+    up.add_argument(
+        "--gangs",
+        action=argparse.BooleanOptionalAction,
+        help="whether the scheduler places pods of a PodGroup together (alpha in Kubernetes 1.36)",
     )
     verbs.add_parser("down", help="end it and remove all but the logs")
     verbs.add_parser("status", help="what runs")

@@ -47,16 +47,19 @@ _GOING_DOWN = STATE / "going-down"  # there while `down` is at work, so that one
 _PARALLEL = max(2, os.cpu_count() or 2)
 
 
-def up(count: int | None = None, ports: int | None = None) -> None:
+def up(count: int | None = None, ports: int | None = None, gangs: bool | None = None) -> None:
     """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there.
 
     ports: of each node into a leaf–spine fabric; 0: there is none; None: as it is, and none at first.
+    gangs: whether the scheduler places pods of a PodGroup together; None: as it is, and not at first.
     """
     with _exclusive(), step("Cluster"):
         programs = Programs()
         if _GOING_DOWN.exists():
             _tear_down()
         wanted = _members(count)
+        if gangs is not None:
+            control_plane.choose_gangs(gangs)
         credentials.ensure()
         network.ensure_host()
         archive, spec = images.archive(programs.pause), images.runtime_spec(programs)

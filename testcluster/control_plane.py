@@ -17,7 +17,18 @@ from testcluster.settings import (
     SERVICE_SUBNET,
     STATE,
 )
-from testcluster.shell import answers, run
+from testcluster.shell import answers, run, write
+
+_GANGS = STATE / "gangs"
+_GANG_GATES = ("--feature-gates=GenericWorkload=true,GangScheduling=true",)
+
+
+def choose_gangs(wanted: bool) -> None:
+    """Whether the scheduler places pods of a PodGroup together, as alpha features of Kubernetes 1.36 let it."""
+    if wanted:
+        write(_GANGS, "")
+    else:
+        _GANGS.unlink(missing_ok=True)
 
 
 def etcd(programs: Programs) -> Daemon:
@@ -58,6 +69,8 @@ def api_server(programs: Programs) -> Daemon:
         f"--kubelet-client-certificate={credentials.KUBELET_CLIENT}.crt",
         f"--kubelet-client-key={credentials.KUBELET_CLIENT}.key",
         "--kubelet-preferred-address-types=InternalIP",  # node names do not resolve
+        *_gates(),
+        *(["--runtime-config=scheduling.k8s.io/v1alpha2=true"] if _GANGS.exists() else []),
     )
     return Daemon("kube-apiserver", command)
 
@@ -76,6 +89,7 @@ def controller_manager(programs: Programs) -> Daemon:
         f"--root-ca-file={credentials.CA}",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
+        *_gates(),
     )
     return Daemon("kube-controller-manager", command)
 
@@ -89,8 +103,13 @@ def scheduler(programs: Programs) -> Daemon:
         f"--authentication-kubeconfig={kubeconfig}",
         f"--authorization-kubeconfig={kubeconfig}",
         "--leader-elect=false",
+        *_gates(),
     )
     return Daemon("kube-scheduler", command)
+
+
+def _gates() -> tuple[str, ...]:
+    return _GANG_GATES if _GANGS.exists() else ()
 
 
 def ensure_api_server(programs: Programs) -> None:

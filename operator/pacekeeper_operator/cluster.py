@@ -121,6 +121,11 @@ class Cluster:
         except NotFound:
             return None
 
+    async def versions(self, group: str) -> frozenset[str]:
+        """Of this API group, those that are served; none where it is unknown."""
+        found = await self.find(Kind("/apis", group, namespaced=False), "")
+        return frozenset() if found is None else frozenset(str(each["version"]) for each in found["versions"])
+
     async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
         """All objects, none staler than the call; of all namespaces where none is given."""
         return (await self.listing(kind, namespace, labels=labels, fields=fields)).items

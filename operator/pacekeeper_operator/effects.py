@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from .gangs import Gang
 from .queues import Stage
 from .state import Incident, WantedQuarantine, Worker
 
@@ -31,6 +32,7 @@ class CreatePod:
     worker: Worker
     spare: bool = False
     avoid: tuple[str, ...] = ()
+    gang: Gang | None = None  # with which it is placed; None: alone
 
     PREFIX: ClassVar = "create "
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .api import (
+    ANNOTATION_AVOIDS,
     API_VERSION,
     LABEL_CIRCLE,
     LABEL_JOB,
@@ -95,12 +96,13 @@ def worker_pod(
     avoid_nodes: Sequence[str] = (),
     node_labels: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] = (),
+    pod_group: str = "",
 ) -> Object:
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
     `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
     name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
-    `node_labels`, `tolerations`: of the nodes that its queue has given it.
+    `node_labels`, `tolerations`: of the nodes that its queue has given it. `pod_group`: with which it is placed.
     """
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
@@ -125,7 +127,10 @@ def worker_pod(
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **node_labels}
     if tolerations:
         spec["tolerations"] = [*spec.get("tolerations", []), *tolerations]
+    if pod_group:
+        spec.setdefault("schedulingGroup", {"podGroupName": pod_group})
     _place(job, spec, spare, avoid_nodes)
+    avoids = ",".join(avoid_nodes)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -133,7 +138,7 @@ def worker_pod(
             "name": name,
             "namespace": job.namespace,
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
-            "annotations": metadata.get("annotations", {}),
+            "annotations": {**metadata.get("annotations", {}), **({ANNOTATION_AVOIDS: avoids} if avoids else {})},
             "ownerReferences": [owned_by(job)],
         },
         "spec": spec,

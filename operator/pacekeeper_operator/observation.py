@@ -45,6 +45,7 @@ class PodView:
     owner: str = ""  # UID of its job
     gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)
     started: bool = False  # its trainer's container runs
+    avoids: frozenset[str] = frozenset()  # nodes that it was kept off when it was made
 
     @property
     def ended(self) -> bool:

@@ -211,6 +211,15 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM, control_plane.QuotaIsFull(room=-1), 40.0),
         _at(CALM + 1.0, machines.PodDeleted(force=True, role=Role.SPARE)),
     ),
+    "kept-off-for-good": _scenario(
+        "a pod that was kept off a suspect when it was made waits for ever for a place, though the suspect is cleared",
+        _at(CALM, ranks.GpuFails(index=3)),
+        _at(CALM + 3.4, ranks.GpuFails(index=2, xid=48)),
+        seed=3780584162,
+        nodes=4,
+        replicas=3,
+        spares=0,
+    ),
     # People.
     "created-anew": _scenario(
         "a job that is created anew after a forced removal inherits the end of the one before",

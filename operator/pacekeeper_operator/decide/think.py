@@ -21,7 +21,7 @@ from ..effects import (
 from ..observation import Observation, Policy
 from ..queues import Stage
 from ..state import Draft, Incident
-from . import STEPS, node_leaving, preflight, profile, workforce
+from . import STEPS, avoiding, preflight, profile, workforce
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +81,10 @@ def _pods(observation: Observation) -> Iterator[Effect]:
         yield DeletePod(view.name, view.pod.uid, view.record.force)
     for pod in observation.strays:
         yield DeletePod(pod.name, pod.uid)
-    suspects = observation.surroundings.suspects
-    avoid = tuple(sorted({*suspects, *preflight.avoided(observation), *node_leaving.avoided(observation)}))
+    avoid, gang = avoiding.nodes(observation), workforce.gang(observation)
     for worker in workforce.missing(observation):
         spare = bool(observation.plan.members) or worker.ordinal >= observation.job.spec.replicas
-        yield CreatePod(worker, spare, avoid)
+        yield CreatePod(worker, spare, avoid, gang)
 
 
 def _preflight(observation: Observation) -> Iterator[Effect]:

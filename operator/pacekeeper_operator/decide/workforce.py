@@ -10,8 +10,10 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 
 from ..api import CleanPodPolicy, Reason
+from ..gangs import Gang
 from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerView
 from ..state import Draft, Placement, Worker
+from . import avoiding
 
 FIRST_BACKOFF_SECONDS = 10.0
 LONGEST_BACKOFF_SECONDS = 300.0
@@ -19,6 +21,8 @@ TURN_SECONDS = 300.0
 """So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
 OVERDUE_SECONDS = 15.0
 """So long after its grace period a pod may still be there before nobody waits for its node any more."""
+KEPT_OFF_SECONDS = 60.0
+"""So long a pod may have no place before it is made anew for nodes that may be used again."""
 LEAVE_SECONDS = 120.0
 """So long workers may take to leave by themselves (checkpoint, exit) before their pods are deleted."""
 
@@ -32,6 +36,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
     if not _may_be_staffed(observation):
         return draft
     draft = _give_up_ended(observation, _place_in_time(observation))
+    draft = _give_up_kept_off(observation, policy, draft)
     return _reserve(observation, _give_up_surplus(observation, draft))
 
 
@@ -46,6 +51,15 @@ def missing(observation: Observation) -> tuple[Worker, ...]:
     if _ends(observation) or not _may_be_staffed(observation):
         return ()
     return tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
+
+
+def gang(observation: Observation) -> Gang | None:
+    """With whom pods that are created now are to be placed; None: each alone. Any so many of workers and spares will
+    do: seats are given to those that are placed."""
+    size = observation.job.spec.replicas
+    if observation.plan.members or size == 1:
+        return None
+    return Gang(size, observation.state.placement.attempts)
 
 
 def surplus(observation: Observation) -> tuple[WorkerView, ...]:
@@ -187,6 +201,21 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
             draft = draft.with_worker(gone)
         if died:
             draft = put_off(draft, observation)
+    return draft
+
+
+def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) -> Draft:
+    """A pod is kept off nodes for good. One that has no place without them is made anew when one of them may be used
+    again. (A young operator has not heard of all suspects.)"""
+    if observation.operator_age <= policy.grace_after_start:
+        return draft
+    usable = observation.surroundings.nodes.keys() - set(avoiding.nodes(observation))
+    for view in observation.workers:
+        pod = view.pod
+        if pod is None or not pod.unschedulable or pod.deleting or view.record.leaving:
+            continue
+        if observation.now - pod.created_at >= KEPT_OFF_SECONDS and pod.avoids & usable:
+            draft = draft.with_worker(replace(view.record, leaving="nodes that it was kept off may be used again"))
     return draft
 
 

@@ -15,6 +15,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
+from ..gangs import Gang
 from ..observation import Localised, Metrics, NodeCheck, NodeView, Ruling, TemplateVerdict
 from ..queues import Turn
 from ..state import Draft
@@ -51,6 +52,8 @@ class JobMemory:
     probes: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the probe of links that is out
     template: TemplateVerdict | None = None  # the API server's last word
     turn: Turn | None = None  # what its queue has said last
+    gathered: tuple[Gang, str] | None = None  # the last gang that was placed together, and the PodGroup of its pods
+    gathering: asyncio.Lock = field(default_factory=asyncio.Lock)  # once for all pods of a gang
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
     rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about

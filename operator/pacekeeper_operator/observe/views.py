@@ -7,7 +7,7 @@ from typing import Any
 
 from pacekeeper_analysis.fabric import places
 
-from ..api import LABEL_JOB, TRAINER, parse_time
+from ..api import ANNOTATION_AVOIDS, LABEL_JOB, TRAINER, parse_time
 from ..node_health import NodeHealth
 from ..observation import NodeView, PodView
 
@@ -39,6 +39,7 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         exit_message=(ended or status).get("message", ""),
         gated=scheduled.get("reason") == "SchedulingGated",
         started="running" in _trainer(status),
+        avoids=frozenset(filter(None, (metadata.get("annotations") or {}).get(ANNOTATION_AVOIDS, "").split(","))),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
     )

@@ -24,12 +24,13 @@ from ..effects import (
     TryTemplate,
     WriteIncident,
 )
+from ..gangs import Gang
 from ..manifests import refused_template, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..queues import Stage, Turn
 from ..state import Incident
-from . import behaviour, events, incidents, preflight, quarantine, queues
+from . import behaviour, events, gangs, incidents, preflight, quarantine, queues
 from .desk import Desk
 from .operator import Operator
 
@@ -96,6 +97,7 @@ async def _try_template(operator: Operator, desk: Desk, generation: int) -> floa
 
 async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
     worker = effect.worker
+    group = await _gather(operator, desk, effect.gang) if effect.gang else ""
     placing = (desk.memory.turn or Turn(admitted=False)).placing_of(spare=effect.spare)
     body = worker_pod(
         desk.job,
@@ -106,6 +108,7 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         avoid_nodes=effect.avoid,
         node_labels=placing.labels,
         tolerations=placing.tolerations,
+        pod_group=group,
     )
     try:
         await operator.cluster.create(PODS, body)
@@ -114,6 +117,15 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         if found.owner != desk.job.uid:
             raise kopf.TemporaryError(f"the name {worker.name} is taken by a pod that is not this job's") from None
     return SHOWS_SECONDS
+
+
+async def _gather(operator: Operator, desk: Desk, gang: Gang) -> str:
+    """Name of the PodGroup of the pods that are placed together; "": the cluster knows none."""
+    memory = desk.memory
+    async with memory.gathering:
+        if memory.gathered is None or memory.gathered[0] != gang:
+            memory.gathered = (gang, await gangs.gather(operator.cluster, desk.job, gang))
+        return memory.gathered[1]
 
 
 async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuarantine) -> float:

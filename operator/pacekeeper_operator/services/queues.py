@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .. import queues
 from ..api import Job, Object
-from ..cluster import FLAVORS, WORKLOADS, Cluster, Kind, NotFound
+from ..cluster import FLAVORS, WORKLOADS, Cluster, Kind
 from ..manifests import Installation, worker_pod
 from ..queues import Placing, Stage, Turn
 from .operator import Operator
@@ -24,7 +24,8 @@ async def look(operator: Operator, job: Job) -> Turn:
 async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage) -> Turn:
     """Has the job's Workload be as it should, and says what the queue says of it. Raises what the cluster does."""
     cluster = operator.cluster
-    version = await _version(cluster)
+    served = await cluster.versions(queues.KUEUE)
+    version = next((version for version in queues.VERSIONS if version in served), "")
     if not version:
         return Turn(False, queues.NOT_SERVED)
     kind = _of(WORKLOADS, version)
@@ -78,16 +79,6 @@ async def _turn(cluster: Cluster, version: str, found: Object, known: Turn | Non
     for name in queues.flavors_of(found) - placing.keys():
         placing[name] = queues.placing_by(await cluster.get(_of(FLAVORS, version), name))
     return queues.turn(found, placing)
-
-
-async def _version(cluster: Cluster) -> str:
-    """That the API server serves; "": none."""
-    try:
-        group = await cluster.get(Kind("/apis", queues.KUEUE, namespaced=False), "")
-    except NotFound:
-        return ""
-    served = {each["version"] for each in group["versions"]}
-    return next((version for version in queues.VERSIONS if version in served), "")
 
 
 def _of(kind: Kind, version: str) -> Kind:

@@ -20,6 +20,7 @@ from pacekeeper_operator.manifests import (
     worker_name,
     worker_pod,
 )
+from pacekeeper_operator.observe.views import view_pod
 
 INSTALLATION = Installation("https://10.96.0.50:8443", "PEM")
 TEMPLATE: dict[str, Any] = {
@@ -392,6 +393,9 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
         for term in found["nodeSelectorTerms"]:
             avoided = [item["values"] for item in term["matchFields"]]
             assert avoided == [["node-1"], ["node-2"]], "the API server takes one name a requirement"
+        assert view_pod(
+            {**body, "metadata": {**body["metadata"], "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}}
+        ).avoids == {"node-1", "node-2"}
         assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
 
 

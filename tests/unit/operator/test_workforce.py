@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.api import CleanPodPolicy, RunPolicySpec
 from pacekeeper_operator.decide import workforce
-from pacekeeper_operator.decide.workforce import LEAVE_SECONDS, OVERDUE_SECONDS, missing, surplus
+from pacekeeper_operator.decide.workforce import KEPT_OFF_SECONDS, LEAVE_SECONDS, OVERDUE_SECONDS, missing, surplus
 from pacekeeper_operator.observation import FRESH_SECONDS, NodeView, Observation
 from pacekeeper_operator.state import Draft, Worker
 from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, training, with_pods
@@ -298,3 +299,46 @@ def test_an_end_changes_nothing_about_workers() -> None:
     world = change_worker(over(CleanPodPolicy.RUNNING), "j-w1-0", gone=True)
     assert isinstance(workforce.step(world, policy()), Draft)
     assert not missing(stepped(world))
+
+
+class TestKeptOff:
+    """A pod keeps off the nodes that were suspects when it was made, however long they have been none."""
+
+    SPARE = "j-w2-0"
+
+    def waiting(self, seconds: float = KEPT_OFF_SECONDS, **pod: Any) -> Observation:
+        kept_off = {
+            "avoids": frozenset({"node-9"}),
+            "unschedulable": "0/6 nodes",
+            "node": "",
+            "created_at": NOW - seconds,
+        }
+        world = change_worker(training(replicas=2, spares=1), self.SPARE, pod={**kept_off, **pod})
+        nodes = {**world.surroundings.nodes, "node-9": NodeView("node-9", "uid-9", ready=True)}
+        return replace(world, surroundings=replace(world.surroundings, nodes=nodes), operator_age=1000.0)
+
+    def test_another_one_is_made_when_the_node_may_be_used_again(self) -> None:
+        world = stepped(self.waiting())
+        assert going(world) == [self.SPARE]
+        assert names(missing(world)) == ["j-w2-1"]
+
+    def test_not_while_the_node_is_to_be_avoided(self) -> None:
+        world = self.waiting()
+        world = replace(world, surroundings=replace(world.surroundings, suspects=frozenset({"node-9"})))
+        assert going(stepped(world)) == []
+
+    @pytest.mark.parametrize(
+        "pod",
+        [
+            {"created_at": NOW - KEPT_OFF_SECONDS + 1},
+            {"unschedulable": ""},
+            {"avoids": frozenset()},
+            {"avoids": frozenset({"a-node-that-is-gone"})},
+        ],
+        ids=["young", "on its way", "kept off nothing", "off what is gone"],
+    )
+    def test_nor_where_it_would_not_help(self, pod: dict[str, Any]) -> None:
+        assert going(stepped(self.waiting(**pod))) == []
+
+    def test_nor_by_an_operator_that_has_not_heard_of_all_suspects(self) -> None:
+        assert going(stepped(replace(self.waiting(), operator_age=0.0))) == []

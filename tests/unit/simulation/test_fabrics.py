@@ -27,8 +27,11 @@ SPEC = {
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Eight nodes, in turns of two leaves, each with room for one worker."""
-    world = World(1, WorldSettings(nodes=8, slots=1))
+    """Eight nodes, in turns of two leaves, each with room for one worker.
+
+    By this seed flows collide that have no ways.
+    """
+    world = World(3, WorldSettings(nodes=8, slots=1))
     until(world, lambda: len(world.api.all("nodes")) == 8)
     for n, leaf in enumerate(LEAVES):
         world.api.patch("nodes", f"node-{n}", "", {"metadata": {"labels": {LEAF: leaf}}})

@@ -173,6 +173,11 @@ def _(patch: Patch) -> None:
     patch.setattr(errands.Errands, "_put_off", put_off)
 
 
+@undoes("kept-off-for-good")
+def _(patch: Patch) -> None:
+    patch.setattr(workforce, "KEPT_OFF_SECONDS", math.inf)
+
+
 @undoes("created-anew")
 def _(patch: Patch) -> None:
     patch.setattr(bookkeeping, "_belongs_to", lambda *_: True)

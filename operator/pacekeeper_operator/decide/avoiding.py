@@ -1,0 +1,12 @@
+"""Nodes on which no further pod of a job is to be placed."""
+
+from __future__ import annotations
+
+from ..observation import Observation
+from . import node_leaving, preflight
+
+
+def nodes(observation: Observation) -> tuple[str, ...]:
+    """Names, in order: suspects, those that were slow before the job's start, and those that are to be empty."""
+    suspects = observation.surroundings.suspects
+    return tuple(sorted({*suspects, *preflight.avoided(observation), *node_leaving.avoided(observation)}))

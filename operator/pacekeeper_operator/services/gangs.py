@@ -1,0 +1,32 @@
+"""A job's PodGroup: made, and made anew when another number of pods is to be placed together."""
+
+from __future__ import annotations
+
+import kopf
+
+from .. import gangs
+from ..api import Job
+from ..cluster import Cluster, Kind
+from ..gangs import Gang
+
+
+async def gather(cluster: Cluster, job: Job, gang: Gang) -> str:
+    """Name of the PodGroup that the gang's pods are to name; "": this cluster's scheduler places pods one by one.
+
+    Raises TemporaryError while the PodGroup of an earlier gang goes, or where the name is taken, and what the cluster
+    does.
+    """
+    served = await cluster.versions(gangs.SCHEDULING)
+    version = next((version for version in gangs.VERSIONS if version in served), "")
+    if not version:
+        return ""
+    kind = Kind(f"/apis/{gangs.SCHEDULING}/{version}", "podgroups")
+    found = await cluster.find(kind, job.name, job.namespace)
+    if found is None:
+        found = await cluster.create(kind, gangs.pod_group(job, gang, version))
+    if not gangs.is_of(found, job):
+        raise kopf.TemporaryError(f"PodGroup {job.name} is not the job's: delete it, or rename the job", delay=5)
+    if not gangs.serves(found, gang):
+        await cluster.delete(kind, job.name, job.namespace, uid=found["metadata"]["uid"])
+        raise kopf.TemporaryError(f"PodGroup {job.name} is of another gang, and goes first", delay=1)
+    return str(found["metadata"]["name"])
