@@ -50,6 +50,10 @@ ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+LABEL_PREBUILT = "kueue.x-k8s.io/prebuilt-workload-name"
+"""On a copy that MultiKueue has made of a job of another cluster: its Workload, which comes from there, too."""
+MANAGER = f"{GROUP}/operator"
+"""Who runs a job whose `managedBy` names nobody else."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
 """Key of the taint (effect NoSchedule) of a quarantined node."""
 FINALIZER_JOB = f"{GROUP}/job"
@@ -414,6 +418,7 @@ class JobSpec:
     remediation: RemediationSpec = field(default_factory=RemediationSpec)
     run_policy: RunPolicySpec = field(default_factory=RunPolicySpec)
     preflight: PreflightSpec = field(default_factory=PreflightSpec)
+    managed_by: str = MANAGER
 
     @property
     def fewest_replicas(self) -> int:
@@ -440,6 +445,7 @@ class Job:
     deleted: bool = False  # deletion was asked for
     profile_wanted: str = ""  # value of its annotation: another one asks for a behaviour window
     queue: str = ""  # that has to admit it; "": none
+    prebuilt: str = ""  # name of its Workload where another cluster has sent both; "": it is made here
     queued: str = ""  # why its queue holds it, which is as if it were suspended; "": it does not
 
     @property
@@ -459,6 +465,7 @@ class Job:
 
     @classmethod
     def _of(cls, metadata: Mapping[str, Any], spec: JobSpec) -> Self:
+        labels = metadata.get("labels") or {}
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -467,7 +474,8 @@ class Job:
             spec=spec,
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
-            queue=str((metadata.get("labels") or {}).get(LABEL_QUEUE, "")),
+            queue=str(labels.get(LABEL_QUEUE, "")),
+            prebuilt=str(labels.get(LABEL_PREBUILT, "")),
             profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
         )
 

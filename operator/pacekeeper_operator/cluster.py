@@ -7,7 +7,7 @@ decide upon have classes of their own.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,8 +72,6 @@ STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
 BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
-WORKLOADS = Kind("/apis/kueue.x-k8s.io/v1beta2", "workloads")
-FLAVORS = Kind("/apis/kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False)
 NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
@@ -121,10 +119,11 @@ class Cluster:
         except NotFound:
             return None
 
-    async def versions(self, group: str) -> frozenset[str]:
-        """Of this API group, those that are served; none where it is unknown."""
+    async def served(self, group: str, versions: Sequence[str]) -> str:
+        """The first of these versions that the API group is served in; "": it is in none of them, or unknown."""
         found = await self.find(Kind("/apis", group, namespaced=False), "")
-        return frozenset() if found is None else frozenset(str(each["version"]) for each in found["versions"])
+        there = set() if found is None else {each["version"] for each in found["versions"]}
+        return next((version for version in versions if version in there), "")
 
     async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
         """All objects, none staler than the call; of all namespaces where none is given."""

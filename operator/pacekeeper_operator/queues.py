@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .api import GROUP, Job, Object, format_time
+from .api import GROUP, Job, JobPhase, JobStatus, Object, format_time
 from .manifests import owned_by
 
 KUEUE = "kueue.x-k8s.io"
@@ -25,6 +25,8 @@ ANNOTATION_DIGEST = f"{GROUP}/digest"
 WORKERS, SPARES = "workers", "spares"
 NOT_SERVED = "the job names a queue, and this cluster serves no Workloads: install Kueue, or remove the label"
 NOT_MADE = "its Workload has not been made yet"
+NOT_SENT = "the Workload that its label kueue.x-k8s.io/prebuilt-workload-name names has not come yet"
+NOT_ITS_OWN = "the Workload of its name is another job's, or asks for other pods than this job has"
 OTHER_PODS = "it asks for other pods than were admitted, and is queued anew"
 
 
@@ -75,6 +77,8 @@ def under(job: Job, turn: Turn | None) -> Job:
 
 
 def workload_name(job: Job) -> str:
+    if job.prebuilt:
+        return job.prebuilt
     digest = hashlib.sha256(f"{job.name}/{job.uid}".encode()).hexdigest()[:5]
     return f"trainingjob-{job.name[:200]}-{digest}"
 
@@ -111,13 +115,30 @@ def _digest(job: Job) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def asks_for_the_same(found: Object, wanted: Object) -> bool:
-    """Pods, and queue."""
-    return _digest_of(found) == _digest_of(wanted)
+def asks_for_pods_of(found: Object, job: Job) -> bool:
+    """Whether the Workload has the pods and the queue that the job wants."""
+    return bool(found["metadata"].get("annotations", {}).get(ANNOTATION_DIGEST, "") == _digest(job))
 
 
-def _digest_of(found: Object) -> str:
-    return str(found["metadata"].get("annotations", {}).get(ANNOTATION_DIGEST, ""))
+def is_anothers(found: Object, job: Job) -> bool:
+    """Whoever is admitted by it must have asked for it."""
+    owners = found["metadata"].get("ownerReferences", ())
+    return any(owner["uid"] != job.uid for owner in owners) or (bool(job.prebuilt) and not asks_for_pods_of(found, job))
+
+
+def taking(found: Object, job: Job) -> Object | None:
+    """What makes a Workload that was sent the job's own, so that it goes with it; None: it is so already."""
+    if not job.prebuilt or found["metadata"].get("ownerReferences"):
+        return None
+    return {"labels": {LABEL_JOB_UID: job.uid}, "ownerReferences": [owned_by(job)]}
+
+
+def stage_elsewhere(status: JobStatus) -> Stage:
+    """Of a job that another controller runs, by the status which that one writes."""
+    failed = status.phase is JobPhase.FAILED
+    over = failed or status.phase is JobPhase.COMPLETE
+    words = str(status.message or status.phase) if over else ""
+    return Stage(False, status.phase is JobPhase.RUNNING, words, failed)
 
 
 def has_quota(found: Object) -> bool:

@@ -90,11 +90,18 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: Cluster, queue: Q
         job.until(lambda: queue.workload(job) is None, 30, "its Workload goes with it")
 
 
-def test_its_end_is_told(cluster: Cluster, queue: QueueStandIn) -> None:
-    with scratch_namespace(cluster) as namespace:
-        job = Job.apply(cluster, namespace, queued("short", 20, replicas=1))
+def test_sent_to_another_cluster_and_its_end_told_in_both(cluster: Cluster, queue: QueueStandIn) -> None:
+    """MultiKueue's two clusters are two namespaces here: it sees to it that they have the same names."""
+    with scratch_namespace(cluster) as here, scratch_namespace(cluster) as there:
+        job = Job.apply(cluster, here, queued("sent", 20, replicas=1, managedBy="kueue.x-k8s.io/multikueue"))
         job.until(lambda: queue.workload(job), 30, "its Workload")
         queue.admit(job, "pool-a", workers=1)
-        job.until_phase("Complete", timeout=120)
-        job.until(lambda: queue.says(job, "Finished") == "True", 40, "the queue knows that it has ended")
-        assert queue.condition(job, "Finished")["reason"] == "Succeeded"
+
+        copy = queue.send(job, there)
+        copy.until_phase("Complete", timeout=120)
+        copy.until(lambda: queue.says(copy, "Finished") == "True", 40, "the queue there knows that it has ended")
+        assert queue.condition(copy, "Finished")["reason"] == "Succeeded"
+        assert not job.pods()
+        assert not job.status, "what it says is the other controller's to write"
+        queue.bring_back(copy, job)
+        job.until(lambda: queue.says(job, "Finished") == "True", 40, "and the queue here, too")

@@ -211,6 +211,7 @@ def test_defaults(cluster: Cluster) -> None:
         "suspend": False,
         "syncMode": "Auto",
         "schedulingTimeout": "5m",
+        "managedBy": "pacekeeper.dev/operator",
         "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3},
         "preflight": {"enabled": False, "timeout": "5m", "validFor": "24h"},
         "detection": {
@@ -268,6 +269,14 @@ def test_what_workers_are_made_of_changes_only_in_suspension(
     _set_phase(cluster, namespace, "Suspended")
     change["spec"]["suspend"] = False
     cluster.apply(change, namespace)
+
+
+def test_who_runs_a_job_never_changes(cluster: Cluster, namespace: str) -> None:
+    body = job()
+    body["spec"]["suspend"] = True
+    cluster.apply(body, namespace)
+    message = refusal(cluster, changed(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
+    assert "spec.managedBy never changes: delete the job and make it anew" in message
 
 
 def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:

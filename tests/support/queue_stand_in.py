@@ -31,7 +31,8 @@ class QueueStandIn:
         """The job's own; None: there is none (yet)."""
         found = self.cluster.kubectl("get", "workloads", "-n", job.namespace, "-o", "json")
         items: list[dict[str, Any]] = json.loads(found)["items"]
-        mine = [body for body in items if body["metadata"]["ownerReferences"][0]["name"] == job.name]
+        owners = {body["metadata"]["name"]: body["metadata"].get("ownerReferences", [{}]) for body in items}
+        mine = [body for body in items if owners[body["metadata"]["name"]][0].get("name") == job.name]
         assert len(mine) < 2, "one job, one Workload"
         return mine[0] if mine else None
 
@@ -60,6 +61,30 @@ class QueueStandIn:
     def evict(self, job: Job, reason: str, message: str) -> None:
         """From now on the job has to leave; its quota is its own until it says that it has left."""
         self._tell(job, {"Evicted": ("True", reason, message)})
+
+    def send(self, job: Job, namespace: str) -> Job:
+        """As MultiKueue's adapter for jobs of any kind does, once the job is admitted: copies its Workload, which is
+        admitted there, and the job itself. `namespace`: stands in for another cluster's."""
+        workload, body = self.workload(job), job.read()
+        assert workload is not None
+        name = workload["metadata"]["name"]
+        kept = {"name": name, "namespace": namespace, "annotations": workload["metadata"]["annotations"]}
+        self.cluster.apply({**workload, "metadata": kept, "status": {}}, namespace)
+        labels = {**body["metadata"]["labels"], f"{GROUP}/prebuilt-workload-name": name}
+        spec = {field: value for field, value in body["spec"].items() if field != "managedBy"}
+        copy = {**body, "metadata": {"name": job.name, "labels": labels}, "spec": spec}
+        sent = Job.apply(self.cluster, namespace, {field: copy[field] for field in copy if field != "status"})
+        sent.until(lambda: self.workload(sent), 30, "the copy has taken the Workload for its own")
+        sets = workload["status"]["admission"]["podSetAssignments"]
+        self.admit(sent, sets[0]["flavors"]["cpu"], **{each["name"]: each["count"] for each in sets})
+        return sent
+
+    def bring_back(self, copy: Job, job: Job) -> None:
+        """What the copy's status says is the job's."""
+        self.cluster.kubectl(
+            "patch", "tj", job.name, "-n", job.namespace, "--subresource=status", "--type=merge",
+            "-p", json.dumps({"status": copy.status}),
+        )  # fmt: skip
 
     def _tell(
         self, job: Job, said: Mapping[str, tuple[str, str, str]], admission: Mapping[str, Any] | None = None

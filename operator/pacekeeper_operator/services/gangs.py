@@ -16,8 +16,7 @@ async def gather(cluster: Cluster, job: Job, gang: Gang) -> str:
     Raises TemporaryError while the PodGroup of an earlier gang goes, or where the name is taken, and what the cluster
     does.
     """
-    served = await cluster.versions(gangs.SCHEDULING)
-    version = next((version for version in gangs.VERSIONS if version in served), "")
+    version = await cluster.served(gangs.SCHEDULING, gangs.VERSIONS)
     if not version:
         return ""
     kind = Kind(f"/apis/{gangs.SCHEDULING}/{version}", "podgroups")

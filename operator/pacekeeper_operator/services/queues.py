@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .. import queues
 from ..api import Job, Object
-from ..cluster import FLAVORS, WORKLOADS, Cluster, Kind
+from ..cluster import Cluster, Kind
 from ..manifests import Installation, worker_pod
 from ..queues import Placing, Stage, Turn
 from .operator import Operator
@@ -14,39 +14,48 @@ from .operator import Operator
 
 async def look(operator: Operator, job: Job) -> Turn:
     """What the queue says, without changing anything."""
-    for version in queues.VERSIONS:
-        found = await operator.cluster.find(_of(WORKLOADS, version), queues.workload_name(job), job.namespace)
-        if found is not None:
-            return await _turn(operator.cluster, version, found, None)
-    return Turn(False, queues.NOT_MADE)
+    cluster = operator.cluster
+    version = await cluster.served(queues.KUEUE, queues.VERSIONS)
+    if not version:
+        return Turn(False, queues.NOT_SERVED)
+    found = await cluster.find(_workloads(version), queues.workload_name(job), job.namespace)
+    return Turn(False, queues.NOT_MADE) if found is None else await _turn(cluster, version, found, job, None)
 
 
 async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage) -> Turn:
     """Has the job's Workload be as it should, and says what the queue says of it. Raises what the cluster does."""
     cluster = operator.cluster
-    served = await cluster.versions(queues.KUEUE)
-    version = next((version for version in queues.VERSIONS if version in served), "")
+    version = await cluster.served(queues.KUEUE, queues.VERSIONS)
     if not version:
         return Turn(False, queues.NOT_SERVED)
-    kind = _of(WORKLOADS, version)
-    wanted = queues.workload(job, version, _templates(job, operator.installation))
-    found = await cluster.find(kind, wanted["metadata"]["name"], job.namespace)
+    kind, name, active = _workloads(version), queues.workload_name(job), not job.spec.suspend
+    found = await cluster.find(kind, name, job.namespace)
+    if found is None and job.prebuilt:
+        return Turn(False, queues.NOT_SENT)
     if found is None:
         if stage.finished:
             return Turn(False, "the job has ended")
-        found = await cluster.create(kind, wanted)
-    elif not queues.asks_for_the_same(found, wanted) and not stage.finished:
+        found = await cluster.create(kind, _workload(operator, job, version))
+    elif queues.is_anothers(found, job):
+        return Turn(False, queues.NOT_ITS_OWN)
+    elif (metadata := queues.taking(found, job)) is not None:
+        found = await _patched(cluster, kind, found, {"metadata": metadata})
+    elif not queues.asks_for_pods_of(found, job) and not stage.finished:
         if queues.has_quota(found):
             if not stage.pods_left:
-                await cluster.delete(kind, wanted["metadata"]["name"], job.namespace, uid=found["metadata"]["uid"])
+                await cluster.delete(kind, name, job.namespace, uid=found["metadata"]["uid"])
             return Turn(False, queues.OTHER_PODS)
-        found = await _replaced(cluster, kind, found, wanted)
-    elif found["spec"].get("active", True) != wanted["spec"]["active"]:
-        found = await _patched(cluster, kind, found, {"spec": {"active": wanted["spec"]["active"]}})
+        found = await _replaced(cluster, kind, found, _workload(operator, job, version))
+    elif found["spec"].get("active", True) != active:
+        found = await _patched(cluster, kind, found, {"spec": {"active": active}})
     status = queues.status_due(found, stage, operator.runtime.now())
     if status is not None:
         found = await _patched(cluster, kind, found, {"status": status}, "status")
-    return await _turn(cluster, version, found, known)
+    return await _turn(cluster, version, found, job, known)
+
+
+def _workload(operator: Operator, job: Job, version: str) -> Object:
+    return queues.workload(job, version, _templates(job, operator.installation))
 
 
 def _templates(job: Job, installation: Installation) -> Mapping[str, Object]:
@@ -69,17 +78,23 @@ async def _replaced(cluster: Cluster, kind: Kind, found: Object, wanted: Object)
 async def _patched(cluster: Cluster, kind: Kind, found: Object, change: Object, subresource: str = "") -> Object:
     """Compare-and-swap: Kueue writes, too."""
     metadata = found["metadata"]
-    body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, **change}
+    body = {**change, "metadata": {**change.get("metadata", {}), "resourceVersion": metadata["resourceVersion"]}}
     return await cluster.patch(kind, metadata["name"], body, metadata["namespace"], subresource=subresource)
 
 
-async def _turn(cluster: Cluster, version: str, found: Object, known: Turn | None) -> Turn:
+async def _turn(cluster: Cluster, version: str, found: Object, job: Job, known: Turn | None) -> Turn:
     """Flavours are read once for an admission."""
+    if queues.is_anothers(found, job):
+        return Turn(False, queues.NOT_ITS_OWN)
     placing: dict[str, Placing] = dict(known.placing) if known is not None else {}
     for name in queues.flavors_of(found) - placing.keys():
-        placing[name] = queues.placing_by(await cluster.get(_of(FLAVORS, version), name))
+        placing[name] = queues.placing_by(await cluster.get(_flavors(version), name))
     return queues.turn(found, placing)
 
 
-def _of(kind: Kind, version: str) -> Kind:
-    return Kind(f"/apis/{queues.KUEUE}/{version}", kind.plural, kind.namespaced)
+def _workloads(version: str) -> Kind:
+    return Kind(f"/apis/{queues.KUEUE}/{version}", "workloads")
+
+
+def _flavors(version: str) -> Kind:
+    return Kind(f"/apis/{queues.KUEUE}/{version}", "resourceflavors", namespaced=False)

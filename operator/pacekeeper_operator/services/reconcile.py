@@ -14,7 +14,7 @@ from dataclasses import replace
 from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
-from ..api import Job, JobPhase, JobStatus, Mode, Outcome
+from ..api import MANAGER, Job, JobPhase, JobStatus, Mode, Outcome
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
 from ..decide import links, node_lost, waits, workforce
 from ..decide import status as statuses
@@ -22,7 +22,7 @@ from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
-from ..queues import under
+from ..queues import stage_elsewhere, under
 from ..state import Draft, LinkLook
 from . import bookkeeping, events, incidents, queues
 from .desk import Desk
@@ -44,6 +44,8 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
+    if desk.job.spec.managed_by != MANAGER:
+        return await _leave_alone(operator, desk)
     try:
         await _see_queue(operator, desk)
         if _is_to_be_read(operator, desk):
@@ -67,6 +69,16 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     if failure is not None:
         raise failure
     return _pause(operator, desk, thought.observation)
+
+
+async def _leave_alone(operator: Operator, desk: Desk) -> float:
+    """Another controller runs the job, and writes its status. It stands in its queue as any other: MultiKueue runs it
+    in another cluster when that has admitted it."""
+    if not desk.job.queue:
+        return IDLE_SECONDS
+    stage = stage_elsewhere(JobStatus.parse(desk.body.get("status") or {}))
+    desk.memory.turn = await queues.attend(operator, desk.job, desk.memory.turn, stage)
+    return QUEUE_SECONDS
 
 
 async def _see_queue(operator: Operator, desk: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,13 +140,13 @@ class TestPods:
         self, cluster: FakeCluster, operator: Operator, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked = []
-        versions = cluster.versions
+        served = cluster.served
 
-        async def counted(group: str) -> frozenset[str]:
+        async def counted(group: str, versions: Sequence[str]) -> str:
             asked.append(group)
-            return await versions(group)
+            return await served(group, versions)
 
-        monkeypatch.setattr(cluster, "versions", counted)
+        monkeypatch.setattr(cluster, "served", counted)
         workers = [Worker(f"{JOB.name}-w{i}-0", i, 0) for i in range(3)]
         await asyncio.gather(*(carry_out(operator, desk, CreatePod(worker, gang=TWO)) for worker in workers))
         assert named(cluster) == [JOB.name] * 3

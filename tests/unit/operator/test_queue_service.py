@@ -18,7 +18,7 @@ from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.queues import SPARES, WORKERS, Placing, Stage, Turn
 from pacekeeper_operator.services import queues as service
 from pacekeeper_operator.services.desk import Desk
-from pacekeeper_operator.services.doing import carry_out
+from pacekeeper_operator.services.doing import QUEUE_SECONDS, carry_out
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import desk_for, reconcile
 from pacekeeper_operator.settings import Settings
@@ -146,6 +146,88 @@ class TestAttend:
         del cluster.objects["kueue.x-k8s.io", "", ""]
         turn = await service.attend(operator, queued(), None, GONE)
         assert turn == Turn(admitted=False, words=queues.NOT_SERVED)
+
+
+class TestSent:
+    """MultiKueue has copied the job from another cluster, and its Workload with it."""
+
+    def sent(self, cluster: FakeCluster, **changes: Any) -> tuple[Job, Object]:
+        job = replace(queued(**changes), prebuilt="from-there")
+        templates: dict[str, Object] = {WORKERS: {}, SPARES: {}}
+        body = queues.workload(replace(queued(), prebuilt="from-there"), "v1beta1", templates)
+        del body["metadata"]["ownerReferences"], body["metadata"]["labels"]
+        body["metadata"]["resourceVersion"] = "1"
+        cluster.objects["workloads", "ns", "from-there"] = body
+        say(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
+        return job, body
+
+    async def test_it_waits_for_its_workload_and_makes_none(self, operator: Operator, cluster: FakeCluster) -> None:
+        turn = await service.attend(operator, replace(queued(), prebuilt="from-there"), None, GONE)
+        assert turn == Turn(admitted=False, words=queues.NOT_SENT)
+        assert workload(cluster) is None
+
+    async def test_it_takes_what_was_sent_for_its_own(self, operator: Operator, cluster: FakeCluster) -> None:
+        job, _ = self.sent(cluster)
+        turn = await service.attend(operator, job, None, GONE)
+        assert (turn.admitted, turn.counts) == (True, {"workers": 4, "spares": 1})
+        (owner,) = (workload(cluster) or {})["metadata"]["ownerReferences"]
+        assert owner["uid"] == job.uid
+        assert await service.attend(operator, job, turn, RUNS) == turn == await service.look(operator, job)
+
+    async def test_nobody_is_admitted_by_what_another_has_asked_for(
+        self, operator: Operator, cluster: FakeCluster
+    ) -> None:
+        no = Turn(admitted=False, words=queues.NOT_ITS_OWN)
+        larger, body = self.sent(cluster, replicas=5)
+        assert await service.attend(operator, larger, None, GONE) == no == await service.look(operator, larger)
+        assert "ownerReferences" not in body["metadata"]
+        job, body = self.sent(cluster)
+        body["metadata"]["ownerReferences"] = [{"uid": "another"}]
+        assert await service.attend(operator, job, None, GONE) == no == await service.look(operator, job)
+
+
+class TestElsewhere:
+    """Another controller runs the job."""
+
+    def elsewhere(self, phase: str = "", queue: str = "team") -> tuple[Job, Object]:
+        job = queued()
+        body = {"metadata": {"name": "j", "namespace": "ns"}, "status": {"phase": phase} if phase else {}}
+        return replace(job, queue=queue, spec=replace(job.spec, managed_by="kueue.x-k8s.io/multikueue")), body
+
+    async def passes(self, operator: Operator, phase: str = "", queue: str = "team") -> float:
+        job, body = self.elsewhere(phase, queue)
+        return await reconcile(operator, desk_for(operator, job, body))
+
+    async def test_it_stands_in_its_queue_and_nothing_else_is_touched(
+        self, operator: Operator, cluster: FakeCluster
+    ) -> None:
+        before = dict(cluster.objects)
+        assert await self.passes(operator) == QUEUE_SECONDS
+        say(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
+        await self.passes(operator)
+        assert [plural for plural, _, _ in cluster.objects.keys() - before.keys()] == ["workloads"]
+
+    async def test_without_a_queue_not_even_that(self, operator: Operator, cluster: FakeCluster) -> None:
+        before = dict(cluster.objects)
+        assert await self.passes(operator, queue="") > QUEUE_SECONDS
+        assert cluster.objects == before
+
+    @pytest.mark.parametrize(
+        ("phase", "told"),
+        [
+            ("Running", ("PodsReady", "True", "Started")),
+            ("Complete", ("Finished", "True", "Succeeded")),
+            ("Failed", ("Finished", "True", "Failed")),
+        ],
+    )
+    async def test_its_queue_hears_how_far_it_is_there(
+        self, operator: Operator, cluster: FakeCluster, phase: str, told: tuple[str, str, str]
+    ) -> None:
+        await self.passes(operator)
+        say(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
+        await self.passes(operator, phase)
+        conditions = (workload(cluster) or {})["status"]["conditions"]
+        assert told in [(each["type"], each["status"], each["reason"]) for each in conditions]
 
 
 class TestPass:

@@ -72,11 +72,9 @@ class TestWorkload:
 
     def test_other_pods_or_another_queue_are_another_workload_and_a_pause_is_not(self) -> None:
         found = written()
-        assert queues.asks_for_the_same(found, queues.workload(queued(suspend=True), "v1beta1", TEMPLATES))
-        other_sidecar = queues.workload(queued(), "v1beta2", {WORKERS: {"spec": {"another": 1}}, SPARES: {}})
-        assert queues.asks_for_the_same(found, other_sidecar), "which is no reason to queue anew"
+        assert queues.asks_for_pods_of(found, queued(suspend=True))
         for other in (queued(replicas=5), replace(queued(), queue="other")):
-            assert not queues.asks_for_the_same(found, queues.workload(other, "v1beta1", TEMPLATES))
+            assert not queues.asks_for_pods_of(found, other)
         assert queues.workload(queued(suspend=True), "v1beta1", TEMPLATES)["spec"]["active"] is False
 
 
