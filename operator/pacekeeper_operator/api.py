@@ -50,6 +50,8 @@ ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+LABEL_PRIORITY = "kueue.x-k8s.io/priority-class"
+"""On jobs: the WorkloadPriorityClass by which they stand in their queue."""
 LABEL_PREBUILT = "kueue.x-k8s.io/prebuilt-workload-name"
 """On a copy that MultiKueue has made of a job of another cluster: its Workload, which comes from there, too."""
 MANAGER = f"{GROUP}/operator"
@@ -445,6 +447,7 @@ class Job:
     deleted: bool = False  # deletion was asked for
     profile_wanted: str = ""  # value of its annotation: another one asks for a behaviour window
     queue: str = ""  # that has to admit it; "": none
+    priority_class: str = ""  # among those who wait for a queue; "": that of its pods
     prebuilt: str = ""  # name of its Workload where another cluster has sent both; "": it is made here
     queued: str = ""  # why its queue holds it, which is as if it were suspended; "": it does not
 
@@ -475,6 +478,7 @@ class Job:
             created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             deleted="deletionTimestamp" in metadata,
             queue=str(labels.get(LABEL_QUEUE, "")),
+            priority_class=str(labels.get(LABEL_PRIORITY, "")),
             prebuilt=str(labels.get(LABEL_PREBUILT, "")),
             profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
         )

@@ -18,7 +18,7 @@ from .manifests import owned_by
 
 KUEUE = "kueue.x-k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
-"""Newest first. What is used of them here is the same in both."""
+"""Newest first. What is used of them here is the same in both, but for priorities."""
 LABEL_JOB_UID = f"{KUEUE}/job-uid"
 ANNOTATION_DIGEST = f"{GROUP}/digest"
 """Of what was asked for: the API server fills in defaults, and operators change."""
@@ -36,6 +36,14 @@ class Placing:
 
     labels: Mapping[str, str] = field(default_factory=dict)  # of nodes
     tolerations: tuple[Object, ...] = ()
+
+
+@dataclass(frozen=True)
+class PriorityClass:
+    """By which a job stands in its queue."""
+
+    name: str
+    of_pods: bool  # a PriorityClass of Kubernetes; otherwise a WorkloadPriorityClass of Kueue
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,10 @@ def workload_name(job: Job) -> str:
     return f"trainingjob-{job.name[:200]}-{digest}"
 
 
-def workload(job: Job, version: str, templates: Mapping[str, Object]) -> Object:
-    """As it is to be. `templates`: pod templates, by set."""
+def workload(job: Job, version: str, templates: Mapping[str, Object], value: int = 0) -> Object:
+    """As it is to be. `templates`: pod templates, by set; `value`: of its priority class."""
     spec = {"queueName": job.queue, "podSets": list(_pod_sets(job, templates)), "active": not job.spec.suspend}
+    spec |= {field: each for field, each in priority(priority_class(job), version, value).items() if each is not None}
     return {
         "apiVersion": f"{KUEUE}/{version}",
         "kind": "Workload",
@@ -106,6 +115,34 @@ def _pod_sets(job: Job, templates: Mapping[str, Object]) -> Sequence[Object]:
     if spec.fewest_replicas < spec.replicas:
         workers["minCount"] = max(1, spec.fewest_replicas)
     return [workers, {"name": SPARES, "count": spec.spares, "template": templates[SPARES]}][: 1 + bool(spec.spares)]
+
+
+def priority_class(job: Job) -> PriorityClass | None:
+    """None: it stands there as anybody."""
+    if job.priority_class:
+        return PriorityClass(job.priority_class, of_pods=False)
+    name = (job.spec.template.get("spec") or {}).get("priorityClassName", "")
+    return PriorityClass(str(name), of_pods=True) if name else None
+
+
+def priority(of: PriorityClass | None, version: str, value: int) -> Object:
+    """Fields of a Workload's spec; what is None is not there."""
+    if version == "v1beta1":
+        source = "scheduling.k8s.io/priorityclass" if of and of.of_pods else f"{KUEUE}/workloadpriorityclass"
+        named: Object = {"priorityClassName": of and of.name, "priorityClassSource": of and source}
+    else:
+        group, kind = ("scheduling.k8s.io", "PriorityClass") if of and of.of_pods else (KUEUE, "WorkloadPriorityClass")
+        named = {"priorityClassRef": of and {"group": group, "kind": kind, "name": of.name}}
+    return {**named, "priority": None if of is None else value}
+
+
+def priority_class_of(found: Object) -> PriorityClass | None:
+    """By which the Workload stands in its queue."""
+    spec = found["spec"]
+    reference = spec.get("priorityClassRef") or {}
+    name = reference.get("name") or spec.get("priorityClassName")
+    source = reference.get("group") or spec.get("priorityClassSource", "")
+    return PriorityClass(name, of_pods=source.startswith("scheduling.k8s.io")) if name else None
 
 
 def _digest(job: Job) -> str:

@@ -60,8 +60,14 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: Cluster, queue: Q
     """Nothing runs before it is admitted; evicted, it keeps its steps, and its quota until its pods are gone."""
     pool = {node["metadata"]["name"] for node in cluster.list("node", "", "example.com/pool=a")}
     with scratch_namespace(cluster) as namespace:
-        job = Job.apply(cluster, namespace, queued("queued", 10_000_000, replicas=2, spares=1, minReplicas=1))
-        job.until(lambda: queue.workload(job), 30, "its Workload")
+        body = queued("queued", 10_000_000, replicas=2, spares=1, minReplicas=1)
+        body["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "dear"
+        job = Job.apply(cluster, namespace, body)
+        job.until(
+            lambda: "make it, or name another" in job.condition("Hindered").get("message", ""), 30, "what is missing"
+        )
+        queue.make_priority_class("dear", 100)
+        assert job.until(lambda: queue.workload(job), 30, "its Workload")["spec"]["priority"] == 100
         queue.keep_waiting(job, "insufficient unused quota")
         job.until(lambda: "insufficient unused quota" in words(job), 30, "the queue's words stand in the job")
         assert job.phase == "Suspended"

@@ -27,6 +27,10 @@ class QueueStandIn:
         body = {"apiVersion": f"{GROUP}/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": name}}
         self.cluster.apply({**body, "spec": {"nodeLabels": dict(labels)}})
 
+    def make_priority_class(self, name: str, value: int) -> None:
+        body = {"apiVersion": f"{GROUP}/v1beta1", "kind": "WorkloadPriorityClass", "metadata": {"name": name}}
+        self.cluster.apply({**body, "value": value})
+
     def workload(self, job: Job) -> dict[str, Any] | None:
         """The job's own; None: there is none (yet)."""
         found = self.cluster.kubectl("get", "workloads", "-n", job.namespace, "-o", "json")

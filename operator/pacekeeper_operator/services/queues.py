@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import kopf
+
 from .. import queues
-from ..api import Job, Object
+from ..api import LABEL_PRIORITY, Job, Object
 from ..cluster import Cluster, Kind
 from ..manifests import Installation, worker_pod
 from ..queues import Placing, Stage, Turn
 from .operator import Operator
+
+PRIORITY_CLASSES = Kind("/apis/scheduling.k8s.io/v1", "priorityclasses", namespaced=False)
 
 
 async def look(operator: Operator, job: Job) -> Turn:
@@ -35,7 +39,7 @@ async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage)
     if found is None:
         if stage.finished:
             return Turn(False, "the job has ended")
-        found = await cluster.create(kind, _workload(operator, job, version))
+        found = await cluster.create(kind, await _workload(operator, job, version))
     elif queues.is_anothers(found, job):
         return Turn(False, queues.NOT_ITS_OWN)
     elif (metadata := queues.taking(found, job)) is not None:
@@ -45,17 +49,38 @@ async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage)
             if not stage.pods_left:
                 await cluster.delete(kind, name, job.namespace, uid=found["metadata"]["uid"])
             return Turn(False, queues.OTHER_PODS)
-        found = await _replaced(cluster, kind, found, _workload(operator, job, version))
+        found = await _replaced(cluster, kind, found, await _workload(operator, job, version))
     elif found["spec"].get("active", True) != active:
         found = await _patched(cluster, kind, found, {"spec": {"active": active}})
+    elif queues.priority_class_of(found) != queues.priority_class(job) and not stage.finished:
+        value = await _priority(cluster, job, version)
+        priority = queues.priority(queues.priority_class(job), version, value)
+        found = await _patched(cluster, kind, found, {"spec": priority})
     status = queues.status_due(found, stage, operator.runtime.now())
     if status is not None:
         found = await _patched(cluster, kind, found, {"status": status}, "status")
     return await _turn(cluster, version, found, job, known)
 
 
-def _workload(operator: Operator, job: Job, version: str) -> Object:
-    return queues.workload(job, version, _templates(job, operator.installation))
+async def _workload(operator: Operator, job: Job, version: str) -> Object:
+    value = await _priority(operator.cluster, job, version)
+    return queues.workload(job, version, _templates(job, operator.installation), value)
+
+
+async def _priority(cluster: Cluster, job: Job, version: str) -> int:
+    """Raises TemporaryError where there is no such class."""
+    wanted = queues.priority_class(job)
+    if wanted is None:
+        return 0
+    kind = PRIORITY_CLASSES if wanted.of_pods else _of_queues(version, "workloadpriorityclasses")
+    found = await cluster.find(kind, wanted.name)
+    if found is None:
+        where = "priorityClassName of its template" if wanted.of_pods else f"label {LABEL_PRIORITY}"
+        raise kopf.TemporaryError(
+            f"its priority class {wanted.name} ({where}) is not among the {kind.plural}: make it, or name another",
+            delay=5,
+        )
+    return int(found["value"])
 
 
 def _templates(job: Job, installation: Installation) -> Mapping[str, Object]:
@@ -88,7 +113,7 @@ async def _turn(cluster: Cluster, version: str, found: Object, job: Job, known: 
         return Turn(False, queues.NOT_ITS_OWN)
     placing: dict[str, Placing] = dict(known.placing) if known is not None else {}
     for name in queues.flavors_of(found) - placing.keys():
-        placing[name] = queues.placing_by(await cluster.get(_flavors(version), name))
+        placing[name] = queues.placing_by(await cluster.get(_of_queues(version, "resourceflavors"), name))
     return queues.turn(found, placing)
 
 
@@ -96,5 +121,6 @@ def _workloads(version: str) -> Kind:
     return Kind(f"/apis/{queues.KUEUE}/{version}", "workloads")
 
 
-def _flavors(version: str) -> Kind:
-    return Kind(f"/apis/{queues.KUEUE}/{version}", "resourceflavors", namespaced=False)
+def _of_queues(version: str, plural: str) -> Kind:
+    """What the whole cluster has."""
+    return Kind(f"/apis/{queues.KUEUE}/{version}", plural, namespaced=False)

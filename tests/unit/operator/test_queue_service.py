@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import kopf
 import pytest
 
 from pacekeeper_analysis.plan import Stop
@@ -146,6 +147,50 @@ class TestAttend:
         del cluster.objects["kueue.x-k8s.io", "", ""]
         turn = await service.attend(operator, queued(), None, GONE)
         assert turn == Turn(admitted=False, words=queues.NOT_SERVED)
+
+
+class TestPriority:
+    def told(self, cluster: FakeCluster) -> Object:
+        spec = (workload(cluster) or {})["spec"]
+        return {field: spec[field] for field in sorted(spec) if field.startswith("priority")}
+
+    async def test_by_its_label_and_by_another_one_later(self, operator: Operator, cluster: FakeCluster) -> None:
+        for name, value in {"dear": 100, "cheap": -5}.items():
+            cluster.objects["workloadpriorityclasses", "", name] = {"metadata": {"name": name}, "value": value}
+        for name, value in {"dear": 100, "cheap": -5}.items():
+            await service.attend(operator, replace(queued(), priority_class=name), None, GONE)
+            source = "kueue.x-k8s.io/workloadpriorityclass"
+            assert self.told(cluster) == {
+                "priority": value,
+                "priorityClassName": name,
+                "priorityClassSource": source,
+            }
+        cluster.objects.pop(("workloadpriorityclasses", "", "cheap"))
+        await service.attend(operator, replace(queued(), priority_class="cheap"), None, GONE)
+        await service.attend(operator, queued(), None, GONE)
+        assert self.told(cluster) == {}
+
+    @pytest.mark.parametrize("version", queues.VERSIONS)
+    async def test_by_its_pods(self, operator: Operator, cluster: FakeCluster, version: str) -> None:
+        cluster.objects["kueue.x-k8s.io", "", ""]["versions"] = [{"version": version}]
+        cluster.objects["priorityclasses", "", "gold"] = {"metadata": {"name": "gold"}, "value": 7}
+        job = queued()
+        template = {**job.spec.template, "spec": {**job.spec.template["spec"], "priorityClassName": "gold"}}
+        job = replace(job, spec=replace(job.spec, template=template))
+        await service.attend(operator, job, None, GONE)
+        before = workload(cluster)
+        await service.attend(operator, job, None, GONE)
+        assert workload(cluster) is before
+        reference = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": "gold"}
+        old = {"priorityClassName": "gold", "priorityClassSource": "scheduling.k8s.io/priorityclass"}
+        assert self.told(cluster) == {"priority": 7} | (
+            old if version == "v1beta1" else {"priorityClassRef": reference}
+        )
+
+    async def test_a_class_that_is_not_there(self, operator: Operator, cluster: FakeCluster) -> None:
+        with pytest.raises(kopf.TemporaryError, match=r"class dear \(label .*not among the workload.*: make"):
+            await service.attend(operator, replace(queued(), priority_class="dear"), None, GONE)
+        assert workload(cluster) is None
 
 
 class TestSent:
