@@ -108,6 +108,6 @@ def test_sent_to_another_cluster_and_its_end_told_in_both(cluster: Cluster, queu
         copy.until(lambda: queue.says(copy, "Finished") == "True", 40, "the queue there knows that it has ended")
         assert queue.condition(copy, "Finished")["reason"] == "Succeeded"
         assert not job.pods()
-        assert not job.status, "what it says is the other controller's to write"
+        assert not job.phase, "what it says is the other controller's to write"
         queue.bring_back(copy, job)
         job.until(lambda: queue.says(job, "Finished") == "True", 40, "and the queue here, too")

@@ -105,7 +105,8 @@ async def sidecar(
     folder: Path, operator: Operator, token: str = TOKEN, poll_seconds: float = 3.0
 ) -> AsyncIterator[Worker]:
     authority = Authority(folder)
-    runner = web.AppRunner(operator.application(), access_log=None)
+    # Polls that a sidecar has left behind are not waited for.
+    runner = web.AppRunner(operator.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     port, metrics_port = free_port(), free_port()
     await web.TCPSite(runner, "127.0.0.1", port, ssl_context=authority.server_context()).start()
