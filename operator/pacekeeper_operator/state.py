@@ -132,7 +132,7 @@ class Vain:
 
     at: float
     hold: float  # seconds
-    step_seconds: float  # of the job at that time
+    step_seconds: float  # of the job at that time, or since that trouble is over
     forbidden: bool = False  # something was to be done, but was only recommended
 
 

@@ -165,10 +165,18 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
     draft, vain = observation.draft, observation.state.adaptation.vain
     if vain is not None and vain.forbidden and policy.acts:
         return draft.with_adaptation(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
+    if vain is not None and _is_over(observation, vain):
+        draft = draft.with_adaptation(vain=replace(vain, step_seconds=observation.step_seconds))
     adaptation = draft.state.adaptation
     if (adaptation.tolerated_pace or adaptation.loss is not None) and _alike(observation) and steady(observation):
         return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0, loss=None)
     return draft
+
+
+def _is_over(observation: Observation, vain: Vain) -> bool:
+    """Nobody waits, and steps are faster than as they were looked into: what makes them as long again is news."""
+    faster = 0 < observation.step_seconds * observation.job.spec.detection.straggler_slowdown <= vain.step_seconds
+    return faster and observation.metrics.waiting is not None and not _waits(observation) and steady(observation)
 
 
 def _account(observation: Observation, found: Diagnosis) -> Draft:

@@ -82,8 +82,11 @@ def _pods(observation: Observation) -> Iterator[Effect]:
     for pod in observation.strays:
         yield DeletePod(pod.name, pod.uid)
     avoid, gang = avoiding.nodes(observation), workforce.gang(observation)
-    for worker in workforce.missing(observation):
-        spare = bool(observation.plan.members) or worker.ordinal >= observation.job.spec.replicas
+    missing = workforce.missing(observation)
+    needed = workforce.needed(observation, missing)
+    for position, worker in enumerate(missing):
+        trains = bool(observation.plan.members)
+        spare = position >= needed if trains else worker.ordinal >= observation.job.spec.replicas
         yield CreatePod(worker, spare, avoid, gang)
 
 

@@ -53,6 +53,13 @@ def missing(observation: Observation) -> tuple[Worker, ...]:
     return tuple(view.record for view in observation.workers if view.pod is None and not _known(view))
 
 
+def needed(observation: Observation, missing: Sequence[Worker]) -> int:
+    """So many of those that are missing are needed for a seat: they may share a node where there is no other, also
+    while the rest of the job trains. The others are spares."""
+    there = [view for view in observation.workers if view.record not in missing and not view.record.leaving]
+    return observation.job.spec.replicas - len(there)
+
+
 def gang(observation: Observation) -> Gang | None:
     """With whom pods that are created now are to be placed; None: each alone. Any so many of workers and spares will
     do: seats are given to those that are placed."""

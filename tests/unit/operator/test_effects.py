@@ -52,11 +52,12 @@ class TestPods:
         start = start.with_draft(workforce.step(start, policy()))
         assert self.created(start) == {"j-w0-0": False, "j-w1-0": False, "j-w2-0": True}
 
-    def test_whoever_comes_later_keeps_off_the_others_nodes(self) -> None:
+    def test_whoever_comes_later_keeps_off_the_others_nodes_unless_a_seat_is_free(self) -> None:
         world = change_worker(change_worker(training(), "j-w1-0", gone=True), "j-w4-0", gone=True)
         record = replace(world.state.placement.workers[1], leaving="x", dead=True)
         world = world.with_draft(world.draft.with_worker(record))
-        assert self.created(world) == {"j-w1-1": True, "j-w4-1": True}
+        assert self.created(world) == {"j-w1-1": False, "j-w4-1": True}
+        assert self.created(change_worker(training(), "j-w4-0", gone=True)) == {"j-w4-1": True}
 
     def test_they_avoid_suspects(self) -> None:
         world = change_worker(training(), "j-w4-0", gone=True)

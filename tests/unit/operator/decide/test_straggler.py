@@ -191,6 +191,27 @@ class TestSuspect:
         assert asks(FIRST_HOLD_SECONDS + 1)
         assert asks(1.0, step_seconds=0.12)
 
+    @pytest.mark.parametrize(
+        ("between", "asks"),
+        [
+            (CALM, True),
+            (WAITS, False),
+            (replace(CALM, waiting=None), False),
+            (replace(CALM, step_seconds=0.19), False),
+            (replace(CALM, step_seconds=0.0), False),
+        ],
+        ids=["well again", "it waits on", "unknown", "hardly faster", "not timed"],
+    )
+    def test_a_trouble_that_was_over_in_between_is_looked_into_at_once(self, between: Metrics, asks: bool) -> None:
+        """A job for which nothing may be done has as many incidents as troubles."""
+        calm = world(between)
+        vain = Vain(NOW - 10.0, 8 * FIRST_HOLD_SECONDS, 0.2, forbidden=True)
+        draft = suspected(calm.with_draft(calm.draft.with_adaptation(vain=vain)), mode=Mode.RECOMMEND)
+        assert draft.state.adaptation.vain is not None
+        assert draft.state.adaptation.vain.hold == vain.hold, "the next look is as seldom, if nothing has changed"
+        again = world(replace(WAITS, step_seconds=0.2)).with_draft(draft)
+        assert bool(suspected(again, mode=Mode.RECOMMEND).plan.evidence_request) is asks
+
     @pytest.mark.parametrize(("waiting", "goes_on"), [(0.99 * WAITING, True), (0.9 * LESS_WAITING * WAITING, False)])
     def test_waits_about_the_threshold_are_one_trouble_and_not_many(self, waiting: float, goes_on: bool) -> None:
         """Else a job that waits so by nature would be asked again and again, and never be left in peace."""
