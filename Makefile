@@ -87,7 +87,7 @@ test-unit: $(VENV)/.frameworks compiler ## Tests of decisions: no cluster, no ra
 	$(BIN)/pytest tests/unit
 
 test-simulation: venv ## Disasters: the real operator in simulated clusters, 150 known ones and 150 new ones
-	$(BIN)/python -m simulation run 0-149 --fresh 150
+	nice $(BIN)/python -m simulation run 0-149 --fresh 150
 
 test-distributed: $(VENV)/.frameworks compiler ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed
@@ -98,10 +98,9 @@ test-cluster: venv ## The real cluster
 test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest torch
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
-# Lint and unit tests have one busy process each: side by side they take as long as one of them.
+# What no load can disturb goes side by side: lint and unit tests have one busy process each, disasters take what is left.
 test: $(VENV)/.frameworks compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
-	$(MAKE) --jobs=2 --output-sync=target lint test-unit
-	$(MAKE) test-simulation
+	$(MAKE) --jobs=3 --output-sync=target lint test-unit test-simulation
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
 	$(BIN)/pytest tests/distributed tests/cluster
 

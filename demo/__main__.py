@@ -6,27 +6,40 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo import story, traffic
+from demo import story, torchrun, traffic
 from demo.kube import DemoError
+from demo.report import Report
 from testcluster.shell import ClusterError
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description="Training jobs that heal themselves, live.")
-    parser.add_argument("--story", choices=("faults", "traffic"), default="faults", help="which one is told (faults)")
+    parser.add_argument(
+        "--story",
+        choices=("faults", "traffic", "torchrun"),
+        default="faults",
+        help="which one is told (faults; torchrun: the crash and the hang of the faults told last, without Pacekeeper)",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the report (build/demo)")
     parser.add_argument("--only", action="append", metavar="FAULT", help="make only faults whose name contains this")
     arguments = parser.parse_args()
-    if arguments.story == "traffic" and arguments.only:
-        parser.error("--only: chooses among the story of faults; the story of traffic is told whole")
+    if arguments.story != "faults" and arguments.only:
+        parser.error(f"--only: chooses among the story of faults; the story of {arguments.story} is told whole")
     try:
-        told = arguments.story == "traffic"
-        report = traffic.run(arguments.out) if told else story.run(arguments.out, arguments.only)
-    except (DemoError, ClusterError) as error:
+        report = tell(arguments.story, arguments.out, arguments.only)
+    except (DemoError, ClusterError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"report: {arguments.out / 'report.html'}")
     return 0 if report.passed else 1
+
+
+def tell(which: str, out: Path, only: list[str] | None) -> Report:
+    if which == "traffic":
+        return traffic.run(out)
+    if which == "torchrun":
+        return torchrun.run(out)
+    return story.run(out, only)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from demo import job, kube
 from testcluster import faults, release
 
 TRAINER = "trainer"
+REPLICAS = 4
+"""spec.replicas of examples/gpt.yaml."""
+FULL = "pacekeeper.dev/demo=full:NoSchedule"
 XID_FALLEN_OFF_THE_BUS = 79
 BASELINE_STEPS = 30
 """A fault that is found by a comparison with how the job trained before needs a before."""
@@ -20,11 +23,14 @@ STEP_MEGABITS = 22
 
 @dataclass(frozen=True)
 class Relief:
-    """The end of a fault while the job goes on, after which it shall train in mode Sync again."""
+    """The end of a fault while the job goes on, after which it shall train as before again."""
 
     name: str
     how: str
     relieve: Callable[[], str]  # ends the fault and returns what was done, in words
+    as_before: Callable[[], bool]
+    event: str  # by which the operator says so
+    remedy: str  # what it does
     timeout: float = 240.0
 
 
@@ -40,6 +46,7 @@ class Fault:
     undo: Callable[[], None] = lambda: None
     timeout: float = 120.0
     steady_steps: int = 10  # that the job shall have trained undisturbed before
+    spare: bool = True  # whether with one in place
     relief: Relief | None = None
 
 
@@ -147,10 +154,33 @@ class NodeFault:
             faults.node_up(self.node)
 
 
+@dataclass
+class NoRoom:
+    """A worker and all spares lost, and no node takes another pod."""
+
+    full: bool = False
+
+    def inject(self) -> str:
+        lost = " ".join([job.worker_of_rank(3), *job.spares()])
+        kube.kubectl("taint", "nodes", "--all", "--overwrite", FULL)
+        self.full = True
+        kube.kubectl("delete", "pod", *lost.split(), "-n", job.NAMESPACE, "--wait=false")
+        return f"all nodes full (taint {FULL}); kubectl delete pod {lost}"
+
+    def undo(self) -> None:
+        if self.full:
+            kube.kubectl("taint", "nodes", "--all", f"{FULL}-")
+        self.full = False
+
+    def relieve(self) -> str:
+        self.undo()
+        return "nodes take pods again"
+
+
 def all_faults() -> list[Fault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
     slowed, crawling, link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
-    gpu, node = GpuFault(), NodeFault()
+    gpu, node, no_room = GpuFault(), NodeFault(), NoRoom()
     replaced = ("ReplaceWorker",)
     return [
         Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
@@ -181,11 +211,35 @@ def all_faults() -> list[Fault]:
             link.undo,
             timeout=180,
             steady_steps=BASELINE_STEPS,
-            relief=Relief("link well again", "tc tbf removed", link.relieve),
+            relief=Relief(
+                "link well again",
+                "tc tbf removed",
+                link.relieve,
+                lambda: job.mode_in_force() == "Sync",
+                event="SyncModeChanged",
+                remedy="Sync",
+            ),
         ),
         Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
         Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
         Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
+        Fault(
+            "no room for another worker",
+            "all nodes tainted, kubectl delete pod",
+            ("worker-lost",),
+            replaced,
+            no_room.inject,
+            no_room.undo,
+            spare=False,
+            relief=Relief(
+                "room again",
+                "taints removed",
+                no_room.relieve,
+                lambda: job.trains_with(REPLICAS),
+                event="Resized",
+                remedy="Regrow",
+            ),
+        ),
     ]
 
 

@@ -63,6 +63,13 @@ def worker_of_rank(rank: int, name: str = NAME) -> str:
     raise kube.DemoError(f"no worker holds rank {rank}")
 
 
+def spares(name: str = NAME) -> list[str]:
+    """Pods that hold no rank."""
+    members = {member.worker for member in plan(name).members}
+    pods = kube.get("pod", namespace=NAMESPACE)
+    return [pod["metadata"]["name"] for pod in pods if pod["metadata"]["name"] not in members]
+
+
 def node_of(pod: str) -> str:
     return str(kube.get("pod", pod, NAMESPACE)["spec"]["nodeName"])
 
@@ -76,6 +83,11 @@ def mode_in_force() -> str:
     """The mode that the ranks train in, as the status says."""
     found = Job.read()
     return found.mode if found is not None else ""
+
+
+def trains_with(workers: int) -> bool:
+    """Whether so many hold ranks, and have come to a step."""
+    return len(plan().members) == workers and live_step() >= 0
 
 
 def last_event(reason: str) -> dict[str, Any] | None:

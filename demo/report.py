@@ -37,6 +37,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
+    """What `read` gives has no curve but the throughput."""
+
     outcomes: tuple[Outcome, ...]
     phase: str
     steps: int
@@ -45,6 +47,11 @@ class Report:
     loss_after: float | None
     curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo began, value)
     fabrics: tuple[FabricView, FabricView] | None = None  # before and after, where the story is about traffic
+
+    @property
+    def began(self) -> float:
+        """When the job first trained, in seconds since the demo began."""
+        return self.curves[THROUGHPUT][0][0]
 
     @property
     def passed(self) -> bool:
@@ -61,6 +68,7 @@ def write(report: Report, folder: Path) -> None:
         "loss_before": report.loss_before,
         "loss_after": report.loss_after,
         "incidents": [asdict(outcome) for outcome in report.outcomes],
+        "samples_a_second": report.curves.get(THROUGHPUT, ()),
     }
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
     (folder / "report.html").write_text(page(report))
@@ -70,8 +78,21 @@ def write(report: Report, folder: Path) -> None:
         (folder / "fabric.svg").write_text(_links(report.fabrics))
 
 
-def picture(report: Report) -> str:
-    """Samples a second over the whole story as a picture of its own, with the faults' names below; "": not known."""
+def read(folder: Path) -> Report:
+    """What was written there. FileNotFoundError where nothing was."""
+    found = json.loads((folder / "report.json").read_text())
+    return Report(
+        outcomes=tuple(Outcome(**outcome) for outcome in found["incidents"]),
+        curves={THROUGHPUT: [(at, value) for at, value in found["samples_a_second"]]},
+        **{name: found[name] for name in ("phase", "steps", "seconds", "loss_before", "loss_after")},
+    )
+
+
+def picture(report: Report, torchrun: Curve = ()) -> str:
+    """Samples a second over the whole story as a picture of its own, with the faults' names below; "": not known.
+
+    torchrun: its own samples a second, to be drawn beside.
+    """
     curve = report.curves.get(THROUGHPUT, ())
     if not curve:
         return ""
@@ -86,7 +107,7 @@ def picture(report: Report) -> str:
     height = _HEIGHT + 16 * len(rows) + 8
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"
  font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT)}</title><style>{_STYLE}</style>
-<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_drawing(curve, report)}{legend}</svg>
+<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_drawing(curve, report, torchrun)}{legend}</svg>
 """
 
 
@@ -134,6 +155,8 @@ svg { width: 100%; min-width: 640px; height: auto; display: block; }
 .axis { fill: var(--faint); font-size: 11px; }
 .grid { stroke: var(--line); }
 .curve { stroke: var(--curve); fill: none; stroke-width: 1.5; }
+.beside { stroke: var(--bad); fill: none; stroke-width: 1.2; }
+.beside-name { fill: var(--bad); font-size: 11px; font-weight: 600; }
 .mark { stroke: var(--mark); stroke-dasharray: 3 3; }
 .band { fill: var(--mark); opacity: .13; }
 .number-mark { fill: var(--mark); font-size: 11px; font-weight: 600; }
@@ -173,7 +196,7 @@ def _chart(title: str, curve: Curve, report: Report) -> str:
     return f'<h2>{html.escape(title)}</h2><div class="scroll">{drawing}</div>'
 
 
-def _drawing(curve: Curve, report: Report) -> str:
+def _drawing(curve: Curve, report: Report, torchrun: Curve = ()) -> str:
     """One curve over the demo's time, with a band from each fault to its recovery; what stands inside an svg."""
     span = max(report.seconds, curve[-1][0], 1.0)
     values = sorted(value for _, value in curve)
@@ -207,6 +230,10 @@ def _drawing(curve: Curve, report: Report) -> str:
             f'<line class="mark" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">{tip}</line>'
         )
         parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
-    points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
-    parts.append(f'<polyline class="curve" points="{points}"/>')
+    if torchrun:
+        parts.append(f'<text class="beside-name" x="{_WIDTH - 12}" y="{y(0) - 6}" text-anchor="end">torchrun</text>')
+    for name, its in (("beside", torchrun), ("curve", curve)):
+        points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in its)
+        if points:
+            parts.append(f'<polyline class="{name}" points="{points}"/>')
     return "".join(parts)

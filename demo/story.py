@@ -37,7 +37,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
             begun = first_step(view)
             outcomes = []
             for fault in faults:
-                steady(view, fault.steady_steps)
+                steady(view, fault.steady_steps, fault.spare)
                 outcomes.append(endure(fault, started, view))
                 view.add(outcomes[-1])
                 if fault.relief is not None:
@@ -99,8 +99,8 @@ def first_step(view: View) -> float:
     return time.time()
 
 
-def steady(view: View, steps: int) -> None:
-    """Wait until the job has trained undisturbed for so many steps, with its spare in place."""
+def steady(view: View, steps: int, spare: bool = True) -> None:
+    """Wait until the job has trained undisturbed for so many steps, with a spare in place if there is to be one."""
     view.say("training undisturbed …")
     since: list[int] = []
 
@@ -113,7 +113,7 @@ def steady(view: View, steps: int) -> None:
         if (
             starting
             or now.phase != "Running"
-            or now.spares < 1
+            or now.spares < spare
             or any(is_open(incident) for incident in job.incidents())
         ):
             since.clear()
@@ -121,7 +121,7 @@ def steady(view: View, steps: int) -> None:
         since.append(step)
         return step >= since[0] + steps
 
-    kube.wait_for(undisturbed, STEADY_SECONDS, f"{steps} steps without a disturbance and a spare in place")
+    kube.wait_for(undisturbed, STEADY_SECONDS, f"{steps} steps without a disturbance" + spare * " and a spare in place")
 
 
 def endure(fault: Fault, started: float, view: View) -> Outcome:
@@ -149,32 +149,32 @@ def endure(fault: Fault, started: float, view: View) -> Outcome:
 
 
 def come_back(relief: Relief, started: float, view: View) -> Outcome:
-    """End a fault, and wait until the ranks train in mode Sync again."""
-    in_force = job.mode_in_force()
+    """End a fault, and wait until the job trains as before again."""
+    changed = not relief.as_before()
     at = time.time()
     view.say(f"RELIEF {relief.name}: {relief.relieve()}")
 
-    def synchronous() -> bool:
+    def as_before() -> bool:
         watch(view)
-        return job.mode_in_force() == "Sync"
+        return relief.as_before()
 
     try:
-        kube.wait_for(synchronous, relief.timeout, relief.name)
-        healed = in_force != "Sync"
+        kube.wait_for(as_before, relief.timeout, relief.name)
+        healed = changed
     except kube.DemoError:
         healed = False
     after = round(time.time() - at, 2)
-    decided = job.last_event("SyncModeChanged")
+    decided = job.last_event(relief.event)
     return Outcome(
         fault=relief.name,
         how=relief.how,
-        remedy="Sync",
+        remedy=relief.remedy,
         injected_at=round(at - started, 2),
         detected_s=None,
         decided_s=round(max(kube.seconds(decided["eventTime"]) - at, 0.0), 2) if healed and decided else None,
         recovered_s=after if healed else None,
         steps_lost=0,
-        gain=f"{in_force} → Sync" if healed else "",
+        gain=decided["note"].partition(":")[0] if healed and decided else "",
         healed=healed,
         incident="",
         reason=decided["note"] if decided else "",

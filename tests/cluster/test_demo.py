@@ -33,6 +33,7 @@ def test_every_fault_is_healed_and_the_job_completes(tmp_path: Path) -> None:
     assert outcomes["straggler"].steps_lost == outcomes["slow link"].steps_lost == 0, "nobody was restarted for these"
     before, after = (float(number) for number in outcomes["slow link"].gain.removeprefix("slowdown ").split(" → "))
     assert after < before
+    assert outcomes["room again"].reason.startswith("3 → 4 of 4 workers")
     assert outcomes["link well again"].reason.startswith("AsyncEDiT → Sync")
     assert unanswered(began, time.time()) == []
 

@@ -449,54 +449,45 @@ class TestReleaseAll:
 Stage = Callable[[Api, Settings], Awaitable[None]]
 
 
-async def release(api: Api, settings: Settings) -> None:
-    await api.delete(QUARANTINES, NODE)
-    await settle(api, settings)
-
-
 async def expire(api: Api, settings: Settings) -> None:
     await settle(api, replace(settings, release_probes=1), now=time.time() + HOUR + HOLD_SECONDS + 1)
 
 
 class TestKilled:
-    """After each write in turn; the next operator finishes what was begun."""
+    """After each write; the next operator goes on, and is killed after its first one."""
 
     async def test_while_it_holds_the_node(self, api: MortalApi, cluster: Cluster, settings: Settings) -> None:
-        async def check() -> None:
-            status = cluster.get("nodequarantine", NODE)["status"]
-            assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
-            await release(api, settings)
-
         def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
             return hold(mortal, cluster, settings)
 
-        assert await kill_after_each_write(api, settings, stage, check) == 6
+        assert await writes_of_mortals(api, settings, stage) == 6
+        status = cluster.get("nodequarantine", NODE)["status"]
+        assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
 
-    @pytest.mark.parametrize(("stage", "writes"), [(release, 4), (expire, 13)], ids=["deletion", "expiry"])
-    async def test_while_it_releases_the_node(
-        self, api: MortalApi, cluster: Cluster, settings: Settings, stage: Stage, writes: int
+    async def test_while_it_releases_a_node_whose_quarantine_is_deleted(
+        self, api: MortalApi, cluster: Cluster, settings: Settings
     ) -> None:
-        async def check() -> None:
-            assert is_free(cluster)
-            assert cluster.get("nodequarantine", NODE) is None
-            await hold(api, cluster, settings)
-
         await hold(api, cluster, settings)
-        assert await kill_after_each_write(api, settings, stage, check) == writes
+        await api.delete(QUARANTINES, NODE)
+        assert await writes_of_mortals(api, settings, settle) == 3
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE) is None
+
+    async def test_while_it_releases_a_node_whose_quarantine_has_expired(
+        self, api: MortalApi, cluster: Cluster, settings: Settings
+    ) -> None:
+        await hold(api, cluster, settings)
+        assert await writes_of_mortals(api, settings, expire) == 13
+        assert is_free(cluster)
+        assert cluster.get("nodequarantine", NODE) is None
 
 
-async def kill_after_each_write(
-    api: MortalApi, settings: Settings, stage: Stage, check: Callable[[], Awaitable[None]]
-) -> int:
-    """Runs `stage` again and again, each time killed one write later; how many writes it has. `check` starts anew."""
-    for kill_after in itertools.count(1):
-        mortal = MortalApi(api.connection, kill_after)
+async def writes_of_mortals(api: MortalApi, settings: Settings, stage: Stage) -> int:
+    """How many operators die in `stage`, each right after its first write, until one finds nothing left to write."""
+    for died in itertools.count():
         try:
-            await stage(mortal, settings)
+            await stage(MortalApi(api.connection, kill_after=1), settings)
         except Killed:
-            await stage(api, settings)
-            await check()
-        else:
-            await check()
-            return mortal.writes
+            continue
+        return died
     raise AssertionError("unreachable: count does not end")

@@ -16,6 +16,8 @@ from tests.support.definitions import BEFORE
 
 pytestmark = pytest.mark.usefixtures("resources")
 
+BY_FORCE = ("--server-side=true", "--force-conflicts")
+"""The fixture has made the definitions by kubectl."""
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
 """Its pod never starts: the definitions are looked at alone."""
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
@@ -39,10 +41,10 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
     def run(command: str, *arguments: str) -> str:
         return helm(command, *arguments, "--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
 
-    found = json.loads(run("list", "--all", "--filter", f"^{RELEASE}$", "--output", "json"))
+    found = json.loads(run("list", "--filter", f"^{RELEASE}$", "--output", "json"))
     yield run
     if found:
-        run("rollback", RELEASE, found[0]["revision"])
+        run("rollback", RELEASE, found[0]["revision"], *BY_FORCE)
     else:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
 
@@ -50,10 +52,10 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     cluster: Cluster, namespace: str, release: Callable[..., str], chart_before: Path
 ) -> None:
-    install = ("upgrade", "--install", RELEASE, "--create-namespace", "--set", NO_OPERATOR)
+    install = ("upgrade", "--install", RELEASE, "--create-namespace", *BY_FORCE, "--set", NO_OPERATOR)
 
     release(*install, str(chart_before))
-    before = json.loads(release("list", "--all", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
+    before = json.loads(release("list", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
     until_known(cluster, leaf_crossings=False)
     cluster.apply(JOB, namespace)
     write_status(cluster, namespace, STATUS)
@@ -69,7 +71,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
     assert job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
 
-    release("rollback", RELEASE, before)
+    release("rollback", RELEASE, before, *BY_FORCE)
     until_known(cluster, leaf_crossings=False)
     wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from testcluster import programs
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CHART = REPOSITORY / "charts/pacekeeper"
@@ -15,9 +16,9 @@ RELEASE = "pacekeeper"
 SYSTEM = "pacekeeper-system"
 
 
-def helm(*arguments: str) -> str:
-    """Standard output of helm. subprocess.CalledProcessError with its messages if it fails."""
-    command = [str(Path(sys.prefix, "bin", "helm")), *arguments]
+def helm(*arguments: str, program: Path | None = None) -> str:
+    """Standard output of Helm, the present one. subprocess.CalledProcessError with its messages if it fails."""
+    command = [str(program or programs.helm()), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
@@ -26,7 +27,7 @@ def helm(*arguments: str) -> str:
     return done.stdout
 
 
-def helm_template(*arguments: str, chart: Path = CHART) -> list[dict[str, Any]]:
+def helm_template(*arguments: str, chart: Path = CHART, program: Path | None = None) -> list[dict[str, Any]]:
     """All objects that `helm install` would make, hooks included."""
-    text = helm("template", RELEASE, str(chart), "--namespace", SYSTEM, *arguments)
+    text = helm("template", RELEASE, str(chart), "--namespace", SYSTEM, *arguments, program=program)
     return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]

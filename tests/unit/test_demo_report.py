@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from demo import fabric
-from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, write
+from demo import fabric, torchrun
+from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, read, write
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
 HEALED = Outcome(
@@ -70,6 +70,25 @@ def test_the_picture_of_the_throughput_stands_by_itself() -> None:
     assert "1 rank crash" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert len(drawn.findall("{*}polyline")) == len(drawn.findall("{*}rect[@class='band']")) == 1
     assert picture(REPORT) == "", "nothing is known of it"
+
+
+def test_torchruns_line_is_drawn_beside_a_report_that_is_read_again(tmp_path: Path) -> None:
+    write(replace(REPORT, curves={THROUGHPUT: [(3.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}), tmp_path)
+    told = read(tmp_path)
+    assert (told.began, told.outcomes, told.seconds) == (3.0, REPORT.outcomes, REPORT.seconds)
+    drawn = ElementTree.fromstring(picture(told, torchrun=[(3.0, 48.0), (12.0, 0.0), (120.0, 0.0)]))
+    assert [line.get("class") for line in drawn.findall("{*}polyline")] == ["beside", "curve"]
+    assert "torchrun" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_torchruns_line_is_nothing_while_it_starts_again_and_when_it_has_stopped() -> None:
+    lines = [(100.0, 2), (101.0, 4), (113.0, 2), (114.0, 4)]
+    assert torchrun.throughput(lines, end=150.0) == [
+        *[(100.0, 128.0), (101.0, 128.0)],
+        *[(101.0, 0.0), (113.0, 0.0)],
+        *[(113.0, 128.0), (114.0, 128.0)],
+        *[(114.0, 0.0), (150.0, 0.0)],
+    ]
 
 
 def links(load: int) -> FabricView:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Plan
 
 from .. import metrics
 from ..api import MANAGER, Job, JobPhase, JobStatus, Mode, Outcome
@@ -191,6 +192,14 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
     if before is not None and before.plan.sync_mode is not draft.plan.sync_mode:
         note = f"{before.plan.sync_mode} → {draft.plan.sync_mode}: {draft.state.adaptation.mode_reason}"
         await events.tell(operator, desk.job, "SyncModeChanged", note, "ChangeSyncMode")
+    if before is not None and (note := resized(before.plan, draft.plan)):
+        await events.tell(operator, desk.job, "Resized", f"{note} of {desk.job.spec.replicas} workers", "Resize")
+
+
+def resized(before: Plan, after: Plan) -> str:
+    """From how many workers that train to how many, in words; "": the same, or they begin or end."""
+    was, now = len(before.members), len(after.members)
+    return f"{was} → {now}" if was and now and was != now else ""
 
 
 def _failures(thought: Thought) -> tuple[Hindrance, ...]:

@@ -19,6 +19,7 @@ from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observe.reachability import KUBELET_PORT
 from pacekeeper_operator.services.leadership import LEASE
 from pacekeeper_operator.settings import Settings
+from testcluster import programs
 from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm, helm_template
 from tests.support.readme import commands
 
@@ -69,6 +70,18 @@ def test_there_are_scenarios() -> None:
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
 def test_lint(values: Path) -> None:
     helm("lint", "--strict", str(CHART), "--values", str(values))
+
+
+@pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
+def test_helm_3_renders_the_same(values: Path) -> None:
+    helm("lint", "--strict", str(CHART), "--values", str(values), program=programs.helm_3())
+    assert helm_template("--values", str(values), program=programs.helm_3()) == helm_template("--values", str(values))
+
+
+def test_helm_3_refuses_the_same() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        helm_template("--set", "policy.mode=Observe", program=programs.helm_3())
+    assert "policy.mode" in refused.value.stderr.replace("/", ".")
 
 
 def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> None:
@@ -530,7 +543,7 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
         ("prometheus.url=prometheus:9090", "prometheus.url"),
         ("prometheus.url=http://me:secret@prometheus", "prometheus.url"),
         ("prometheus.secretName=My_Secret", "prometheus.secretName"),
-        ("prometheus.headers.X Scope=a", "prometheus.headers"),
+        ("prometheus.headers.X Scope=a", "X Scope"),
         ("prometheus.matchers={cluster}", "prometheus.matchers"),
         ("logLevel=loud", "logLevel"),
         ("crds.kept=true", "kept"),

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import ledger, metrics
 from pacekeeper_operator.api import Cause
 from pacekeeper_operator.cluster import PODS, Denied, NotFound, Refused
@@ -22,7 +23,15 @@ from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import READ_SECONDS, clean_up, close_incidents, desk_for, hide, reconcile
+from pacekeeper_operator.services.reconcile import (
+    READ_SECONDS,
+    clean_up,
+    close_incidents,
+    desk_for,
+    hide,
+    reconcile,
+    resized,
+)
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
@@ -138,6 +147,13 @@ async def test_what_is_said_of_the_job_is_shown_to_prometheus_until_nobody_looks
     hide(desk.job)
     assert shown("phase", phase=status["phase"]) is None
     assert shown("condition", condition="Hindered", reason="NotDone") is None
+
+
+def test_who_trains_with_fewer_or_more_workers_says_so() -> None:
+    four, none = training(replicas=4).plan, Plan()
+    three = replace(four, members=four.members[:3])
+    assert (resized(four, three), resized(three, four)) == ("4 → 3", "3 → 4")
+    assert not any(resized(*pair) for pair in [(four, four), (none, four), (four, none)])
 
 
 class Stopped(asyncio.Event):

@@ -1,0 +1,102 @@
+"""What the demo is held against: torchrun, with the same crash and the same hang at the same times of its training, or
+as soon as it trains again.
+
+The other faults are not made: after the hang it waits for its process group's time-out, half an hour by default.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import time
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from demo import kube, report
+from demo.report import Curve, Report
+from testcluster import cluster, faults
+from testcluster.settings import REPOSITORY
+from testcluster.shell import say
+
+NAMESPACE = "demo-torchrun"
+MANIFEST = REPOSITORY / "demo/torchrun.yaml"
+GLOBAL_BATCH = 64
+TRAINER = "trainer"
+PODS = 4
+START_SECONDS = 300.0
+STEADY_LINES = 5
+"""Of the script, one each two steps: as many steps as the demo lets pass undisturbed."""
+FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
+"""By what the demo calls them: the pod and the signal to its rank."""
+_STEP = re.compile(r"^(\S+) step (\d+): loss ")
+
+
+def run(out: Path) -> Report:
+    """Train for as long as the demo did whose report lies in `out`, and draw both into its picture."""
+    told = report.read(out)
+    begun, end = told.began, told.seconds
+    made = {outcome.injected_at: FAULTS[outcome.fault] for outcome in told.outcomes if outcome.fault in FAULTS}
+    if len(made) != len(FAULTS):
+        raise kube.DemoError(f"{out}: its demo has not made all of {', '.join(FAULTS)}; run `make demo` first")
+    cluster.up()
+    try:
+        clean_up()
+        kube.kubectl("create", "namespace", NAMESPACE)
+        kube.kubectl("apply", "-n", NAMESPACE, "-f", str(MANIFEST))
+        first, _ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")[0]
+        since = first
+        for at, (pod, number) in sorted(made.items()):
+            wait_until(first + at - begun)
+            kube.wait_for(partial(steady, since), START_SECONDS, "torchrun trains again")
+            since = time.time()
+            faults.signal_process(faults.container_pids(NAMESPACE, names()[pod], TRAINER)[-1], number)
+            say(f"{number.name} to the rank of torchrun's pod {pod}")
+        wait_until(first + end - begun)
+        curve = throughput(steps(), first + end - begun)
+    finally:
+        clean_up()
+    beside = [(at - first + begun, value) for at, value in curve]
+    (out / "throughput.svg").write_text(report.picture(told, beside))
+    return told
+
+
+def steady(since: float) -> bool:
+    """Whether it has trained for some steps since then."""
+    return sum(at > since for at, _ in steps()) >= STEADY_LINES
+
+
+def steps() -> list[tuple[float, int]]:
+    """(seconds since 1970, step) of the lines that the script has printed so far."""
+    lines = "".join(kube.kubectl("logs", pod, "-n", NAMESPACE, "--timestamps") for pod in names())
+    found = (_STEP.match(line) for line in lines.splitlines())
+    return sorted((datetime.fromisoformat(line[1]).timestamp(), int(line[2])) for line in found if line)
+
+
+def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
+    """Samples a second between the lines, as a staircase: nothing from the last line on, and until a checkpoint's steps
+    go on. Steps that are done again count as any others.
+
+    steps: (seconds, step) in the order of time.
+    """
+    curve: list[tuple[float, float]] = []
+    for (since, before), (at, step) in itertools.pairwise(steps):
+        speed = GLOBAL_BATCH * max(0, step - before) / (at - since)
+        curve += [(since, speed), (at, speed)]
+    return [*curve, (steps[-1][0], 0.0), (end, 0.0)]
+
+
+def names() -> list[str]:
+    """The pods that run, in the order of their index."""
+    pods = kube.get("pod", namespace=NAMESPACE)
+    running = [pod for pod in pods if pod["status"]["phase"] == "Running"]
+    return sorted(pod["metadata"]["name"] for pod in running)
+
+
+def wait_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.time()))
+
+
+def clean_up() -> None:
+    kube.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=180s", timeout=190)
