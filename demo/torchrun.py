@@ -24,12 +24,13 @@ NAMESPACE = "demo-torchrun"
 MANIFEST = REPOSITORY / "demo/torchrun.yaml"
 GLOBAL_BATCH = 64
 TRAINER = "trainer"
-PODS = 4
+POD = "gpt"
+RANKS = 4
 START_SECONDS = 300.0
 STEADY_LINES = 5
 """Of the script, one each two steps: as many steps as the demo lets pass undisturbed."""
 FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
-"""By what the demo calls them: the pod and the signal to its rank."""
+"""By what the demo calls them: the rank, and the signal to it."""
 _STEP = re.compile(r"^(\S+) step (\d+): loss ")
 
 
@@ -45,14 +46,14 @@ def run(out: Path) -> Report:
         clean_up()
         kube.kubectl("create", "namespace", NAMESPACE)
         kube.kubectl("apply", "-n", NAMESPACE, "-f", str(MANIFEST))
-        first, _ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")[0]
+        (first, _), *_ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")
         since = first
-        for at, (pod, number) in sorted(made.items()):
+        for at, (rank, number) in sorted(made.items()):
             wait_until(first + at - begun)
             kube.wait_for(partial(steady, since), START_SECONDS, "torchrun trains again")
             since = time.time()
-            faults.signal_process(faults.container_pids(NAMESPACE, names()[pod], TRAINER)[-1], number)
-            say(f"{number.name} to the rank of torchrun's pod {pod}")
+            faults.signal_process(faults.container_pids(NAMESPACE, POD, TRAINER)[-RANKS:][rank], number)
+            say(f"{number.name} to rank {rank} of torchrun's")
         wait_until(first + end - begun)
         curve = throughput(steps(), first + end - begun)
     finally:
@@ -69,8 +70,9 @@ def steady(since: float) -> bool:
 
 def steps() -> list[tuple[float, int]]:
     """(seconds since 1970, step) of the lines that the script has printed so far."""
-    lines = "".join(kube.kubectl("logs", pod, "-n", NAMESPACE, "--timestamps") for pod in names())
-    found = (_STEP.match(line) for line in lines.splitlines())
+    if kube.get("pod", POD, NAMESPACE)["status"]["phase"] == "Pending":
+        return []
+    found = map(_STEP.match, kube.kubectl("logs", POD, "-n", NAMESPACE, "--timestamps").splitlines())
     return sorted((datetime.fromisoformat(line[1]).timestamp(), int(line[2])) for line in found if line)
 
 
@@ -85,13 +87,6 @@ def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
         speed = GLOBAL_BATCH * max(0, step - before) / (at - since)
         curve += [(since, speed), (at, speed)]
     return [*curve, (steps[-1][0], 0.0), (end, 0.0)]
-
-
-def names() -> list[str]:
-    """The pods that run, in the order of their index."""
-    pods = kube.get("pod", namespace=NAMESPACE)
-    running = [pod for pod in pods if pod["status"]["phase"] == "Running"]
-    return sorted(pod["metadata"]["name"] for pod in running)
 
 
 def wait_until(moment: float) -> None:
