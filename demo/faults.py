@@ -161,11 +161,11 @@ class NoRoom:
     full: bool = False
 
     def inject(self) -> str:
-        lost = " ".join([job.worker_of_rank(3), *job.spares()])
+        lost = [job.worker_of_rank(3), *job.spares()]
         kube.kubectl("taint", "nodes", "--all", "--overwrite", FULL)
         self.full = True
-        kube.kubectl("delete", "pod", *lost.split(), "-n", job.NAMESPACE, "--wait=false")
-        return f"all nodes full (taint {FULL}); kubectl delete pod {lost}"
+        kube.kubectl("delete", "pod", *lost, "-n", job.NAMESPACE, "--wait=false")
+        return f"all nodes full (taint {FULL}); kubectl delete pod {' '.join(lost)}"
 
     def undo(self) -> None:
         if self.full:

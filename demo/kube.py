@@ -36,6 +36,11 @@ def get(kind: str, name: str = "", namespace: str = "") -> Any:
     return found if name else found["items"]
 
 
+def delete_namespace(name: str) -> None:
+    """Return when it and all that is in it are gone, or never were."""
+    kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=190)
+
+
 def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
     """The first answer of `condition` that counts as true. DemoError after `timeout` seconds."""
     deadline = time.monotonic() + timeout

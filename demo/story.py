@@ -80,7 +80,7 @@ def clean_up() -> None:
     for fault in _made:
         fault.undo()
     _made.clear()
-    kube.kubectl("delete", "namespace", job.NAMESPACE, "--ignore-not-found", "--timeout=180s", timeout=190)
+    kube.delete_namespace(job.NAMESPACE)
     kube.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from demo import kube, report
+from demo.faults import REPLICAS, TRAINER
 from demo.report import Curve, Report
 from testcluster import cluster, faults
 from testcluster.settings import REPOSITORY
@@ -23,9 +24,7 @@ from testcluster.shell import say
 NAMESPACE = "demo-torchrun"
 MANIFEST = REPOSITORY / "demo/torchrun.yaml"
 GLOBAL_BATCH = 64
-TRAINER = "trainer"
 POD = "gpt"
-RANKS = 4
 START_SECONDS = 300.0
 STEADY_LINES = 5
 """Of the script, one each two steps: as many steps as the demo lets pass undisturbed."""
@@ -43,7 +42,7 @@ def run(out: Path) -> Report:
         raise kube.DemoError(f"{out}: its demo has not made all of {', '.join(FAULTS)}; run `make demo` first")
     cluster.up()
     try:
-        clean_up()
+        kube.delete_namespace(NAMESPACE)
         kube.kubectl("create", "namespace", NAMESPACE)
         kube.kubectl("apply", "-n", NAMESPACE, "-f", str(MANIFEST))
         (first, _), *_ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")
@@ -52,12 +51,12 @@ def run(out: Path) -> Report:
             wait_until(first + at - begun)
             kube.wait_for(partial(steady, since), START_SECONDS, "torchrun trains again")
             since = time.time()
-            faults.signal_process(faults.container_pids(NAMESPACE, POD, TRAINER)[-RANKS:][rank], number)
+            faults.signal_process(faults.container_pids(NAMESPACE, POD, TRAINER)[-REPLICAS:][rank], number)
             say(f"{number.name} to rank {rank} of torchrun's")
         wait_until(first + end - begun)
         curve = throughput(steps(), first + end - begun)
     finally:
-        clean_up()
+        kube.delete_namespace(NAMESPACE)
     beside = [(at - first + begun, value) for at, value in curve]
     (out / "throughput.svg").write_text(report.picture(told, beside))
     return told
@@ -91,7 +90,3 @@ def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
 
 def wait_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.time()))
-
-
-def clean_up() -> None:
-    kube.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=180s", timeout=190)

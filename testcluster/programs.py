@@ -25,6 +25,7 @@ from testcluster.settings import CACHE, HELM_3_VERSION, HELM_VERSION, KUBERNETES
 from testcluster.shell import ClusterError, run, run_shown, say, step
 
 KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+_MAJOR, _MINOR, _ = KUBERNETES_VERSION.split(".")
 _GO_VERSION = (1, 26)
 _GO_FOLDER = Path(__file__).parent / "go"
 
@@ -81,8 +82,7 @@ def helm_3() -> Path:
         module = _module(f"helm.sh/helm/v3@v{HELM_3_VERSION}")
         values = {"internal/version.version": f"v{HELM_3_VERSION}"}
         for package in ("pkg/chartutil", "pkg/lint/rules"):  # the Kubernetes that it renders for, where it asks none
-            major, minor, _ = KUBERNETES_VERSION.split(".")
-            values |= {f"{package}.k8sVersionMajor": major, f"{package}.k8sVersionMinor": minor}
+            values |= {f"{package}.k8sVersionMajor": _MAJOR, f"{package}.k8sVersionMinor": _MINOR}
         values = {f"helm.sh/helm/v3/{name}": value for name, value in values.items()}
         _go_build(module, "./cmd/helm", target / "helm", "-ldflags", _ldflags(values))
 
@@ -117,8 +117,7 @@ def _build_kubernetes() -> Path:
 
 def _kubernetes_version() -> dict[str, str]:
     """Without these values every server calls itself v0.0.0, and kubelet and API server refuse one another."""
-    major, minor, _ = KUBERNETES_VERSION.split(".")
-    said = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": major, "gitMinor": minor}
+    said = {"gitVersion": f"v{KUBERNETES_VERSION}", "gitMajor": _MAJOR, "gitMinor": _MINOR}
     return {f"k8s.io/component-base/version.{name}": value for name, value in said.items()}
 
 
@@ -218,10 +217,9 @@ def _go_version(go: Path) -> tuple[int, int]:
 
 def _kubernetes_servers() -> dict[str, Path]:
     """Each server from KUBEBUILDER_ASSETS or the PATH if it is of our minor version, else from our own build."""
-    minor = f"Kubernetes v{KUBERNETES_VERSION.rpartition('.')[0]}."
 
     def fits(path: Path) -> bool:
-        return _output(path, "--version").startswith(minor)
+        return _output(path, "--version").startswith(f"Kubernetes v{_MAJOR}.{_MINOR}.")
 
     return {name: _find(name, fits) or _build_kubernetes() / name for name in KUBERNETES_SERVERS}
 

@@ -12,19 +12,18 @@ RELEASE = "pacekeeper"
 SYSTEM = "pacekeeper-system"
 CHART = REPOSITORY / "charts/pacekeeper"
 VALUES = CHART / "ci/dev-values.yaml"
+OVER_OTHERS = ("--server-side=true", "--force-conflicts")
+"""Conflicts are with tests, which write by kubectl what the chart has."""
 SECONDS = 120
 """So long Helm waits for an operator that is ready, or for one that is gone."""
 
 
 def install() -> None:
-    """Install or upgrade; returns when an operator that runs the checkout's present sources is ready.
-
-    Conflicts are with tests, which write by kubectl what the chart has.
-    """
+    """Install or upgrade; returns when an operator that runs the checkout's present sources is ready."""
     _helm(
         "upgrade", "--install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace",
         "--values", str(VALUES), "--set-string", rf"podAnnotations.pacekeeper\.dev/sources={_digest()}",
-        "--server-side=true", "--force-conflicts", "--wait", f"--timeout={SECONDS}s",
+        *OVER_OTHERS, "--wait", f"--timeout={SECONDS}s",
     )  # fmt: skip
 
 

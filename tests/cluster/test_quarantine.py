@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -48,22 +47,18 @@ class Killed(BaseException):
 
 
 class MortalApi(Api):
-    """The API server of an operator that is killed right after its n-th write, or lives."""
+    """The API server of an operator that is killed right after its first write, or lives."""
 
-    def __init__(self, connection: Connection, kill_after: float = math.inf) -> None:
+    def __init__(self, connection: Connection, *, lives: bool = False) -> None:
         super().__init__(connection)
         self.connection = connection
-        self.kill_after = kill_after
-        self.writes = 0
+        self.lives = lives
 
     async def _call(self, method: str, path: str, *rest: Any, **named: Any) -> Object:
         answer = await super()._call(method, path, *rest, **named)
-        if method == "GET" or "/events" in path:  # whoever dies after these has done nothing more than before
+        if self.lives or method == "GET" or "/events" in path:  # who dies after these has done no more than before
             return answer
-        self.writes += 1
-        if self.writes >= self.kill_after:
-            raise Killed(f"after {method} {path}")
-        return answer
+        raise Killed(f"after {method} {path}")
 
 
 class At(Runtime):
@@ -84,7 +79,7 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
         config_file=str(cluster.kubeconfig), client_configuration=configuration
     )
     async with client.ApiClient(configuration) as connection:
-        yield MortalApi(HttpConnection(connection))
+        yield MortalApi(HttpConnection(connection), lives=True)
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +366,7 @@ class TestNodesThatGo:
                 cluster.kubectl("delete", "node", STAND_IN)
                 return await super().apply(*arguments, **named)
 
-        await settle(LateApi(api.connection), settings, STAND_IN)
+        await settle(LateApi(api.connection, lives=True), settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert cluster.get("node", STAND_IN) is None
 
@@ -486,7 +481,7 @@ async def writes_of_mortals(api: MortalApi, settings: Settings, stage: Stage) ->
     """How many operators die in `stage`, each right after its first write, until one finds nothing left to write."""
     for died in itertools.count():
         try:
-            await stage(MortalApi(api.connection, kill_after=1), settings)
+            await stage(MortalApi(api.connection), settings)
         except Killed:
             continue
         return died

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from testcluster.release import OVER_OTHERS
 from tests.support.chart import CHART, RELEASE, SYSTEM, helm
 from tests.support.cluster import Cluster, wait_for
 from tests.support.definitions import BEFORE
+from tests.support.resources import scale_operator
 
 pytestmark = pytest.mark.usefixtures("resources")
 
-BY_FORCE = ("--server-side=true", "--force-conflicts")
-"""The fixture has made the definitions by kubectl."""
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
 """Its pod never starts: the definitions are looked at alone."""
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
@@ -36,7 +36,7 @@ def chart_before(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
-    """Helm in the operator's namespace. The release is afterwards what it was before."""
+    """Helm in the operator's namespace. The release is afterwards what it was before, with its operator at rest."""
 
     def run(command: str, *arguments: str) -> str:
         return helm(command, *arguments, "--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
@@ -44,7 +44,8 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
     found = json.loads(run("list", "--filter", f"^{RELEASE}$", "--output", "json"))
     yield run
     if found:
-        run("rollback", RELEASE, found[0]["revision"], *BY_FORCE)
+        run("rollback", RELEASE, found[0]["revision"], *OVER_OTHERS)
+        scale_operator(cluster, cluster.get("deployment", RELEASE, SYSTEM), 0)
     else:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
 
@@ -52,7 +53,7 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     cluster: Cluster, namespace: str, release: Callable[..., str], chart_before: Path
 ) -> None:
-    install = ("upgrade", "--install", RELEASE, "--create-namespace", *BY_FORCE, "--set", NO_OPERATOR)
+    install = ("upgrade", "--install", RELEASE, "--create-namespace", *OVER_OTHERS, "--set", NO_OPERATOR)
 
     release(*install, str(chart_before))
     before = json.loads(release("list", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
@@ -71,7 +72,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
     assert job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
 
-    release("rollback", RELEASE, before, *BY_FORCE)
+    release("rollback", RELEASE, before, *OVER_OTHERS)
     until_known(cluster, leaf_crossings=False)
     wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')

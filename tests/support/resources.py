@@ -30,9 +30,9 @@ def without_operator(cluster: Cluster) -> Iterator[None]:
     if deployment is None:
         yield
         return
-    _scale_operator(cluster, deployment, 0)
+    scale_operator(cluster, deployment, 0)
     yield
-    _scale_operator(cluster, deployment, deployment["spec"]["replicas"])
+    scale_operator(cluster, deployment, deployment["spec"]["replicas"])
 
 
 def _define(cluster: Cluster) -> None:
@@ -49,7 +49,7 @@ def _define(cluster: Cluster) -> None:
         )
 
 
-def _scale_operator(cluster: Cluster, deployment: dict[str, Any], replicas: int) -> None:
+def scale_operator(cluster: Cluster, deployment: dict[str, Any], replicas: int) -> None:
     """Until so many pods are there: one that still ends itself would answer, too."""
     labels = deployment["spec"]["selector"]["matchLabels"]
     selector = ",".join(f"{name}={value}" for name, value in labels.items())

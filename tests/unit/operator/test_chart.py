@@ -543,7 +543,7 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
         ("prometheus.url=prometheus:9090", "prometheus.url"),
         ("prometheus.url=http://me:secret@prometheus", "prometheus.url"),
         ("prometheus.secretName=My_Secret", "prometheus.secretName"),
-        ("prometheus.headers.X Scope=a", "X Scope"),
+        ("prometheus.headers.X Scope=a", "prometheus.headers"),
         ("prometheus.matchers={cluster}", "prometheus.matchers"),
         ("logLevel=loud", "logLevel"),
         ("crds.kept=true", "kept"),
