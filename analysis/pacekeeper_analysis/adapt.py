@@ -39,7 +39,7 @@ NOT_STEERED = "the script does not use the library, so the way it trains cannot 
 SYNCHRONISING = 0.03
 """What synchronisations may cost: the shortest interval is chosen that keeps them within this part of the time."""
 SYNC_SECONDS = (0.5, 30.0)
-SOON_SECONDS, SOON = 20.0, 0.1
+SOON_SECONDS, SOON = 10.0, 0.1
 """So often there is a synchronisation all the same, as long as they stay within this part of the time: each shows
 whether a slow link is well again."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)

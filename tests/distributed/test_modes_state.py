@@ -36,12 +36,12 @@ def sigterm_to_rank_1(rank: int, job: pk.Job) -> bool:
 def test_told_to_leave_in_a_local_mode_and_on_in_others(
     before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
-    """AsyncEDiT, from which a SIGTERM comes in the middle; Sync with other ranks; and AsyncEDiT again."""
+    """AsyncEDiT, from which a SIGTERM comes long before the clock is up; Sync with other ranks; and AsyncEDiT again."""
     volume = tmp_path / "volume"
     left = run_job(
         tmp_path,
         until=None,
-        plans={0: {"sync_mode": ASYNC_EDIT}},
+        plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 1000.0}},
         pauses=UNEVEN,
         volume=volume,
         at_step=sigterm_to_rank_1,

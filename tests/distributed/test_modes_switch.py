@@ -65,6 +65,26 @@ def test_through_all_modes_and_back(shard: int, workers: int, tmp_path: Path) ->
     assert synchronised[0] >= len([one for one in run[0].ordinals if edit <= one.step < back])
 
 
+@pytest.mark.parametrize(
+    ("shard", "workers"), [(1, 0), (1, 1), (2, 0)], ids=["replicas", "replicas with loader workers", "sharded replicas"]
+)
+def test_orders_are_followed_long_before_the_clock_is_up(shard: int, workers: int, tmp_path: Path) -> None:
+    """A checkpoint, behind which the mode goes on; and Sync."""
+    by_the_clock = {"sync_mode": ASYNC_EDIT, "sync_seconds": 1000.0}
+    plans = {0: by_the_clock, 8: by_the_clock | {"checkpoint_request": 1}, 24: {"sync_mode": SYNC}}
+    volume = tmp_path / "volume"
+    run = run_job(tmp_path, until=60, plans=plans, shard=shard, workers=workers, pauses=(0.004, 0.012), volume=volume)
+    assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
+    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
+    (_, first), (_, back) = mode_steps(tmp_path, 0)
+    assert [mode for mode, _ in mode_steps(tmp_path, 0)] == [ASYNC_EDIT, SYNC]
+    assert first == 1
+    assert 10 < back < 40
+    kept = sorted(int(folder.name.rpartition("-")[2]) for folder in volume.glob("step-*"))
+    assert len(kept) == 2
+    assert 2 < kept[0] < 16
+
+
 def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_path: Path) -> None:
     run = run_job(
         tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.6}}, pauses=(0.01, 0.3, 0.01)

@@ -18,6 +18,9 @@ Interval = tuple[int, int]
 Take = Callable[[int], int]
 """The shared counter: takes so many new tickets and returns the first of them; of n ranks, each gets other ones."""
 
+ENDLESS = 1 << 40
+"""Tickets: more than any job comes to. Where so many are taken at once, no step has any from then on."""
+
 
 @dataclass(frozen=True)
 class Remainder:
@@ -87,7 +90,7 @@ class Leasing:
     place: Place
     take: Take
     tickets: int | None
-    """How many there are; None: without end."""
+    """How many there are; None: `ENDLESS`."""
     grain: int = 1
     """Samples that the ranks' parts of the last lease are multiples of, as far as there are so many."""
     promise: Take | None = None
@@ -113,7 +116,7 @@ class Leasing:
         """The counter's answer, and what each of the replica's ranks has of it; None: nothing is left."""
         parts = self.place.of_replica(shares)
         first = counter(sum(parts))
-        count = sum(parts) if self.tickets is None else min(sum(parts), self.tickets - first)
+        count = min(sum(parts), (ENDLESS if self.tickets is None else self.tickets) - first)
         if count <= 0:
             return first, None
         if count < sum(parts):

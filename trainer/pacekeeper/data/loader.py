@@ -202,6 +202,11 @@ class Loader:
         tickets = None if limit is None else limit - self.used
         self._begin(Leasing(self._left, self._place, take, tickets, self._sizes.grain, promise))
 
+    @property
+    def leases_by_microbatch(self) -> bool:
+        """Where there is a promise to be had; balanced samples are known only all of a step's together."""
+        return self._sequences is None
+
     def unused(self) -> list[Interval]:
         """Positions [first, end) that this rank has leased and not used in a completed step: prefetched ones, say."""
         allotment = self._allotment

@@ -6,6 +6,8 @@ import itertools
 
 from pacekeeper.torch_internals import Store
 
+from .leases import ENDLESS
+
 _numbers = itertools.count(1)
 _KEPT = 1024
 """Answers that a replica's first rank leaves for the others, who are never so far behind it: by no more than the
@@ -26,6 +28,10 @@ class Tickets:
         self._shared = replica_size > 1
         self._answers_for_others = rank % replica_size == 0
         self._taken = 0
+
+    def close(self) -> None:
+        """Whoever takes from now on finds nothing left. Any rank may say so, more than once."""
+        self._store.add(self._counter, ENDLESS)
 
     def take(self, count: int) -> int:
         """The first of the next `count` tickets. Raises torch's DistError where the store is gone."""

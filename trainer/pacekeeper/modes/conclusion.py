@@ -50,6 +50,7 @@ def conclude(
     """
     progress: exact, after what was agreed. supplied: up to this ordinal. before: the job's step at the last one.
     checkpoint_due: by the steps since then.
+    Leases that have ended before the clock are begun anew, whatever follows.
     due: what scripts have asked for. Where a rank came without a step it cannot ask, so nobody is told yes.
     """
     orders, tally, origin = agreed.orders, agreed.tally, progress.origin
@@ -62,6 +63,6 @@ def conclude(
         finish=finish,
         checkpoint=orders.checkpoint_request > progress.answered or checkpoint_due,
         snapshot=crossed(before, progress.step, orders.snapshot_every),
-        switch=not finish and following != supplied,
+        switch=not finish and (following != supplied or (supplied.leased and tally.done > 0)),
     )
     return Conclusion(agreed, duties, following, frozenset() if tally.done else due)

@@ -28,6 +28,8 @@ class LocalSGD(Mode):
         self._pace = pace
         self._replica = replica
         self._synchronisations = SynchronisationTimes(parts.recorder, parts.replication)
+        self._steps: Tickets | None = None
+        """What steps are dealt from; None: nothing is leased, or this rank has called all together."""
 
     # From and to other ways to train
 
@@ -46,6 +48,7 @@ class LocalSGD(Mode):
         loader, progress, agreement = self._parts.loader, self._parts.progress, self._parts.agreement
         store, replica_size = torch_internals.default_store(), self._parts.replication.shape["shard"]
         tickets, promises = (Tickets(store, agreement.rank, replica_size) for _ in range(2))
+        self._steps = promises if loader.leases_by_microbatch else tickets
         ahead = 0 if limit is None else limit + progress.origin - progress.samples
         loader.start_leases(tickets.take, None if limit is None else loader.used + ahead, promises.take)
 
@@ -62,8 +65,25 @@ class LocalSGD(Mode):
     def end_step(self, period: Period) -> bool:
         self._synchronisations.record(self._parts.progress.ordinal_step)
         if period.supply.leased:
+            self._call_together()
             return self._pace.is_up(self._parts.progress.course.sync_seconds)
         return super().end_step(period)
+
+    def _call_together(self) -> None:
+        """Where somebody has to leave, or rank 0 has new orders: the ranks meet behind the steps that they are in, and
+        not once the clock is up. Nobody finds samples for another one."""
+        if self._steps is not None and (self._parts.told_to_leave() or self._is_ordered()):
+            self._steps.close()
+            self._steps = None
+
+    def _is_ordered(self) -> bool:
+        """What the ranks can do at an ordinal only, and is better done soon."""
+        parts, progress = self._parts, self._parts.progress
+        if parts.agreement.rank != 0:
+            return False
+        orders = parts.plan.orders(progress.course, snapshot_every=0)
+        changes = orders.course.sync_mode is not progress.course.sync_mode
+        return changes or orders.suspend or orders.checkpoint_request > progress.answered
 
     # Ordinals
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.leases import Interval, Remainder, cut, merge
+from pacekeeper.data.leases import ENDLESS, Interval, Remainder, cut, merge
 from pacekeeper.data.loader import BatchSizes, Loader, Place
 from pacekeeper.data.sampler import Permutations
 
@@ -47,6 +47,8 @@ class Job:
         self.used = 0
         self.since_meeting = 0
         self.leasing = False
+        self.of_steps: list[int] = []
+        """The counter that leased steps are dealt from."""
         self.order = Permutations(size, seed=5)
         self.loaders: list[Loader] = []
         self.start_ranks()
@@ -111,6 +113,15 @@ class Job:
                 promise = Follower(promises, promised) if self.by_microbatch else None
                 loader.start_leases(Follower(counter, answers), limit, promise)
         self.leasing = True
+        self.of_steps = promises if self.by_microbatch and self.lengths is None else counter
+
+    def close(self) -> None:
+        """Who has begun a step, or has it prefetched, does it; then nobody finds another one, and all meet."""
+        self.of_steps[0] += ENDLESS
+        for replica in self.replicas:
+            while self.step(replica):
+                pass
+        self.meet()
 
     def deal(self) -> None:
         for loader in self.loaders:
@@ -250,8 +261,8 @@ def run_at_random(seed: int, replica_size: int, workers: int, events: int, **opt
         elif happening < 0.5 and not job.leasing:
             job.lease()
         elif happening < 0.5:
-            job.meet()
-            job.deal()
+            job.meet() if rng.random() < 0.5 else job.close()
+            job.deal() if rng.random() < 0.7 else job.lease()
         elif happening < 0.6:
             job.meet()
             job.restart()

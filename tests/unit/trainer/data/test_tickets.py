@@ -9,6 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from pacekeeper.data import tickets
+from pacekeeper.data.leases import ENDLESS
 from pacekeeper.data.tickets import Tickets
 
 
@@ -34,6 +35,14 @@ def test_a_rank_that_is_far_behind_finds_all_answers(monkeypatch: pytest.MonkeyP
     first, mate = of_ranks(store, 2, 2, monkeypatch)
     taken = [first.take(2) for _ in range(300)]
     assert [mate.take(2) for _ in range(300)] == taken == list(range(0, 600, 2))
+
+
+def test_any_rank_may_end_them_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, mate, other, last = of_ranks(HashStore(), 4, 2, monkeypatch)
+    assert [first.take(3), mate.take(3)] == [0, 0]
+    last.close()
+    mate.close()
+    assert all(rank.take(1) >= ENDLESS for rank in (other, last, first, mate))
 
 
 def test_old_answers_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:

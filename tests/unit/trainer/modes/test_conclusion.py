@@ -15,6 +15,7 @@ from pacekeeper_analysis.plan import SyncMode
 
 NO_LIMITS, NOBODY_SAYS_ANYTHING = Limits(), Tally()
 SYNC, EDIT = Supply(SyncMode.SYNC), Supply(SyncMode.EDIT)
+LEASED = Supply(SyncMode.ASYNC_EDIT, leased=True)
 EVAL = frozenset({Question("eval", 4)})
 
 
@@ -49,6 +50,9 @@ def at_step_20(
         ({"course": Course(SyncMode.EDIT), "limits": Limits(warmup_steps=21)}, Duties()),
         ({"course": Course(SyncMode.EDIT), "limits": Limits(samples=160)}, Duties(finish=True)),
         ({"supplied": EDIT}, Duties(switch=True)),
+        ({"supplied": LEASED, "course": Course(SyncMode.ASYNC_EDIT)}, Duties()),
+        ({"supplied": LEASED, "course": Course(SyncMode.ASYNC_EDIT), "tally": Tally(done=1)}, Duties(switch=True)),
+        ({"supplied": EDIT, "course": Course(SyncMode.EDIT), "tally": Tally(done=1)}, Duties()),
     ],
 )
 def test_duties(arguments: dict[str, Any], duties: Duties) -> None:
