@@ -1,13 +1,16 @@
-"""Workers among strangers: whoever reaches the port where launchers meet changes nothing for the job."""
+"""Workers among strangers, and ranks that wait for one another: whoever reaches the port where launchers meet changes
+nothing for the job, and who holds the others is told across workers."""
 
 from __future__ import annotations
 
 import pickle
+import re
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster
-from tests.support.jobs import Job, paced
+from tests.support.cluster import Cluster, scratch_namespace
+from tests.support.jobs import Job, manifest, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -36,9 +39,25 @@ print(said.hex())
 """
 
 
-def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(cluster: Cluster, namespace: str) -> None:
-    job = Job.apply(cluster, namespace, paced("guarded", LONG))
-    job.until_phase("Running", timeout=120)
+@pytest.fixture(scope="module")
+def job(cluster: Cluster) -> Iterator[Job]:
+    """Two workers with four ranks each: 2 replicas × 2 stages × 2 parts of a layer."""
+    with scratch_namespace(cluster) as namespace:
+        body = manifest(
+            "guarded",
+            ["pacekeeper", "run", "tests/support/scripts/nested.py"],
+            environment={"FOLDER": "/checkpoints", "STEPS": str(LONG), "SLEEP": "0.2"},
+            nprocPerNode=4,
+            checkpoint={"everySteps": LONG, "volumeClaimName": "guarded"},
+            detection={"stragglerSlowdown": 10},
+        )
+        job = Job.apply(cluster, namespace, body)
+        job.until_phase("Running", timeout=120)
+        yield job
+        job.delete()
+
+
+def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(job: Job) -> None:
     plan, first = job.plan(), job.plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
@@ -47,14 +66,24 @@ def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(cluster:
     job.until_trained_on()
     assert job.plan()["membership"] == plan["membership"]
     assert job.incidents() == []
-    log = cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", namespace)
+    log = job.cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", job.namespace)
     assert log.count("turned away") == 1, "said once, not for each of them"
     assert plan["secret"] not in log
 
-    job.crash(1)
-    job.until_healed("crash")
+
+def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(job: Job) -> None:
+    """Its partner waits for it in that group, the other stage to be sent something, and the other replica, on another
+    worker, in the data groups. The round after it is met for as before the strangers came."""
     job.until_trained_on()
-    job.delete()
+    (job.folder() / "fault-3").write_text("sleep")
+    (incident,) = job.until_healed("hang")
+    assert (incident["spec"]["rank"], incident["spec"]["worker"]) == (3, job.worker(3))
+    diagnosis = incident["status"]["diagnosis"]
+    assert (diagnosis["fault"], diagnosis["culprit"]) == ("Code", "rank 3"), diagnosis
+    witnesses = {witness["kind"]: witness["words"] for witness in diagnosis["witnesses"]}
+    assert re.search(r"rank 2 waits in ALL_REDUCE \d+ of group 'tensor' of ranks 2-3 for rank 3", witnesses["Waits"])
+    assert "in begin" in witnesses["Stack"]
+    job.until_trained_on()
 
 
 def test_no_other_container_has_what_is_the_sidecars(cluster: Cluster, namespace: str) -> None:

@@ -177,9 +177,19 @@ class TestLong:
             job.oncall("mode", job.name, mode)
             assert job.read()["spec"]["syncMode"] == mode
 
-    def test_and_has_its_ranks_look_into_their_steps(self, job: Job) -> None:
-        said = " ".join(job.oncall("profile", job.name, timeout=240).split())
+    def test_and_has_its_ranks_look_into_their_steps_which_names_what_is_slow_in_the_script(self, job: Job) -> None:
+        slow = job.folder() / "slow-1"
+        slow.write_text("0.1")
+        try:
+            said = " ".join(job.oncall("profile", job.name, timeout=240).split())
+        finally:
+            slow.unlink()
         assert "in a behaviour window of 2 ranks a step took" in said
+        incident = next(found for found in job.incidents() if found["spec"]["cause"] == "slow-steps")
+        diagnosis = incident["status"]["diagnosis"]
+        assert (diagnosis["fault"], diagnosis["culprit"].partition(":")[2]) == ("Code", "augment on rank 1"), diagnosis
+        assert diagnosis["culprit"] in said
+        assert len({witness["kind"] for witness in diagnosis["witnesses"]}) >= 2
 
     def test_a_worker_speaks_for_itself(self, job: Job) -> None:
         worker = job.worker(0)

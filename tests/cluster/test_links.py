@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,33 +14,54 @@ from tests.support.jobs import Job, paced
 pytestmark = pytest.mark.usefixtures("operator")
 
 RATE = "40mbit"
-"""A step sends 25 Mbit from each rank (two layers of 512 × 512, in a ring of four): it takes ten times as long."""
-RANKS = 4
-EARLY_STEPS = 400
-"""Of 0.1 s: a connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
+"""A step sends 22 Mbit from each rank (two layers of 512 × 512, in a ring of three): it takes three times as long."""
+STEP_SECONDS = 0.2
+EARLY_STEPS = 200
+"""A connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
+NODES = {
+    "sender": ("node-1", "node-2", "node-3"),
+    "receiver": ("node-4", "node-5", "node-6"),
+    "link": ("node-2", "node-5", "node-3", "node-6"),
+}
+"""Of each job: the first node's way is slow, to or from all others, or to the second one. No other job uses it."""
+FAULTS: dict[str, Callable[[tuple[str, ...]], None]] = {
+    "sender": lambda nodes: faults.slow_egress(nodes[0], RATE),
+    "receiver": lambda nodes: faults.slow_ingress(nodes[0], RATE),
+    "link": lambda nodes: faults.slow_pair(nodes[0], nodes[1], RATE),
+}
 
 
-@pytest.fixture
-def job(cluster: Cluster) -> Iterator[Job]:
-    """Four workers on nodes of their own. Nothing may be done about them: an incident then waits for its probe."""
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> Iterator[dict[str, Job]]:
+    """Side by side, for most of what each needs is the time before its fault. Nothing may be done about them: an
+    incident then waits for its probe."""
     with scratch_namespace(cluster) as namespace:
-        body = paced(
-            "links",
-            1_000_000,
-            environment={"WIDTH": "512"},
-            replicas=RANKS,
-            detection={"windowSteps": 16, "stragglerSlowdown": 1.3},
-            remediation={"allow": ["RestartRanks"]},
-            pod=placement.apart("links"),
-        )
-        job = Job.apply(cluster, namespace, body)
-        job.until_calm()
-        job.until_step(EARLY_STEPS, timeout=120)
-        nodes = [job.node(rank) for rank in range(RANKS)]
-        yield job
-        for node in nodes:
+        found = {name: Job.apply(cluster, namespace, body(name)) for name in NODES}
+        for job in found.values():
+            job.until_phase("Running", timeout=120)
+        for job in found.values():
+            job.until_step(EARLY_STEPS, timeout=120)
+            job.until_calm()
+        for name, nodes in NODES.items():
+            FAULTS[name](nodes)
+        yield found
+        for node in {node for nodes in NODES.values() for node in nodes}:
             faults.clear_link(node)
-        job.delete()
+        for job in found.values():
+            job.delete()
+
+
+def body(name: str) -> dict[str, Any]:
+    """Workers on nodes of their own: three at least, by which a probe tells a link from a side."""
+    return paced(
+        name,
+        1_000_000,
+        environment={"WIDTH": "512", "SLEEP": str(STEP_SECONDS)},
+        replicas=len(NODES[name]),
+        detection={"windowSteps": 16, "stragglerSlowdown": 1.3},
+        remediation={"allow": ["RestartRanks"]},
+        pod=placement.apart(name, NODES[name]),
+    )
 
 
 def diagnosis(job: Job) -> dict[str, Any]:
@@ -57,14 +78,22 @@ def diagnosis(job: Job) -> dict[str, Any]:
     return job.until(probed, 120, "an incident of slow communication with a probe as its witness")
 
 
-def test_a_slow_way_between_two_nodes_is_a_link(job: Job) -> None:
-    faults.slow_pair(job.node(0), job.node(1), RATE)
+def rank_on(job: Job, node: str) -> int:
+    return next(rank for rank in range(len(NODES[job.name])) if job.node(rank) == node)
+
+
+def test_a_slow_way_between_two_nodes_is_a_link(jobs: dict[str, Job]) -> None:
+    job, (one, other, *_) = jobs["link"], NODES["link"]
+    ranks = rank_on(job, one), rank_on(job, other)
+    links = {f"link {source} → {destination}" for source, destination in (ranks, ranks[::-1])}
     found = diagnosis(job)
-    assert (found["fault"], found["culprit"]) in {("Network", "link 0 → 1"), ("Network", "link 1 → 0")}, found
+    assert found["fault"] == "Network"
+    assert found["culprit"] in links, found["witnesses"]
     assert {witness["kind"] for witness in found["witnesses"]} >= {"Times", "Transport", "Probe"}
 
 
-def test_a_node_that_sends_slowly_is_told_by_its_sender_side(job: Job) -> None:
-    faults.slow_egress(job.node(1), RATE)
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_node_that_sends_or_receives_slowly_is_told_by_that_side(jobs: dict[str, Job], side: str) -> None:
+    job = jobs[side]
     found = diagnosis(job)
-    assert found["culprit"] == "the sender side of rank 1's worker", found
+    assert found["culprit"] == f"the {side} side of rank {rank_on(job, NODES[side][0])}'s worker", found["witnesses"]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pacekeeper as pk
 from pacekeeper.observe.behaviour import watch
 from pacekeeper.runtime import Runtime, write_plan
 from pacekeeper_analysis.behaviour.localise import Localisation, localise
@@ -24,7 +25,7 @@ from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES, MOST_BYTES,
 from pacekeeper_analysis.behaviour.report import report
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_analysis.diagnose.finding import FaultClass
-from pacekeeper_analysis.plan import Profile, Role, Sources, WorkerPlan
+from pacekeeper_analysis.plan import Profile, Role, Sources, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
 
 RANKS = 3
@@ -32,6 +33,7 @@ HEALTHY_STEPS = 130
 """Before the fault; the ranks' early window lies in them."""
 FIRST_STEP = 140
 WINDOW = Profile("profile-7", FIRST_STEP, steps=60, seconds=8.0, sources=Sources.SHOW)
+CHECKPOINT_STEP, COMPILE_STEP, SWITCH_STEP = 150, 160, 180
 FILE = "./tests/distributed/test_behaviour.py"
 
 
@@ -103,9 +105,58 @@ def script(
     return rank_main
 
 
+def steered(folder: Path, steps: int) -> Callable[[int], None]:
+    """One with a job, whose rank 1 is slow once all are settled. In the window a checkpoint is due, something is
+    compiled, and at last its mode is switched: each but the last takes as long as 20 steps."""
+
+    def rank_main(rank: int) -> None:
+        watch.EARLY_AFTER_SECONDS = 0.2
+        watch.EARLY = replace(watch.EARLY, seconds=1.0)
+        torch.set_num_threads(1)
+        job = pk.init(checkpoints=pk.Checkpoints(folder / "checkpoints", every=CHECKPOINT_STEP), snapshot_every=0)
+        net = job.replicate(nn.Linear(16, 16))
+        optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
+        loader = job.dataloader(Samples(lambda _: 0.0), global_batch_size=RANKS, max_microbatch=1)
+        job.register(net=net, optimizer=optimizer, loader=loader, slow=SlowToKeep())
+        job.restore()
+        for step in job.steps(loader, until=steps):
+            for x in step.microbatches():
+                compute(0.01)
+                augment(on(1, 0.02)(rank, step.number))
+                if step.number == COMPILE_STEP:
+                    x = torch.compile(torch.sin, backend=slow_to_compile)(x)
+                (net(x).square().mean() / step.total_weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and step.number == SWITCH_STEP:
+                write_plan(Runtime(folder).plan, replace(plan(), version=8, sync_mode=SyncMode.EDIT))
+        for thread in threading.enumerate():
+            if thread.name == "pacekeeper-behaviour":
+                thread.join()
+
+    return rank_main
+
+
+class SlowToKeep:
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(0.6)
+        return {}
+
+    def load_state_dict(self, _state: dict[str, int]) -> None: ...
+
+
+def slow_to_compile(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+    time.sleep(0.6)
+    return graph.forward
+
+
+def plan(profile: Profile = WINDOW) -> WorkerPlan:
+    return WorkerPlan(version=7, membership=1, role=Role.MEMBER, profile=profile)
+
+
 def run(folder: Path, main: Callable[[int], Any], profile: Profile = WINDOW) -> tuple[Localisation, dict[int, Answer]]:
     runtime = Runtime(folder).make()
-    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=profile))
+    write_plan(runtime.plan, plan(profile))
     run_ranks(main, RANKS, folder)
     paths = {rank: runtime.pattern(profile.name, rank) for rank in range(RANKS)}
     raw = {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
@@ -153,10 +204,20 @@ def test_a_slow_loader_is_data(tmp_path: Path) -> None:
     assert found.finding.culprit == f"{FILE}:Samples.__getitem__ on rank 2"
 
 
-def test_own_files_are_hidden_unless_the_job_shows_them(tmp_path: Path) -> None:
-    slow = script(210, augments=on(1, 0.02))
-    found, answers = run(tmp_path, slow, replace(WINDOW, sources=Sources.HASH))
+def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_it(tmp_path: Path) -> None:
+    """Own files are hidden here, as in a job that does not show them."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what it imports, no rank does so in a step
+    found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=Sources.HASH))
+    assert found.finding.fault is FaultClass.CODE
     assert found.finding.culprit.endswith(":augment on rank 1")
+    assert found.heard == RANKS
+    patterns = [answer.pattern for answer in answers.values()]
+    assert {(pattern.first_step, pattern.mode) for pattern in patterns} == {(FIRST_STEP, "Sync")}
+    (steps,) = {pattern.steps for pattern in patterns}
+    assert SWITCH_STEP - FIRST_STEP < steps < WINDOW.steps
+    seen = {frame.rpartition(":")[2] for pattern in patterns for stack in pattern.stacks for frame in stack.frames}
+    assert "augment" in seen
+    assert not {"SlowToKeep.state_dict", "slow_to_compile"} & seen
     assert "test_behaviour.py" not in json.dumps(answers[1].pattern.to_json())
     assert "test_behaviour.py" not in str(answers[1].baseline)
 

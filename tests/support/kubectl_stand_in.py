@@ -1,9 +1,10 @@
 """A stand-in for kubectl and its cluster: it answers from a file of objects and writes down what it was asked to do.
 
     STAND_IN=<folder>: objects.json, a list of objects; later.json, those that are there once something was annotated;
-    pods/<pod>/, what is in its container's folder of rings; refusal, words to refuse with; asked.json, which it writes
+    pods/<pod>/, what is in its container's folder of rings, and answer, with which its sidecar fills a file that is
+    touched; refusal, words to refuse with; asked.json, which it writes
 
-The real one is asked by tests/cluster/test_first_day.py.
+The real one is asked by tests/cluster/test_first_day.py and test_links.py.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def main() -> int:
 def execute(place: Path, program: str, path: str) -> int:
     if program == "ls" and place.exists():
         print("\n".join(entry.name for entry in place.iterdir()))
+        return 0
+    if program == "touch" and (place / "answer").exists():
+        (place / Path(path).name).write_bytes((place / "answer").read_bytes())
+        return 0
+    if program == "rm":
+        (place / Path(path).name).unlink()
         return 0
     if program == "cat":
         sys.stdout.buffer.write((place / Path(path).name).read_bytes())

@@ -26,8 +26,8 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        own = (self.faults, self.rings, self.communicators, self.paths, self.snapshots, self.stacks, self.patterns)
-        for folder in (self.root, *own):
+        told = (self.faults, self.links, self.patterns, self.stacks)
+        for folder in (self.root, *told, self.rings, self.communicators, self.paths, self.snapshots):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -68,6 +68,11 @@ class Runtime:
     def probes(self) -> Path:
         """Written by the launcher: what it measured of its links, on the operator's request."""
         return self.root / "probes.json"
+
+    @property
+    def links(self) -> Path:
+        """Who makes an empty file here finds in it a second later what the sidecar knows of the ranks' connections."""
+        return self.root / "links"
 
     @property
     def faults(self) -> Path:

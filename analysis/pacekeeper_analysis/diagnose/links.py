@@ -2,6 +2,7 @@
 
     cells = join(evidence)                      # one a direction of two ranks and window of some seconds
     view = judge(cells)                         # the delay matrix, and what of it is hot
+    by_ratio(cells)                             # all of it, for people
 
 Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least (slow ones: 1 MB),
 for each class of link by itself (on one node, between nodes; counted by the kernel, by NCCL). Median polish,
@@ -142,7 +143,7 @@ def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
     """`unknown`: ends that could not be joined."""
     by_window: dict[int, list[Cell]] = defaultdict(list)
     for cell in cells:
-        if cell.acked_bytes >= (SLOW_BYTES if cell.busy_seconds >= SLOW_BUSY_SECONDS else LEAST_BYTES):
+        if _says_enough(cell):
             by_window[cell.age].append(cell)
     polished = {age: [_polish(group) for group in _classes(found)] for age, found in sorted(by_window.items())}
     newest = [matrix for age in list(polished)[:1] for matrix in polished[age]]
@@ -158,6 +159,24 @@ def judge(cells: Sequence[Cell], unknown: int = 0) -> Links:
         row_ratio=rows,
         column_ratio=columns,
     )
+
+
+def _says_enough(cell: Cell) -> bool:
+    return cell.acked_bytes >= (SLOW_BYTES if cell.busy_seconds >= SLOW_BUSY_SECONDS else LEAST_BYTES)
+
+
+def by_ratio(cells: Sequence[Cell]) -> list[tuple[Cell, float | None]]:
+    """Each pair's newest window in which it has sent something, with its time for a byte over the usual (None: it has
+    carried too little, or too few are alike to say what is usual); the slowest first."""
+    newest: dict[tuple[int, int, bool], Cell] = {}
+    for cell in sorted(cells, key=lambda cell: -cell.age):
+        if cell.acked_bytes:
+            newest[cell.source, cell.destination, cell.by_nccl] = cell
+    ratios: dict[Cell, float] = {}
+    for matrix in map(_polish, _classes([cell for cell in newest.values() if _says_enough(cell)])):
+        for cell, usual in zip(matrix.cells, matrix.usual.tolist(), strict=True):
+            ratios[cell] = usual / cell.bytes_per_second
+    return sorted(((cell, ratios.get(cell)) for cell in newest.values()), key=lambda item: -(item[1] or 0.0))
 
 
 def join(evidence: Sequence[Evidence], nodes: Mapping[str, str] | None = None) -> tuple[list[Cell], int]:

@@ -16,7 +16,7 @@ from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
 from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
-from . import incidents, jobs, nodes, report, whatif
+from . import incidents, jobs, links, nodes, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
 from .seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
 from .text import paragraph
@@ -183,6 +183,11 @@ def tell_whatif(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def show_links(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    print(links.told(kubectl, _job(kubectl, arguments.job), all_=arguments.all))
+    return 0
+
+
 def _job(kubectl: Kubectl, name: str) -> SeenJob:
     """Raises KubectlError that says which there are."""
     try:
@@ -287,6 +292,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="by default JOB.html")
     made = verb("whatif", tell_whatif, "how fast a job would be without its stragglers, by its last steps")
     made.add_argument("job")
+    made = verb("links", show_links, "who sends to whom, and how fast: a job's delay matrix, the slowest link first")
+    made.add_argument("job")
+    made.add_argument("--all", action="store_true", help=f"links, not only the {links.SHOWN} slowest")
     made = verb("profile", profile, "which function makes a job slow: its ranks look into their next steps")
     made.add_argument("job")
     made.add_argument("--timeout", type=float, default=PROFILE_SECONDS, metavar="SECONDS")

@@ -228,7 +228,7 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     used = observation.state.budget.within(observation.now, rules.restart_window)
     left = max(0, rules.max_restarts - used)
     metrics.show_job(desk.job.namespace, desk.job.name, status, left, rules.max_restarts)
-    _show_links(desk.job, observation.state.adaptation.link)
+    show_links(desk.job, observation.state.adaptation.link)
     await _patch_status(operator, desk, status)
 
 
@@ -238,7 +238,7 @@ def hide(job: Job) -> None:
     metrics.show_links(job.namespace, job.name, None)
 
 
-def _show_links(job: Job, seen: LinkLook | None) -> None:
+def show_links(job: Job, seen: LinkLook | None) -> None:
     known = seen if seen is not None and seen.known else None
     sides = [(side.rank, "sends" if side.sends else "receives", side.ratio) for side in known.sides] if known else ()
     metrics.show_links(job.namespace, job.name, None if known is None else len(known.hot), sides)

@@ -1,7 +1,8 @@
 """Eight ranks as 2 replicas × 2 stages × 2 parts of a layer, which hang where they are told to.
 
 Environment: FOLDER (diary of each rank); STEPS; FAULTS: a JSON list of {"rank", "step", "kind": "sleep" | "sleep in
-backward" | "deadlock" | "broadcast" | "order" | "before sending" | "stop" | "kill"}.
+backward" | "deadlock" | "broadcast" | "order" | "before sending" | "stop" | "kill"}; SLEEP (seconds a step). A file
+`fault-<rank>` in FOLDER, with such a kind in it, strikes this rank once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import pacekeeper.auto  # noqa: F401
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 FOLDER = Path(os.environ["FOLDER"])
+ASKED = FOLDER / f"fault-{RANK}"
+SLEEP = float(os.environ.get("SLEEP", "0"))
 
 
 def main() -> None:
@@ -34,6 +37,7 @@ def main() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.01)
     alone: Any = dist.new_group([RANK], use_local_synchronization=True)
     for step in range(1, int(os.environ["STEPS"]) + 1):
+        time.sleep(SLEEP)
         kind = fault(step)
         passing: Any = dist.new_group([RANK, RANK ^ 1], use_local_synchronization=True)  # another one each step
         dist.all_reduce(torch.ones(1), group=alone)
@@ -81,6 +85,10 @@ def begin(kind: str) -> None:
 
 def fault(step: int) -> str:
     """What happens to this rank in this step; "": nothing."""
+    if ASKED.exists():
+        kind = ASKED.read_text()
+        ASKED.unlink()
+        return kind
     faults = json.loads(os.environ.get("FAULTS", "[]"))
     due = [one["kind"] for one in faults if (one["rank"], one["step"]) == (RANK, step) and ROUND == 1]
     return due[0] if due else ""

@@ -3,7 +3,8 @@
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
 (seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
 after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job. A file
-`fault-<rank>` there strikes this rank once: `raise` an error, `fill` its memory, or `hang`.
+`fault-<rank>` there strikes this rank once: `raise` an error, `fill` its memory, or `hang`. A file `slow-<rank>` has
+its `augment` take as many seconds in each step as it says.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def main() -> None:
                 seen += indices.tolist()
                 total += loss.item()
             fail(job.rank, step.number)
+            augment(FOLDER / f"slow-{job.rank}")
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -91,6 +93,11 @@ def told_to_stop() -> bool:
     votes = torch.tensor(int((FOLDER / "stop").exists()))
     dist.all_reduce(votes)
     return votes.item() > 0
+
+
+def augment(slow: Path) -> None:
+    if slow.exists():
+        time.sleep(float(slow.read_text()))
 
 
 def fail(rank: int, step: int) -> None:

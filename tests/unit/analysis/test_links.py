@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, describe, join, judge
+from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, by_ratio, describe, join, judge
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, FlowWindow, LinkWindow
 
@@ -46,6 +46,28 @@ def ring(ranks: int, factor: Factor, seed: int = 0) -> list[Cell]:
 
 def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int, int]]:
     return [(spot.kind, spot.source, spot.destination) for spot in hot]
+
+
+class TestByRatio:
+    def test_all_pairs_the_slowest_first(self) -> None:
+        cells = matrix(4, lambda s, d: {(2, 0): 9, (1, 3): 4}.get((s, d), 1), noise=0.0)
+        links = by_ratio([replace(cell, busy_seconds=9.0) if cell.age else cell for cell in cells])
+        assert [(cell.source, cell.destination) for cell, _ in links[:2]] == [(2, 0), (1, 3)]
+        assert [ratio for _, ratio in links] == pytest.approx([9.0, 4.0, *[1.0] * 10])
+
+    def test_each_is_held_against_its_like(self) -> None:
+        """What is slow by nature, and what shares a node, is not taken for slow."""
+        cells = matrix(4, lambda s, _: 2 if s == 1 else 1, noise=0.0)
+        cells = [replace(cell, early_bytes=20 * MB, early_busy_seconds=cell.busy_seconds) for cell in cells]
+        near = [Cell(9, 8 - at, 0, 20 * MB, SECONDS / 50, same_node=True) for at in range(3)]
+        assert [ratio for _, ratio in by_ratio([*cells, *near])] == pytest.approx([1.0] * 15)
+
+    def test_of_too_few_or_quiet_ones_nobody_knows_what_is_usual(self) -> None:
+        one, quiet = Cell(0, 1, 1, 20 * MB, SECONDS), Cell(1, 0, 0, 0, 0.0)
+        assert by_ratio([one, replace(one, age=0, acked_bytes=0), quiet]) == [(one, None)]
+        answers = [Cell(s, (s - 1) % 4, 0, 1000, 3.0) for s in range(4)]
+        assert {cell.source: ratio for cell, ratio in by_ratio(answers)} == dict.fromkeys(range(4))
+        assert [ratio for _, ratio in by_ratio([*ring(4, lambda *_: 1), *answers])][4:] == [None] * 4
 
 
 class TestJudge:

@@ -22,8 +22,11 @@ from pacekeeper_operator.api import (
     Verdict,
     WorkerCounts,
 )
+from pacekeeper_operator.services.reconcile import show_links
+from pacekeeper_operator.state import LinkLook, LinkSide
 from tests.support.chart import REPOSITORY
 from tests.support.metric_names import of_the_operator
+from tests.support.worlds import NOW, training
 
 RUNNING = JobStatus(
     phase=JobPhase.RUNNING,
@@ -58,6 +61,7 @@ def nothing_left() -> Iterator[None]:
     yield
     for job in ("a", "b"):
         metrics.show_job("ns", job, None)
+        metrics.show_links("ns", job, None)
     metrics.show_quarantines({})
 
 
@@ -150,3 +154,45 @@ def test_people_can_read_what_each_series_means() -> None:
     names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in of_the_operator()}
     budget = {"pacekeeper_job_restarts_left", "pacekeeper_job_restarts_allowed"}  # named by their ends
     assert not [n for n in names - budget if n not in page and not n.startswith("pacekeeper_fabric_")]
+
+
+class TestLinks:
+    """What a job's connections showed when they were last looked at."""
+
+    SLOW = LinkLook(NOW, "ask", hot=("all that rank 3 sends",), known=True, sides=(LinkSide(3, True, 4.0),))
+
+    def test_hot_places_and_the_slowest_sides(self) -> None:
+        metrics.show_links("ns", "a", 2, [(3, "sends", 4.0), (3, "receives", 1.5)])
+        assert self.shown() == {"hot": 2, ("3", "sends"): 4.0, ("3", "receives"): 1.5}
+        assert self.shown("b") == {}
+
+    def test_only_those_of_the_newest_look(self) -> None:
+        metrics.show_links("ns", "a", 1, [(3, "sends", 4.0), (5, "sends", 2.0)])
+        metrics.show_links("ns", "b", 1, [(3, "sends", 3.0)])
+        metrics.show_links("ns", "a", 0, [(5, "sends", 1.1)])
+        assert self.shown() == {"hot": 0, ("5", "sends"): 1.1}, "that nothing is hot is known"
+        metrics.show_links("ns", "a", None)
+        assert self.shown() == {}
+        assert self.shown("b") == {"hot": 1, ("3", "sends"): 3.0}
+
+    @pytest.mark.parametrize("seen", [None, replace(SLOW, known=False)])
+    def test_of_what_is_not_known_nothing(self, seen: LinkLook | None) -> None:
+        job = replace(training().job, namespace="ns", name="a")
+        show_links(job, self.SLOW)
+        assert self.shown() == {"hot": 1, ("3", "sends"): 4.0}
+        show_links(job, seen)
+        assert self.shown() == {}
+
+    def shown(self, job: str = "a") -> dict[str | tuple[str, str], float]:
+        """`hot`, and by rank and side."""
+        found: dict[str | tuple[str, str], float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                labels = sample.labels
+                if (labels.get("namespace"), labels.get("trainingjob")) != ("ns", job):
+                    continue
+                if sample.name == "pacekeeper_hot_links":
+                    found["hot"] = sample.value
+                elif sample.name == "pacekeeper_link_side_ratio":
+                    found[labels["rank"], labels["side"]] = sample.value
+        return found

@@ -275,6 +275,30 @@ class TestKernel:
         assert max(w.acked_bytes for w in windows) == WINDOW_LOOKS * MB * count
         Evidence.from_json(Evidence("why", "w", 1, links=windows).to_json())
 
+    def test_who_makes_an_empty_file_is_told_all_of_it(self, runtime: Runtime, pair: Pair) -> None:
+        seen = owned(runtime, {3: pair[0], 4: pair[1]})
+        for look in range(LOOKS):
+            seen.look(float(look))
+            send(pair, MB)
+        asked, old = runtime.links / "asked", runtime.links / "old"
+        asked.touch()
+        write_text(old, "{}")
+        os.utime(old, (0, 0))
+        seen.answer("w", 2)
+        told = Evidence.from_json(read_json(asked) or {})
+        assert (told.worker, told.round, told.links) == ("w", 2, seen.windows())
+        assert {link.rank for link in told.links} == {3, 4}
+        assert not old.exists(), "who asked has gone"
+        before = asked.stat().st_ino
+        seen.answer("w", 2)
+        assert asked.stat().st_ino == before, "once"
+
+    def test_where_nobody_can_ask_nothing_is_told(self, runtime: Runtime) -> None:
+        runtime.links.rmdir()
+        Connections(runtime).answer("w", 1)
+        runtime.links.write_text("no folder")
+        Connections(runtime).answer("w", 1)
+
     def test_a_kernel_that_counts_less_leaves_links_unknown(
         self, runtime: Runtime, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -10,15 +10,18 @@ privileges. It does not see their processes: which rank holds a socket the launc
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from pacekeeper.runtime import Runtime, read_json
-from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, LinkWindow
+from pacekeeper.runtime import Runtime, read_json, write_json
+from pacekeeper_analysis.reports import BlockedConnection, Evidence, Fault, FaultKind, LinkWindow
 
 LOOK_SECONDS = 1.0
 """Between two looks; one of 1,000 connections takes 3 ms."""
@@ -38,6 +41,9 @@ MOST_BLOCKED = 64
 """That a fault holds."""
 BLOCKED_PART = 0.9
 """Of the time since the last acknowledgement: with something to send, and no closed window of the receiver's."""
+
+MOST_QUESTIONS, ANSWER_KEPT_SECONDS = 8, 60.0
+"""Of people: so many are looked at in a second, and so long an answer lies there."""
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +147,17 @@ class Connections:
                     told.append((moved, windows))
         told.sort(key=lambda item: -item[0])
         return tuple(window for _, windows in told[: MOST_WINDOWS // WINDOWS] for window in windows)
+
+    def answer(self, worker: str, round_: int) -> None:
+        """Tells a person who has made an empty file for it (`kubectl pacekeeper links`); old answers go. Raises
+        nothing: questions, and the folder, are the trainer's."""
+        for path in itertools.islice(self._runtime.links.glob("*"), MOST_QUESTIONS):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if time.time() - status.st_mtime > ANSWER_KEPT_SECONDS:
+                    path.unlink()
+                elif not status.st_size:
+                    write_json(path, Evidence("links", worker, round_, links=self.windows()).to_json())
 
     def told_with(self, fault: Fault, now: float) -> Fault:
         """A stall with what is blocked; any other fault as it is."""

@@ -104,6 +104,7 @@ class Sidecar:
     async def _look_at_connections(self) -> None:
         while True:
             self._connections.look(time.monotonic())
+            self._connections.answer(self._settings.worker, self._launcher.heartbeat.round)
             await asyncio.sleep(connections.LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,13 @@ from pacekeeper_analysis.reports import Evidence, LinkProbe, LinkWindow
 from pacekeeper_operator import ledger, rounds
 from pacekeeper_operator.api import Cause, Class, Outcome, Remedy
 from pacekeeper_operator.decide import links, straggler, verify, way_back
-from pacekeeper_operator.decide.links import ANSWER_SECONDS, FRESH_LOOK_SECONDS, LOOK_KEPT_SECONDS, LOOK_SECONDS
+from pacekeeper_operator.decide.links import (
+    ANSWER_SECONDS,
+    FRESH_LOOK_SECONDS,
+    LOOK_KEPT_SECONDS,
+    LOOK_SECONDS,
+    MOST_SIDES,
+)
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Draft, Incident, LinkLook, LinkVerdict, LocalSgd, Suspicion
 from tests.support.worlds import NOW, change_members, change_worker, policy, training
@@ -40,9 +47,9 @@ INCIDENT = Incident(
 FAST, SLOW = 400e6, 50e6
 
 
-def world(**adaptation: Any) -> Observation:
+def world(replicas: int = 4, **adaptation: Any) -> Observation:
     """Four workers and a spare, one rank each, whose launchers answer probes."""
-    found = change_members(training(step=500), probe_port=40000)
+    found = change_members(training(replicas, step=500), probe_port=40000)
     return found.with_draft(found.draft.with_adaptation(**adaptation))
 
 
@@ -58,6 +65,21 @@ def ring(slow: int = -1, quiet: bool = False) -> tuple[Evidence, ...]:
         return tuple(replace(end, age=age) for end in (out, back) for age in range(3))
 
     return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=ends(rank)) for rank in range(4))
+
+
+def mesh(ranks: int, slow: int) -> tuple[Evidence, ...]:
+    """Each rank sends to each; what rank `slow` sends takes ten times as long."""
+
+    def ends(rank: int) -> Iterator[LinkWindow]:
+        here, busy = f"10.0.0.{rank}", 4.0 if rank == slow else 0.4
+        for peer in (peer for peer in range(ranks) if peer != rank):
+            yield LinkWindow(f"{here}:{100 + peer}", f"10.0.0.{peer}:{200 + rank}", rank, 0, 5.0, 50 * MB, busy)
+            yield LinkWindow(f"{here}:{200 + peer}", f"10.0.0.{peer}:{100 + rank}", rank, 0, 5.0)
+
+    def windows(rank: int) -> tuple[LinkWindow, ...]:
+        return tuple(replace(end, age=age) for end in ends(rank) for age in range(3))
+
+    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=windows(rank)) for rank in range(ranks))
 
 
 def asked(evidence: tuple[Evidence, ...], **adaptation: Any) -> Observation:
@@ -148,6 +170,16 @@ class TestSee:
     def test_what_is_being_probed_stays(self) -> None:
         found = asked(ring(slow=2), link=replace(LOOK, request="older", probe="p"))
         assert links.see(found, policy()) is found.draft
+
+    def test_of_all_sides_the_slowest_are_kept(self) -> None:
+        """However many ranks there are: a side is two gauges, and a line of the bookkeeping."""
+        world = asked(mesh(ranks=12, slow=5), replicas=12)
+        sides = seen(links.see(world, policy())).sides
+        assert len(sides) == MOST_SIDES < 2 * 12
+        assert (sides[0].rank, sides[0].sends) == (5, True)
+        assert sides[0].ratio == pytest.approx(10.0, rel=0.1)
+        assert [side.ratio for side in sides] == sorted((side.ratio for side in sides), reverse=True)
+        assert sides[1].ratio == pytest.approx(1.0, rel=0.1)
 
     def test_it_is_written_down_and_read_back(self) -> None:
         draft = links.see(asked(ring(slow=2)), policy())

@@ -23,6 +23,7 @@ from tests.support.oncall import incident_object, job_object, metadata
 from tests.support.patterns import SLOW, WORK, answers, pattern
 from tests.support.rings import write_ring
 from tests.support.worlds import policy, stalls, training
+from tests.unit.operator.decide.test_links import mesh
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -172,6 +173,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["mode", "nobody", "Sync"], "there are: j"),
         (["pause", "nobody"], "there are: j"),
         (["approve", "node-8"], "there are: node-7"),
+        (["links", "nobody"], "there are: j"),
         (["whatif", "j"], "j has no ranks that train: kubectl pacekeeper why j"),
         (["pause"], "name a job, or --all"),
         (["profile", "j"], "j does not train now"),
@@ -201,6 +203,38 @@ def test_what_if_is_computed_from_the_rings_of_the_newest_round(run: Run, folder
     body = job_object(training())
     add(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
     assert "j trains in AsyncEDiT, in which no rank waits" in run("whatif", "j")[2]
+
+
+def test_links_are_told_by_all_workers_the_slowest_first(run: Run, folder: Path) -> None:
+    """What rank 2 of 4 sends takes ten times as long; a fifth pod has just gone."""
+    pods = [{"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {"nodeName": f"node-{n}"}} for n in range(5)]
+    add(folder, *pods)
+    assert "no worker of j has answered" in run("links", "j")[2]
+    for told in mesh(ranks=4, slow=2):
+        place = folder / "pods" / told.worker
+        place.mkdir(parents=True)
+        (place / "answer").write_text(json.dumps(told.to_json()))
+    code, out, err = run("links", "j")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["FROM", "TO", "×", "USUAL", "MB/S", "MB", "BUSY", "S", "RESENT", "MB", "BETWEEN"]
+    assert [line.split()[1] for line in lines[1:4]] == ["2"] * 3
+    assert lines[1].split()[4:6] == ["10.00", "12.5"]
+    assert "4 of 5 workers have answered" in out
+    assert "slow: all that rank 2 sends" in out
+    assert sorted(path.name for path in (folder / "pods" / "j-w0-0").iterdir()) == ["answer"], "it tidies up"
+
+
+def test_of_many_links_all_are_shown_where_that_is_wanted(run: Run, folder: Path) -> None:
+    add(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
+    for told in mesh(ranks=6, slow=-1):
+        place = folder / "pods" / told.worker
+        place.mkdir(parents=True)
+        (place / "answer").write_text(json.dumps(told.to_json()))
+    out = run("links", "j")[1]
+    assert "10 links more: --all" in out
+    assert "no link is much slower than the others" in out
+    assert run("links", "j", "--all")[1].count("rank ") == 2 * 30
 
 
 def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> None:
