@@ -5,6 +5,7 @@ Each test leaves the network whole and both jobs training.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -75,6 +76,9 @@ def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     status = wait_for(lambda: planned(cluster, 4), 30, "all flows are planned")
     assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 0)
     assert condition(cluster, "Planned")["reason"] == "AtTheBound"
+    described = cluster.kubectl("describe", "fabric", fabric.NAME)
+    for words in (r"Max Load: +1", r"Bound: +1", r"Reason: +AtTheBound", r"Node Label: +" + re.escape(fabric.LABEL)):
+        assert re.search(words, described), described
     ways = [flows(job) for job in jobs]
     for pair in (("l1", "l2"), ("l2", "l1")):
         assert len({way[pair] for way in ways}) == 2, ways

@@ -383,6 +383,14 @@ class TestFallback:
         assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
         team.end()
 
+    def test_where_a_label_puts_a_neighbour_below_another_leaf(self, shim: Shim, folder: Path) -> None:
+        """What is planned between the two passes no spine at all."""
+        with leaf_spine(hosts=2) as fabric:
+            team = Team(fabric, shim, folder, PlannedPath(1, 0, "s1"))
+            assert team.transfer(1, 0, there=BULK, back=0) == {}, "they are below one leaf"
+            assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
+            team.end()
+
     def test_where_addresses_are_rewritten_on_the_way(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
         fabric.translate(1)
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))

@@ -1,4 +1,12 @@
-"""What the runs on the real fabric come to, and which goals hold."""
+"""What the runs on the real fabric come to, and which goals hold.
+
+Where the fabric has room for all, a job that is planned has links of its own, and no luck of ECMP's gives it more:
+there no job may lose. Where it has not, a job that ECMP has left alone gives half of its link away: there it is all
+jobs of a run together that may not lose, and what they get is held to what the simulator says that there is to get.
+
+The simulator is judged by means. A job collides or it does not, so that the median is the speed of whichever kind has
+one job more: it jumps between the two by a single run, and says nothing of either. It is told beside.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +16,13 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
 RATIO, NEVER_BELOW = 1.5, 0.97
 REPLANNED_SECONDS, PAUSE_SECONDS = 10.0, 5.0
 AGREEMENT = 0.1
 IN_FORCE = 0.95
-"""Of the flows: of as few ports as may be tried, with a chance of 1.5 % none fits both directions of a connection."""
+"""Of the flows: of as few ports as may be tried, with a chance of 2 % none fits both directions of a connection."""
 LOAD = 0.8
 """Of the processors, above which they might hold up what links do not."""
 
@@ -45,32 +55,31 @@ class Cut:
     strays: int
 
 
-def figures(alone: float, runs: Sequence[Run], cuts: Sequence[Cut]) -> tuple[dict[str, Any], dict[str, bool]]:
-    """And which goals hold. `alone`: Mbit/s of a job that nobody holds up."""
-    of_counts = {
-        count: _of_count([run for run in runs if run.jobs == count], alone)
-        for count in sorted({run.jobs for run in runs})
-    }
-    flows = sum(2 * run.jobs for run in runs if run.planned)
-    in_force = 1.0 - sum(run.strays for run in runs) / flows
-    load = max(median(run.load for run in runs if run.jobs == count) for count in of_counts)
+def figures(
+    alone: float, runs: Sequence[Run], crowded: Sequence[Run], cuts: Sequence[Cut]
+) -> tuple[dict[str, Any], dict[str, bool]]:
+    """And which goals hold. `alone`: Mbit/s of a job that nobody holds up. crowded: where there are too few links."""
+    by_count = {count: [run for run in runs if run.jobs == count] for count in sorted({run.jobs for run in runs})}
+    roomy = {count: _of_count(those, alone) for count, those in by_count.items()}
+    tight = _of_count(crowded, alone)
+    flows = sum(2 * run.jobs for run in (*runs, *crowded) if run.planned)
+    in_force = 1.0 - sum(run.strays for run in (*runs, *crowded)) / flows
+    load = max(median(run.load for run in those) for those in (*by_count.values(), crowded))
     found = {
         "alone_mbits": round(alone, 1),
-        "jobs": {str(count): of for count, of in of_counts.items()},
+        "jobs": {str(count): of for count, of in roomy.items()},
+        "crowded": tight,
         "in_force": round(in_force, 4),
         "processors": round(load, 3),
         "cuts": [_cut(cut) for cut in cuts],
     }
-    compared = [of[side] for of in of_counts.values() for side in ("ecmp", "planned")]
+    compared = [of[side] for of in (*roomy.values(), tight) for side in ("ecmp", "planned")]
     holds = {
-        "faster_where_jobs_collide": all(of["ratio"] is None or of["ratio"] >= RATIO for of in of_counts.values()),
-        "never_slower": all(of["least_ratio"] is None or of["least_ratio"] >= NEVER_BELOW for of in of_counts.values()),
+        "faster_where_jobs_collide": all(_at_least(RATIO, of["ratio"]) for of in roomy.values()),
+        "no_job_slower": all(_at_least(NEVER_BELOW, of["least_ratio_of_a_job"]) for of in roomy.values()),
+        "never_slower": all(_at_least(NEVER_BELOW, of["least_ratio"]) for of in (*roomy.values(), tight)),
         "paths_in_force": in_force >= IN_FORCE,
-        "simulator_agrees": all(
-            abs(of[f"{which}_mbits"] / of[f"{which}_simulated"] - 1) <= AGREEMENT
-            for of in compared
-            for which in ("mean", "median")
-        ),
+        "simulator_agrees": all(abs(of["mean_mbits"] / of["mean_simulated"] - 1) <= AGREEMENT for of in compared),
         "replanned_after_cut": all(cut.recovered <= REPLANNED_SECONDS for cut in cuts),
         "trains_through_cut": all(cut.pause <= PAUSE_SECONDS for cut in cuts),
         "processors_are_free": load <= LOAD,
@@ -85,22 +94,36 @@ def _of_count(runs: Sequence[Run], alone: float) -> dict[str, Any]:
     by_seed = {run.seed: run for run in planned}
     pairs = [(run, by_seed[run.seed]) for run in ecmp]
     collide = [
-        (was, will)
+        (before, after, job)
         for before, after in pairs
-        for was, will, load in zip(before.speeds, after.speeds, before.fullest, strict=True)
+        for job, load in enumerate(before.fullest)
         if load > before.level
     ]
     in_force = [(before.speeds, after.speeds) for before, after in pairs if not after.strays]
     return {
         "level": planned[0].level,
         "collide": round(len(collide) / sum(run.jobs for run in ecmp), 3),
-        "ratio": round(sum(will for _, will in collide) / sum(was for was, _ in collide), 3) if collide else None,
+        "ratio": _ratio((before.speeds[job], after.speeds[job]) for before, after, job in collide),
+        "ratio_simulated": _ratio((before.simulated[job], after.simulated[job]) for before, after, job in collide),
         "least_ratio": _least(mean(after) / mean(before) for before, after in in_force),
         "least_ratio_of_slowest": _least(min(after) / min(before) for before, after in in_force),
+        "least_ratio_of_a_job": _least(
+            will / was for before, after in in_force for was, will in zip(before, after, strict=True)
+        ),
         "strays": sum(run.strays for run in planned),
         "ecmp": _compared(ecmp, alone),
         "planned": _compared(planned, alone),
     }
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Of the sum of the second ones to that of the first ones."""
+    was, will = np.array(list(pairs)).reshape(-1, 2).sum(axis=0).tolist()
+    return round(will / was, 3) if was else None
+
+
+def _at_least(goal: float, found: float | None) -> bool:
+    return found is None or found >= goal
 
 
 def _least(ratios: Iterable[float]) -> float | None:

@@ -28,11 +28,6 @@ from .launchers import NOBODY, Place
 from .progress import Progress
 from .switches import Flow
 
-LEAVES = ((0, 1), (0, 1), (1, 2), (2, 0), (1, 2), (2, 0), (1, 2), (2, 0))
-"""Of each job's ranks. Two jobs have both leaves in common; four have as many flows at a leaf as there are spines at
-most; of eight, five or six flows leave each leaf."""
-HOSTS = 6
-"""Below each leaf: each rank has its own."""
 PORTS: Ports = (20000, 20000 + paths.PORTS - 1)
 """Of all jobs: none share a host."""
 PATIENCE = 120.0
@@ -174,15 +169,15 @@ class Team:
 
 
 @contextmanager
-def jobs_on(fabric: LeafSpine) -> Iterator[Team]:
-    """Warm, without a plan; all is gone in the end."""
+def jobs_on(fabric: LeafSpine, leaves: Sequence[tuple[int, int]]) -> Iterator[Team]:
+    """Warm, without a plan; all is gone in the end. leaves: of each job's ranks, which have a host each."""
     free = {leaf: [host for host in fabric.hosts if host.leaf == leaf] for leaf in range(fabric.leaves)}
     with TemporaryDirectory(prefix="pacekeeper-bench-") as name:
         folder = Path(name)
         folder.chmod(0o777)
         jobs = [
             Job(number, (free[near].pop(0), free[far].pop(0)), folder / f"job-{number}")
-            for number, (near, far) in enumerate(LEAVES)
+            for number, (near, far) in enumerate(leaves)
         ]
         started = _start([place for job in jobs for place in job.places()], folder)
         try:

@@ -27,7 +27,7 @@ from pacekeeper.runtime import Runtime
 from tests.support.launchers import fork
 
 NOBODY = 65534
-BYTES = 2_000_000
+BYTES = 1_000_000
 """Of an all-reduce."""
 RANK = Path(__file__).with_name("rank.py")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET

@@ -1,9 +1,12 @@
 """The bench's real half: gloo's all-reduces on a leaf–spine of network namespaces, hashed by ECMP against planned.
 
-Three leaves and three spines of the kernel's own routing, which choose among equal paths by a hash of addresses and
-ports. Each job has two ranks below two leaves, started by real launchers without privileges. *ECMP* is a plan without
-paths: the kernel draws the ports. *Planned* is the operator's joint plan (`decide.traffic`), brought into force by
-launchers and shim. Both sides of a seed have the same switches, in turns. A speed is in Mbit/s that each rank sends.
+Leaves and spines of the kernel's own routing choose among equal paths by a hash of addresses and ports. Each job has
+two ranks below two leaves, started by real launchers without privileges. *ECMP* is a plan without paths: the kernel
+draws the ports. *Planned* is the operator's joint plan (`decide.traffic`), brought into force by launchers and shim.
+Both sides of a seed have the same switches, in turns. A speed is in Mbit/s that each rank sends.
+
+One setting has as many links as all eight jobs have flows: whoever is planned well has a link of his own. The other one
+is oversubscribed.
 
 The simulator is asked for the same: leaves say which way each flow takes, and `fabric.load` what rate that comes to.
 """
@@ -15,7 +18,9 @@ import random
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -29,14 +34,13 @@ from pacekeeper_operator.network import Traffic, Wiring
 from tests.support.fabric import leaf_spine
 
 from .figures import Cut, Run, figures
-from .jobs import HOSTS, Job, Team, jobs_on
+from .jobs import Job, Team, jobs_on
 from .launchers import BYTES
 from .progress import recovered_after
 from .switches import Flow, Switches
 
-LEAVES, SPINES = 3, 3
-RATE = 50e6
-"""Bits a second of each link: all nine uplinks together ask little of two processors."""
+RATE = 25e6
+"""Bits a second of each link: all uplinks together leave two processors some rest."""
 COUNTS = (2, 4, 8)
 """Of jobs that run at once."""
 CUT_JOBS = 2
@@ -54,23 +58,52 @@ ELSEWHERE = 0.02
 @dataclass(frozen=True)
 class Sizes:
     seeds: int
+    crowded: int  # seeds where there is too little for all
     seconds: float  # of each measurement
     alone: int  # measurements of one job
     cuts: int
 
 
-FULL, QUICK = Sizes(20, 4.0, 5, 5), Sizes(2, 3.0, 2, 1)
+FULL, QUICK = Sizes(20, 5, 4.0, 5, 5), Sizes(2, 1, 3.0, 2, 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A fabric, and who is where on it."""
+
+    spines: int
+    leaves: tuple[tuple[int, int], ...]  # of each job's two ranks
+
+    @property
+    def degree(self) -> int:
+        """Flows of all jobs that leave, or reach, one leaf at most."""
+        return max(Counter(leaf for pair in self.leaves for leaf in pair).values())
+
+
+ROOMY = Setting(4, ((0, 1), (0, 1), (1, 2), (2, 0), (2, 3), (3, 0), (1, 3), (2, 3)))
+"""Two jobs have both leaves in common; of four, three flows at most leave a leaf; of eight, four leave each."""
+CROWDED = Setting(3, ((0, 1), (0, 1), (1, 2), (2, 0), (1, 2), (2, 0), (1, 2), (2, 0)))
+"""Five or six flows leave each leaf."""
 
 
 def measured(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures, and which goals hold."""
-    with leaf_spine(LEAVES, SPINES, HOSTS) as fabric, jobs_on(fabric) as team:
-        bench = Bench(team, Switches(fabric, RATE), sizes)
+    with _bench(ROOMY, sizes) as bench:
         alone = bench.alone()
         _say(f"a job alone: {alone:.1f} Mbit/s")
-        runs = list(bench.runs())
+        runs = list(bench.runs(sizes.seeds, COUNTS))
         cuts = [bench.cut(seed, alone) for seed in range(sizes.cuts)]
-    return figures(alone, runs, cuts)
+    with _bench(CROWDED, sizes) as bench:
+        _say("too few links for all:")
+        crowded = list(bench.runs(sizes.crowded, COUNTS[-1:]))
+    return figures(alone, runs, crowded, cuts)
+
+
+@contextmanager
+def _bench(setting: Setting, sizes: Sizes) -> Iterator[Bench]:
+    leaves = 1 + max(map(max, setting.leaves))
+    with leaf_spine(leaves, setting.spines, setting.degree) as fabric, jobs_on(fabric, setting.leaves) as team:
+        yield Bench(team, Switches(fabric, RATE), sizes)
 
 
 def missing() -> str:
@@ -93,10 +126,11 @@ class Bench:
         self._begin(first, self._switches.wiring(), None)
         return median(self._speeds(first)[0][0] for _ in range(self._sizes.alone))
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self, seeds: int, counts: Sequence[int]) -> Iterator[Run]:
+        """Of so many jobs at once, both ways."""
         began = time.monotonic()
-        for seed in range(self._sizes.seeds):
-            for count in COUNTS:
+        for seed in range(seeds):
+            for count in counts:
                 for planned in (False, True) if seed % 2 == 0 else (True, False):
                     run = self._run(seed, self._team.jobs[:count], planned)
                     _say(

@@ -27,7 +27,7 @@ FAULTS: Mapping[PathFault, str] = {
     PathFault.NO_SHIM: "the image has no shim for its C library or architecture",
     PathFault.PORTS_TAKEN: "somebody on the node has the job's ports: choose others in the Fabric's pathControl.ports",
     PathFault.FILTERED: "no switch on the way says where packets end: let ICMP time exceeded through",
-    PathFault.NOT_FOUND: "no port leads by the wanted spine: compare the Fabric's hops with what traceroute shows",
+    PathFault.NOT_FOUND: "no port leads by the wanted spine: compare the Fabric's hops, nodes' labels and traceroute",
     PathFault.BLACK_HOLE: "what goes by the wanted spine gets no further: a leaf has not been told of a dead link",
     PathFault.TRANSLATED: "addresses are rewritten between pods",
     PathFault.NOT_TAKEN: "the connection has come about from another port",

@@ -31,9 +31,9 @@ def leaves(world: Observation, names: str) -> Observation:
     return labelled(world, {f"node-{n}": {LEAF: name} for n, name in enumerate(names) if name != "-"})
 
 
-def ready(replicas: int, spares: int = 0, *, to_a_node: int = 1) -> Observation:
-    """A job whose workers are all warm, before it has seats; so many workers to a node."""
-    start = fresh(replicas, spares)
+def ready(replicas: int, spares: int = 0, *, to_a_node: int = 1, ranks: int = 1) -> Observation:
+    """A job whose workers are all warm, before it has seats; so many workers to a node, and ranks to a worker."""
+    start = fresh(replicas, spares, job=job(replicas, spares, nproc_per_node=ranks))
     world = start.with_draft(think(start, policy()).draft)
     world = with_pods(world, state=LauncherState.WARM)
     for view in world.workers:
@@ -94,6 +94,16 @@ class TestFounding:
         assert seats(world) == [0, 1, 2, 3]
         assert seats(replace(world, surroundings=replace(world.surroundings, levels=("rack",)))) == [0, 2, 1, 3]
 
+    def test_of_a_worker_with_several_ranks_all_of_them_move_together_and_stay_in_their_order(self) -> None:
+        """A mesh's innermost axis is within a worker: it stays there."""
+        members = membership.step(leaves(ready(4, ranks=2), "abab"), policy()).plan.members
+        assert [(member.worker, member.ranks) for member in members] == [
+            ("j-w0-0", (0, 1)),
+            ("j-w2-0", (2, 3)),
+            ("j-w1-0", (4, 5)),
+            ("j-w3-0", (6, 7)),
+        ]
+
     def test_a_node_that_has_gone_meanwhile_is_nowhere(self) -> None:
         world = leaves(ready(4), "abab")
         nodes = {name: node for name, node in world.surroundings.nodes.items() if name != "node-0"}
@@ -118,6 +128,19 @@ class TestReplacing:
         world = leaves(training(4, 1), "ababa")
         assert membership.step(world, policy()) is world.draft, "the ranks hold their state where they are"
         assert seats(lost(world, "j-w3-0")) == [0, 1, 2, 4]
+
+    def test_a_spare_takes_over_all_ranks_of_the_lost_one_as_they_were(self) -> None:
+        """Where ranks hold parts of a sharded model, none may change places with another one, in its node or beyond."""
+        world = leaves(training(3, 1, job=job(3, 1, nproc_per_node=2)), "abaa")
+        held = tuple(replace(one, ranks=(2 * n, 2 * n + 1)) for n, one in enumerate(world.plan.members))
+        world = world.with_draft(world.draft.with_plan(members=held))
+        assert membership.step(world, policy()) is world.draft
+        members = membership.step(lost(world, "j-w1-0"), policy()).plan.members
+        assert [(member.worker, member.ranks) for member in members] == [
+            ("j-w0-0", (0, 1)),
+            ("j-w3-0", (2, 3)),
+            ("j-w2-0", (4, 5)),
+        ]
 
     def test_seats_that_are_added_are_ordered_among_themselves(self) -> None:
         world = leaves(training(2, 3, job=job(5, 0)), "abbab")
