@@ -177,6 +177,13 @@ class TestLong:
             job.oncall("mode", job.name, mode)
             assert job.read()["spec"]["syncMode"] == mode
 
+    def test_and_gives_it_more_restarts(self, job: Job) -> None:
+        job.oncall("restarts", job.name, "30")
+        assert job.read()["spec"]["remediation"]["maxRestarts"] == 30
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            job.oncall("restarts", job.name, "-1")
+        assert "maxRestarts" in refused.value.stderr
+
     def test_and_has_its_ranks_look_into_their_steps(self, job: Job) -> None:
         said = " ".join(job.oncall("profile", job.name, timeout=240).split())
         assert "in a behaviour window of 2 ranks a step took" in said
