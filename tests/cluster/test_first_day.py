@@ -17,9 +17,11 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 
+from demo import kube
 from testcluster import credentials
 from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, scratch_namespace
+from tests.support.dashboards import DASHBOARDS, asked
 from tests.support.jobs import Job, manifest, paced
 from tests.support.sidecar_calls import call, token
 
@@ -264,6 +266,9 @@ class TestLong:
         statuses = {call(job, "/v1/plan", text, me)[0] for text in forged}
         assert statuses == {401, 429}
         assert call(job, "/v1/plan", good, me)[0] == 200
+        queries = [query for name in DASHBOARDS for query in asked(name, namespace=job.namespace, trainingjob=job.name)]
+        (refusals,) = [query for query in queries if "pacekeeper_refused_calls_total" in query]
+        job.until(lambda: kube.answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
 
     def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
