@@ -90,9 +90,7 @@ def test_the_dashboards_show_it(jobs: list[Job]) -> None:
     of_fabrics = [query for name in DASHBOARDS for query in asked(name, **names) if "pacekeeper_fabric_" in query]
     assert of_fabrics
     for query in of_fabrics:
-        wait_for(
-            lambda query=query: kube.answers(query, time.time() - 10, time.time()), 30, f"Prometheus knows {query}"
-        )
+        wait_for(partial(answered, query), 30, f"Prometheus knows {query}")
 
 
 def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:

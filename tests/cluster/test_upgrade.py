@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from testcluster import programs
-from testcluster.release import OVER_OTHERS
+from testcluster.release import OVER_OTHERS, VALUES
 from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster, wait_for
 from tests.support.definitions import BEFORE
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("resources")
 
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
 """Its pod never starts: the definitions are looked at alone."""
-OF_THE_CLUSTER = ("registry.example/pacekeeper/operator", "pacekeeper.dev/operator", "image.tag=dev")
-"""The README's image, the one that the test cluster has, and its tag."""
+REPOSITORY_OF_THE_README = "registry.example/pacekeeper/operator"
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
 """A field that the version before does not know."""
 STATUS = {"phase": "Running", "step": 7}
@@ -59,11 +59,13 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
 
 def test_it_is_installed_to_look_only_as_the_readme_says(cluster: Cluster, release: Callable[..., str]) -> None:
     install, look = commands("Install it")
-    theirs, ours, tag = OF_THE_CLUSTER
-    assert theirs in install
+    ours = yaml.safe_load(VALUES.read_text())
+    install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
+    # Beside the image: a Service keeps its address for as long as it lives, and the fixture wants it back as it was.
+    settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
     # What is there already makes place, and is known to the fixture afterwards.
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
-    said = typed(" ".join([install.replace(theirs, ours), "--set", tag, "--replace", *OVER_OTHERS]), cluster)
+    said = typed(" ".join([install, "--set", settings, "--replace", *OVER_OTHERS]), cluster)
     assert "Remedies: Recommend; quarantine of nodes: Recommend." in said
     cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
     said = typed(look, cluster)
