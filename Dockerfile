@@ -34,30 +34,32 @@ RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # Operator, and the probe pods that it sends to nodes. `make lock` renews the versions and hashes.
+# Nothing is mounted: buildah and Podman take a layer from their cache though what it mounted has changed.
 FROM base AS operator
-RUN --mount=type=bind,source=locks,target=/locks \
-    --mount=type=bind,from=pure-wheel,source=/wheels,target=/wheels \
-    pip install --require-hashes --requirement /locks/operator.txt \
-    && pip install --no-deps /wheels/pacekeeper-*.whl \
-    && pip check
+COPY locks/operator.txt locks/
+RUN pip install --require-hashes --requirement locks/operator.txt
+COPY --from=pure-wheel /wheels wheels
+RUN pip install --no-deps wheels/pacekeeper-*.whl && pip check
 LABEL org.opencontainers.image.title="Pacekeeper's operator" org.opencontainers.image.licenses=Apache-2.0
 USER 65532:65532
 CMD ["python", "-m", "pacekeeper_operator"]
 
+FROM base AS tools
+COPY locks/sbom.txt locks/
+RUN python -m venv /tools && /tools/bin/pip install --require-hashes --requirement locks/sbom.txt
+
 FROM operator AS bill
 USER 0:0
-RUN --mount=type=bind,source=locks,target=/locks \
-    python -m venv /tools \
-    && /tools/bin/pip install --require-hashes --requirement /locks/sbom.txt \
-    && /tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/venv
+COPY --from=tools /tools /tools
+RUN /tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/venv
 
 FROM scratch AS sbom
 COPY --from=bill /sbom.json /
 
 # Library, launcher and sidecar with PyTorch, of which the newest that is allowed is taken: it is yours to choose.
 FROM base AS trainer
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install "$(ls /wheels/pacekeeper-*.whl)[trainer]"
+COPY --from=wheel /wheels wheels
+RUN pip install "$(ls wheels/pacekeeper-*.whl)[trainer]"
 LABEL org.opencontainers.image.title="Pacekeeper's trainer" org.opencontainers.image.licenses=Apache-2.0
 COPY examples examples
 USER 65532:65532

@@ -4,6 +4,7 @@
 - Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes. Its promtool is
   built where rules are tested (a minute more, once).
 - kubectl and Helm are built from `go/clients/` (2 minutes, once; less where Kubernetes has been built).
+- Images are built upon a base of this machine's Debian packages (a minute, once).
 - containerd, runc, network plugins and tools come by apt-get (Debian, Ubuntu).
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -132,6 +134,34 @@ def alertmanager() -> Path:
     if not shutil.which(name):
         _install({name})
     return Path(name)
+
+
+def buildah() -> Path:
+    """Debian's. No part of a cluster."""
+    name = "buildah"
+    if not shutil.which(name):
+        _install({name})
+    return Path(name)
+
+
+def python_base() -> Path:
+    """A tar of the least that this machine's Debian or Ubuntu needs for its own Python, to build images upon."""
+    if not shutil.which("mmdebstrap"):
+        _install({"mmdebstrap"})
+
+    def make_in(target: Path) -> None:
+        what = ("--variant=apt", "--include=python3-venv,passwd", suite)
+        run_shown(["mmdebstrap", "--quiet", "--mode=root", *what, target / "base.tar", *_package_sources()])
+
+    suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    return _cached(f"base-{suite}", make_in, "about 1 minute") / "base.tar"
+
+
+def _package_sources() -> list[str]:
+    """Lines of a sources.list: where apt has this machine's C library from. None: mmdebstrap takes the usual one."""
+    told = _output("apt-cache", "policy", "libc6")
+    found = re.findall(r" (\S+://\S+) (\S+)/(\S+) \S+ Packages$", told, re.MULTILINE)
+    return [f"deb {url} {suite} {component}" for url, suite, component in dict.fromkeys(found)]
 
 
 def _build_prometheus(command: str, duration: str) -> Path:

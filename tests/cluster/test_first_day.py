@@ -17,9 +17,11 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 
+from demo import kube
 from testcluster import credentials
 from tests.support.chart import SYSTEM
 from tests.support.cluster import Cluster, scratch_namespace
+from tests.support.dashboards import DASHBOARDS, asked
 from tests.support.jobs import Job, manifest, paced
 from tests.support.sidecar_calls import call, token
 
@@ -177,6 +179,13 @@ class TestLong:
             job.oncall("mode", job.name, mode)
             assert job.read()["spec"]["syncMode"] == mode
 
+    def test_and_gives_it_more_restarts(self, job: Job) -> None:
+        job.oncall("restarts", job.name, "30")
+        assert job.read()["spec"]["remediation"]["maxRestarts"] == 30
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            job.oncall("restarts", job.name, "-1")
+        assert "maxRestarts" in refused.value.stderr
+
     def test_and_has_its_ranks_look_into_their_steps_which_names_what_is_slow_in_the_script(self, job: Job) -> None:
         slow = job.folder() / "slow-1"
         slow.write_text("0.1")
@@ -267,6 +276,9 @@ class TestLong:
         statuses = {call(job, "/v1/plan", text, me)[0] for text in forged}
         assert statuses == {401, 429}
         assert call(job, "/v1/plan", good, me)[0] == 200
+        queries = [query for name in DASHBOARDS for query in asked(name, namespace=job.namespace, trainingjob=job.name)]
+        (refusals,) = [query for query in queries if "pacekeeper_refused_calls_total" in query]
+        job.until(lambda: kube.answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
 
     def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""

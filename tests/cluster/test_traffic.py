@@ -6,6 +6,7 @@ Each test leaves the network whole and both jobs training.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 import testcluster.cluster
+from demo import kube
 from testcluster import fabric, faults, placement
 from testcluster.leaf_spine import LeafSpine
 from testcluster.shell import run
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from tests.support.dashboards import DASHBOARDS, asked
 from tests.support.jobs import Job, paced
 
 pytestmark = pytest.mark.usefixtures("operator", "network")
@@ -84,6 +87,14 @@ def test_jobs_across_the_same_leaves_have_spines_of_their_own(
         assert len({way[pair] for way in ways}) == 2, ways
 
     assert spines_used(network, jobs) == {way["l1", "l2"] for way in ways}
+
+
+def test_the_dashboards_show_it(jobs: list[Job]) -> None:
+    names = {"namespace": jobs[0].namespace, "trainingjob": jobs[0].name}
+    of_fabrics = [query for name in DASHBOARDS for query in asked(name, **names) if "pacekeeper_fabric_" in query]
+    assert of_fabrics
+    for query in of_fabrics:
+        wait_for(partial(answered, query), 30, f"Prometheus knows {query}")
 
 
 def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:
@@ -166,6 +177,10 @@ def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_on
     for job in jobs:
         job.until_step(steps[job.name] + 10, timeout=90)
     wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
+
+
+def answered(query: str) -> bool:
+    return kube.answers(query, time.time() - 10, time.time())
 
 
 def spines_used(network: LeafSpine, jobs: Sequence[Job]) -> set[str]:

@@ -1,25 +1,32 @@
-"""From the version before to this one and back, by Helm: what is stored stays as it is, and stays writable."""
+"""By Helm: as the README installs it, and from the version before to this one and back, where what is stored stays."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from testcluster.release import OVER_OTHERS
-from tests.support.chart import CHART, RELEASE, SYSTEM, helm
+from testcluster import programs
+from testcluster.release import OVER_OTHERS, VALUES
+from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm
 from tests.support.cluster import Cluster, wait_for
 from tests.support.definitions import BEFORE
+from tests.support.readme import commands
 from tests.support.resources import scale_operator
 
 pytestmark = pytest.mark.usefixtures("resources")
 
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
 """Its pod never starts: the definitions are looked at alone."""
+REPOSITORY_OF_THE_README = "registry.example/pacekeeper/operator"
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
 """A field that the version before does not know."""
 STATUS = {"phase": "Running", "step": 7}
@@ -48,6 +55,21 @@ def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
         scale_operator(cluster, cluster.get("deployment", RELEASE, SYSTEM), 0)
     else:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
+
+
+def test_it_is_installed_to_look_only_as_the_readme_says(cluster: Cluster, release: Callable[..., str]) -> None:
+    install, look = commands("Install it")
+    ours = yaml.safe_load(VALUES.read_text())
+    install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
+    # Beside the image: a Service keeps its address for as long as it lives, and the fixture wants it back as it was.
+    settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
+    # What is there already makes place, and is known to the fixture afterwards.
+    release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
+    said = typed(" ".join([install, "--set", settings, "--replace", *OVER_OTHERS]), cluster)
+    assert "Remedies: Recommend; quarantine of nodes: Recommend." in said
+    cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
+    said = typed(look, cluster)
+    assert said.startswith(("no TrainingJobs", "NAMESPACE"))
 
 
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(
@@ -83,6 +105,17 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     after = job(cluster, namespace)
     assert kept(stored["spec"] | {"suspend": True}, after["spec"])
     assert after["status"] == STATUS
+
+
+def typed(command: str, cluster: Cluster) -> str:
+    """What it says to somebody who has cloned, has Helm and kubectl, and has `pip install`ed."""
+    path = [Path(sys.executable).parent, programs.kubectl().parent, os.environ["PATH"]]
+    environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 JOB: dict[str, Any] = {

@@ -1,4 +1,7 @@
-"""The README's first door, as somebody goes through it who has just cloned: the commands are the README's own."""
+"""The README's doors that need no cluster, as somebody goes through them who has just cloned, by its own commands.
+
+That which needs one is gone through by tests/cluster/test_upgrade.py.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,42 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "*.so", ".*_cache")
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=WITHOUT))
-
-
-def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
-    install, run = commands("Try it")
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has what the first door installs."""
+    clone = Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("newcomer") / "clone", ignore=WITHOUT))
+    install, _ = commands("Try it")
     make, install = install.split(" && ")
     bash(make, clone)
     (packages,) = (clone / ".venv").glob("lib/python*/site-packages")
     # What it depends on is here already, and takes minutes to fetch.
     packages.joinpath("known.pth").write_text(sysconfig.get_path("purelib") + "\n")
     bash(install, clone)
+    return clone
+
+
+def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
+    _, run = commands("Try it")
+    losses = told(run, clone)
+    assert list(losses)[-1] == 300
+    assert losses[300] < 0.5 * losses[50]
+
+
+def test_watch_a_script_as_it_is_and_kill_a_rank_meanwhile(clone: Path) -> None:
+    """It has no checkpoint of its own: all begin again."""
+    (run,) = commands("Watch your script as it is")
+    losses = told(run, clone, STEPS="500")
+    assert list(losses)[-1] == 500
+    assert losses[500] < 0.5 * losses[50]
+
+
+def told(run: str, clone: Path, **environment: str) -> dict[int, float]:
+    """Losses by step, of a run of which a rank is killed after the first of them."""
     log = clone / "log"
     with log.open("w") as output:
-        running = subprocess.Popen(["bash", "-ec", f"exec {run}"], cwd=clone, env=clean(), stdout=output, stderr=output)
+        running = subprocess.Popen(
+            ["bash", "-ec", f"exec {run}"], cwd=clone, env=clean() | environment, stdout=output, stderr=output
+        )
     try:
         eventually(lambda: "step 50: loss" in log.read_text(), "steps", seconds=120.0)
         os.kill(max(ranks(running.pid)), signal.SIGKILL)
@@ -44,11 +67,9 @@ def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
     finally:
         running.kill()
         running.wait()
-    told = log.read_text()
-    assert "was killed by SIGKILL" in told
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", told)]
-    assert "step 300: loss" in told
-    assert losses[-1] < 0.5 * losses[0]
+    text = log.read_text()
+    assert "was killed by SIGKILL" in text
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
 def bash(command: str, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,19 +17,24 @@ from testcluster import programs
 from testcluster.settings import CACHE
 from tests.support.launchers import eventually
 
+_ANYBODY: Mapping[str, str] = {}
+
 
 @contextmanager
-def prometheus(folder: Path, target: str, **more: object) -> Iterator[str]:
+def prometheus(folder: Path, target: str, users: Mapping[str, str] = _ANYBODY, **more: object) -> Iterator[str]:
     """Its URL. What the target says of `namespace` and the like stands: it plays the scrape's part, too.
 
-    `more`: parts of its configuration.
+    `users`: names and bcrypt's hashes of the passwords that it asks for. `more`: parts of its configuration.
     """
     scrape = {"job_name": "gpus", "honor_labels": True, "static_configs": [{"targets": [target]}]}
     seconds = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config = folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump({"global": seconds, "scrape_configs": [scrape], **more}))
     data = f"--storage.tsdb.path={folder / 'data'}"
-    with _running([str(_program()), f"--config.file={config}", data, "--log.level=warn"], folder / "log") as url:
+    web = folder / "web.yaml"
+    web.write_text(yaml.safe_dump({"basic_auth_users": dict(users)}))
+    options = [f"--config.file={config}", f"--web.config.file={web}", data, "--log.level=warn"]
+    with _running([str(_program()), *options], folder / "log") as url:
         yield url
 
 
@@ -74,6 +79,6 @@ def _program() -> Path:
 
 def _is_ready(url: str) -> bool:
     try:
-        return requests.get(f"{url}/-/ready", timeout=2).ok
+        return requests.get(f"{url}/-/ready", timeout=2).status_code in (200, 401)  # 401: it asks for a password
     except requests.ConnectionError:
         return False

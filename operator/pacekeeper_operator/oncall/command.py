@@ -149,6 +149,13 @@ def set_mode(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def set_restarts(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    _job(kubectl, arguments.job)
+    kubectl.patch(JOBS, arguments.job, {"spec": {"remediation": {"maxRestarts": arguments.number}}})
+    print(f"{arguments.job}: faults may start {arguments.number} rounds within its restartWindow; it counts at once")
+    return 0
+
+
 def profile(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     """Has the ranks look into what they spend their time on, and waits for what comes of it."""
     seen = _job(kubectl, arguments.job)
@@ -302,6 +309,9 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("mode", set_mode, "how a job's ranks keep their parameters alike")
     made.add_argument("job")
     made.add_argument("mode", choices=[mode.value for mode in WantedMode])
+    made = verb("restarts", set_restarts, "how many restarts faults may cost a job within its restartWindow")
+    made.add_argument("job")
+    made.add_argument("number", type=int, metavar="NUMBER")
     made = verb("pause", pause, "take no remedies, for a job or in the whole cluster; jobs train on")
     everywhere(made)
     made.add_argument("--reason", default="by kubectl pacekeeper", help="for people, with --all")

@@ -8,6 +8,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ import pytest
 from requests.exceptions import RequestException
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.api import Condition, JobStatus, Reason
+from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.observe import prometheus_access
 from pacekeeper_operator.observe.prometheus import Prometheus, gpu_signs_query, query
 from pacekeeper_operator.observe.prometheus_access import NotAdmitted, over_http
 from pacekeeper_operator.settings import Settings
+from tests.support.prometheus import prometheus
 from tests.support.tls import Authority
+from tests.support.worlds import policy, training
 
 TOKEN = "eyJhbGciOi.c2VjcmV0"
+PASSWORD, BCRYPT = "open sesame", "$2b$04$abcdefghijklmnopqrstuu/LVz6MZlItEy42I2juLihZ66HnQx/cy"
 HEADERS = (("X-Scope-OrgID", "training"), ("X-Api-Key", "k3y9"))
 
 
@@ -83,6 +89,13 @@ def gateway() -> Iterator[Gateway]:
 @pytest.fixture
 def elsewhere() -> Iterator[Gateway]:
     yield from served()
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus(folder, "127.0.0.1:9", users={"pacekeeper": BCRYPT}) as url:
+        yield url
 
 
 def served() -> Iterator[Gateway]:
@@ -172,6 +185,22 @@ async def test_a_refusal_says_what_to_do_and_shows_no_secret(gateway: Gateway, t
     assert f"HTTP {status}" in rates.trouble
     for secret in (TOKEN, "k3y9"):
         assert secret not in sample.unavailable + rates.trouble
+
+
+@pytest.mark.parametrize(
+    ("password", "reason"), [(PASSWORD, Reason.METRICS_ANSWERED), ("sesame", Reason.METRICS_REFUSED)]
+)
+async def test_a_prometheus_that_asks_for_a_password(
+    protected: str, tmp_path: Path, password: str, reason: Reason
+) -> None:
+    """A real one; what it answers is the job's condition."""
+    folder = mount(tmp_path / "secret", username="pacekeeper", password=password)
+    sample = await Prometheus(protected, "gpus", "", over_http(protected, folder)).sample(1.0)
+    world = replace(training(), metrics=sample.of("ns", "j"))
+    conditions = report(world, policy(), JobStatus()).conditions
+    condition = next(one for one in conditions if one.type == Condition.METRICS_AVAILABLE)
+    assert condition.reason == reason
+    assert password not in condition.message
 
 
 @pytest.mark.parametrize("keys", [{"token": TOKEN}, {"username": "mé", "password": "s3crèt"}], ids=str)

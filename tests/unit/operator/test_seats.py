@@ -17,6 +17,7 @@ from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS, missing, surplus
 from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, NodeView, Observation
 from pacekeeper_operator.observe.views import view_pod
+from pacekeeper_operator.queues import Turn, under
 from pacekeeper_operator.state import Incident
 from tests.support.worlds import (
     NOW,
@@ -434,6 +435,27 @@ class TestGates:
         freed = again(think(freed, policy()), freed)
         assert deleted(think(replace(freed, now=NOW + 10_059), policy())) == []
         assert len(deleted(think(replace(freed, now=NOW + 10_061), policy()))) == 2
+
+    def test_nor_while_its_queue_holds_the_job(self) -> None:
+        """Whether it has never been admitted, or was put out in the midst of being placed."""
+        queued = replace(job(2, 0, scheduling_timeout=60.0), queue="team")
+        admitted, waiting = under(queued, Turn(admitted=True)), under(queued, Turn(admitted=False, words="no quota"))
+        new = fresh(job=waiting)
+        placing = fresh(job=admitted)
+        placing = with_pods(again(think(placing, policy()), placing), placed=False)
+        put_out = replace(placing, job=waiting, now=NOW + 50)
+        for world in (new, put_out):
+            thought = think(world, policy())
+            held = replace(again(thought, world), workers=(), now=NOW + 10_000)
+            thought = think(held, policy())
+            assert (made(thought), thought.draft.state.placement.attempts) == ([], 0)
+            let_in = replace(again(thought, held), job=admitted)
+            for _ in range(2):  # it is resumed, then placed
+                let_in = again(think(let_in, policy()), let_in)
+            let_in = with_pods(let_in, placed=False)
+            assert len(let_in.workers) == 2
+            assert deleted(think(replace(let_in, now=NOW + 10_059), policy())) == []
+            assert len(deleted(think(replace(let_in, now=NOW + 10_061), policy()))) == 2
 
     def test_gates_and_running_trainers_are_seen_in_the_pod(self) -> None:
         def pod(**status: object) -> dict[str, object]:

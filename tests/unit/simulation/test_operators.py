@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pacekeeper_operator.api import FINALIZER_JOB
+from pacekeeper_operator import ledger
+from pacekeeper_operator.api import FINALIZER_JOB, Cause, Object
+from pacekeeper_operator.node_health import TAINTS
 from simulation.operators.pod import OperatorPod
 from simulation.schedule import JobSettings
 from simulation.world import NAMESPACE, World, WorldSettings
@@ -139,3 +141,35 @@ def test_two_runs_of_a_seed_are_the_same_and_two_seeds_are_not(make: Make) -> No
         return world.story.digest()
 
     assert digest(1) == digest(1) != digest(2)
+
+
+def test_two_nodes_that_others_want_empty_are_left_one_after_the_other(world: World) -> None:
+    """By one spare: the second worker goes when the first one's successor is warm."""
+    make_job(world)
+    until(world, lambda: trains(world), 90)
+    first, second = (world.nodes[node] for node in seats(world))
+    first.cordon()
+    second.taint(TAINTS[0], "NoSchedule")
+    until(world, lambda: first.name not in seats(world), 90)
+    assert second.name in seats(world), "the spare is one"
+    until(world, lambda: second.name not in seats(world) and trains(world), 120)
+    assert not {first.name, second.name} & set(seats(world))
+    until(world, lambda: len(ended := leavings(world)) == 2 and all(one["outcome"] for one in ended), 60)
+    assert [one["outcome"] for one in leavings(world)] == ["Recovered"] * 2
+    job = world.api.get("trainingjobs", "a", NAMESPACE)
+    assert job is not None
+    assert job["status"].get("restarts", 0) == 0
+
+
+def seats(world: World) -> list[str]:
+    """Nodes of the workers that hold ranks, by rank."""
+    stored = world.api.get("trainingjobstates", "a", NAMESPACE)
+    members = () if stored is None else ledger.read(stored, "a").draft.plan.members
+    nodes = {worker.name: worker.node for worker in world.workers.values()}
+    return [nodes[member.worker] for member in members]
+
+
+def leavings(world: World) -> list[Object]:
+    """What was written of nodes that are to be empty."""
+    found = [body for body in world.api.all("incidents") if body["spec"]["cause"] == Cause.NODE_LEAVING]
+    return [{"outcome": None} | body.get("status", {}) for body in found]

@@ -94,6 +94,7 @@ def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], w
     ("arguments", "asked"),
     [
         (["mode", "j", "Sync"], "patch trainingjobs.pacekeeper.dev j {'spec': {'syncMode': 'Sync'}}"),
+        (["restarts", "j", "30"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'maxRestarts': 30}}}"),
         (["pause", "j"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'mode': 'Recommend'}}}"),
         (["resume", "j"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'mode': 'Act'}}}"),
         (
@@ -171,6 +172,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["why", "nobody"], "there are: j"),
         (["incidents", "nobody"], "there are: j"),
         (["mode", "nobody", "Sync"], "there are: j"),
+        (["restarts", "nobody", "30"], "there are: j"),
         (["pause", "nobody"], "there are: j"),
         (["approve", "node-8"], "there are: node-7"),
         (["links", "nobody"], "there are: j"),
