@@ -89,7 +89,7 @@ def figures(
 
 def _of_count(runs: Sequence[Run], alone: float) -> dict[str, Any]:
     """Of runs of so many jobs. A job *collides* where ECMP gives it a link with more flows than the plan has on any.
-    Ratios are planned over ECMP; of runs as a whole where all flows went as planned. None: there is no such run."""
+    Ratios are planned over ECMP; the least ones of runs where all flows went as planned. None: there is no such run."""
     ecmp, planned = ([run for run in runs if run.planned is side] for side in (False, True))
     by_seed = {run.seed: run for run in planned}
     pairs = [(run, by_seed[run.seed]) for run in ecmp]
