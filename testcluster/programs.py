@@ -206,7 +206,8 @@ def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> P
             unfinished = Path(scratch, name)
             unfinished.mkdir()
             compile_into(unfinished)
-            unfinished.rename(folder)
+            if not folder.exists():  # otherwise somebody else has built it meanwhile
+                unfinished.rename(folder)
     return folder
 
 
