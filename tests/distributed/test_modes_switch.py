@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +71,12 @@ def test_through_all_modes_and_back(shard: int, workers: int, tmp_path: Path) ->
 )
 def test_orders_are_followed_long_before_the_clock_is_up(shard: int, workers: int, tmp_path: Path) -> None:
     """A checkpoint, behind which the mode goes on; and Sync."""
-    by_the_clock = {"sync_mode": ASYNC_EDIT, "sync_seconds": 1000.0}
-    plans = {0: by_the_clock, 8: by_the_clock | {"checkpoint_request": 1}, 24: {"sync_mode": SYNC}}
+    by_the_clock: dict[str, Any] = {"sync_mode": ASYNC_EDIT, "sync_seconds": 1000.0}
+    plans: dict[int, dict[str, Any]] = {
+        0: by_the_clock,
+        8: by_the_clock | {"checkpoint_request": 1},
+        24: {"sync_mode": SYNC},
+    }
     volume = tmp_path / "volume"
     run = run_job(tmp_path, until=60, plans=plans, shard=shard, workers=workers, pauses=(0.004, 0.012), volume=volume)
     assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
