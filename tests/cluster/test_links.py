@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,54 +15,46 @@ from tests.support.jobs import Job, paced
 pytestmark = pytest.mark.usefixtures("operator")
 
 RATE = "40mbit"
-"""A step sends 22 Mbit from each rank (two layers of 512 × 512, in a ring of three): it takes three times as long."""
-STEP_SECONDS = 0.2
-EARLY_STEPS = 200
+"""A step sends 25 Mbit from each rank (two layers of 512 × 512, in a ring): at this rate it takes 0.6 s longer."""
+EARLY_SECONDS = 40
 """A connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
-NODES = {
-    "sender": ("node-1", "node-2", "node-3"),
-    "receiver": ("node-4", "node-5", "node-6"),
-    "link": ("node-2", "node-5", "node-3", "node-6"),
-}
-"""Of each job: the first node's way is slow, to or from all others, or to the second one. No other job uses it."""
-FAULTS: dict[str, Callable[[tuple[str, ...]], None]] = {
-    "sender": lambda nodes: faults.slow_egress(nodes[0], RATE),
-    "receiver": lambda nodes: faults.slow_ingress(nodes[0], RATE),
-    "link": lambda nodes: faults.slow_pair(nodes[0], nodes[1], RATE),
-}
+SENDER, RECEIVER = ("node-1", "node-2", "node-3"), ("node-4", "node-5", "node-6")
+"""Of two jobs at a time. Of each the first node's side is slow: with three workers a probe tells that from a link."""
 
 
-@pytest.fixture(scope="module")
-def jobs(cluster: Cluster) -> Iterator[dict[str, Job]]:
-    """Side by side, for most of what each needs is the time before its fault. Nothing may be done about them: an
-    incident then waits for its probe."""
+@contextmanager
+def training(cluster: Cluster, *wanted: tuple[str, int, Collection[str]], step_seconds: float) -> Iterator[list[Job]]:
+    """Jobs of (name, workers, nodes, each worker on one of its own), once their connections' usual pace is known.
+    Nothing may be done about them: an incident then waits for its probe. The network is well again afterwards."""
     with scratch_namespace(cluster) as namespace:
-        found = {name: Job.apply(cluster, namespace, body(name)) for name in NODES}
-        for job in found.values():
-            job.until_phase("Running", timeout=120)
-        for job in found.values():
-            job.until_step(EARLY_STEPS, timeout=120)
+        jobs = [
+            Job.apply(
+                cluster,
+                namespace,
+                paced(
+                    name,
+                    1_000_000,
+                    environment={"WIDTH": "512", "SLEEP": str(step_seconds / 2)},
+                    replicas=workers,
+                    detection={"windowSteps": 16, "stragglerSlowdown": 1.3},
+                    remediation={"allow": ["RestartRanks"]},
+                    pod=placement.apart(name, nodes),
+                ),
+            )
+            for name, workers, nodes in wanted
+        ]
+        for job in jobs:
             job.until_calm()
-        for name, nodes in NODES.items():
-            FAULTS[name](nodes)
-        yield found
-        for node in {node for nodes in NODES.values() for node in nodes}:
-            faults.clear_link(node)
-        for job in found.values():
+        for job in jobs:
+            job.until_step(round(EARLY_SECONDS / step_seconds), timeout=120)
+        used = {node for job in jobs for node in job.nodes().values()}
+        try:
+            yield jobs
+        finally:
+            for node in used:
+                faults.clear_link(node)
+        for job in jobs:
             job.delete()
-
-
-def body(name: str) -> dict[str, Any]:
-    """Workers on nodes of their own: three at least, by which a probe tells a link from a side."""
-    return paced(
-        name,
-        1_000_000,
-        environment={"WIDTH": "512", "SLEEP": str(STEP_SECONDS)},
-        replicas=len(NODES[name]),
-        detection={"windowSteps": 16, "stragglerSlowdown": 1.3},
-        remediation={"allow": ["RestartRanks"]},
-        pod=placement.apart(name, NODES[name]),
-    )
 
 
 def diagnosis(job: Job) -> dict[str, Any]:
@@ -78,22 +71,23 @@ def diagnosis(job: Job) -> dict[str, Any]:
     return job.until(probed, 120, "an incident of slow communication with a probe as its witness")
 
 
-def rank_on(job: Job, node: str) -> int:
-    return next(rank for rank in range(len(NODES[job.name])) if job.node(rank) == node)
+def test_a_slow_way_between_two_nodes_is_a_link(cluster: Cluster) -> None:
+    with training(cluster, ("links", 4, ()), step_seconds=0.1) as (job,):
+        faults.slow_pair(job.node(0), job.node(1), RATE)
+        found = diagnosis(job)
+        assert (found["fault"], found["culprit"]) in {("Network", "link 0 → 1"), ("Network", "link 1 → 0")}, found
+        assert {witness["kind"] for witness in found["witnesses"]} >= {"Times", "Transport", "Probe"}
 
 
-def test_a_slow_way_between_two_nodes_is_a_link(jobs: dict[str, Job]) -> None:
-    job, (one, other, *_) = jobs["link"], NODES["link"]
-    ranks = rank_on(job, one), rank_on(job, other)
-    links = {f"link {source} → {destination}" for source, destination in (ranks, ranks[::-1])}
-    found = diagnosis(job)
-    assert found["fault"] == "Network"
-    assert found["culprit"] in links, found["witnesses"]
-    assert {witness["kind"] for witness in found["witnesses"]} >= {"Times", "Transport", "Probe"}
-
-
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_a_node_that_sends_or_receives_slowly_is_told_by_that_side(jobs: dict[str, Job], side: str) -> None:
-    job = jobs[side]
-    found = diagnosis(job)
-    assert found["culprit"] == f"the {side} side of rank {rank_on(job, NODES[side][0])}'s worker", found["witnesses"]
+def test_a_node_that_sends_slowly_and_one_that_receives_slowly_are_told_apart(cluster: Cluster) -> None:
+    """By a probe each, of two jobs side by side: most of what they need is the time before their faults."""
+    wanted = ("sender", 3, SENDER), ("receiver", 3, RECEIVER)
+    with training(cluster, *wanted, step_seconds=0.25) as (sender, receiver):
+        faults.slow_egress(SENDER[0], RATE)
+        faults.slow_ingress(RECEIVER[0], RATE)
+        for job, node, column in ((sender, SENDER[0], 1), (receiver, RECEIVER[0], 3)):
+            (rank,) = (rank for rank in range(3) if job.node(rank) == node)
+            found = diagnosis(job)
+            assert found["culprit"] == f"the {job.name} side of rank {rank}'s worker", found["witnesses"]
+            slowest = job.oncall("links", job.name).splitlines()[1].split()  # rank 2  rank 1  9.07 …
+            assert slowest[column] == str(rank)
