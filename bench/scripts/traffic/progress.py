@@ -49,10 +49,10 @@ class Progress:
 
 
 def recovered_after(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
-    """Seconds from `since` on after which all jobs keep near their `best` pace; inf: they never do, until `until`."""
-    looks = np.arange(since, until - WINDOW, STEP)
-    slow = [
-        any(job.pace(at, at + WINDOW) < RECOVERED * its for job, its in zip(jobs, best, strict=True)) for at in looks
-    ]
-    last = max((place for place, is_slow in enumerate(slow) if is_slow), default=-1)
-    return float("inf") if last == len(looks) - 1 else float(looks[last + 1] - since)
+    """Seconds from `since` on after which all jobs come near their `best` pace, and on the whole keep it until `until`;
+    inf: they never do. A single stop of a moment, like one of TCP's time-outs, undoes no recovery."""
+    for at in np.arange(since, until - WINDOW, STEP):
+        paces = [(job.pace(at, end), its) for job, its in zip(jobs, best, strict=True) for end in (at + WINDOW, until)]
+        if all(pace >= RECOVERED * its for pace, its in paces):
+            return float(at - since)
+    return float("inf")

@@ -266,6 +266,12 @@ class TestProgress:
         assert recovered_after([whole], [2.0], since=10.0, until=30.0) == 0.0
         assert recovered_after([whole, broken], [2.0, 2.4], since=10.0, until=30.0) == inf
 
+    def test_a_moment_undoes_no_recovery_and_a_moment_is_none(self) -> None:
+        stops = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 28.0, 0.5), *steady(28.4, 30.0, 0.5))
+        assert recovered_after([stops], [2.0], since=10.0, until=30.0) == pytest.approx(1.8, abs=0.15)
+        flickers = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 15.0, 0.5), *steady(15.0, 30.0, 0.7))
+        assert recovered_after([flickers], [2.0], since=10.0, until=30.0) == inf
+
 
 def ring(*leaves: tuple[int, int]) -> list[Flow]:
     """Both flows of each job whose two ranks are below these leaves."""
