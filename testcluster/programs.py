@@ -57,7 +57,7 @@ class Programs:
         self._kubernetes = _kubernetes_servers()
         self.etcd = _find("etcd", _knows_its_progress) or _build_kubernetes() / "etcd"
         self.pause = _build_kubernetes() / "pause"
-        self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus("prometheus", "2 minutes")
+        self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus("prometheus", 4)
         self.kubectl = kubectl()
         self.cni_folder = _cni_folder()
 
@@ -88,7 +88,7 @@ def helm_3() -> Path:
         values = {f"helm.sh/helm/v3/{name}": value for name, value in values.items()}
         _go_build(module, "./cmd/helm", target / "helm", "-ldflags", _ldflags(values))
 
-    return _cached(f"helm-{HELM_3_VERSION}", compile_into, "about 2 minutes on 2 cores") / "helm"
+    return _cached(f"helm-{HELM_3_VERSION}", compile_into, compiling(4)) / "helm"
 
 
 def _build_clients() -> Path:
@@ -101,7 +101,7 @@ def _build_clients() -> Path:
             (target / name).symlink_to("clients")
 
     digest = _digest("clients/go.mod", "clients/go.sum", "clients/main.go")
-    return _cached(f"clients-{KUBERNETES_VERSION}-{HELM_VERSION}-{digest}", compile_into, "about 2 minutes on 2 cores")
+    return _cached(f"clients-{KUBERNETES_VERSION}-{HELM_VERSION}-{digest}", compile_into, compiling(3))
 
 
 def _build_kubernetes() -> Path:
@@ -114,7 +114,7 @@ def _build_kubernetes() -> Path:
             (target / name).symlink_to("kubernetes")
 
     digest = _digest("go.mod", "go.sum", "main.go", "pause/main.go")
-    return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, "about 4 minutes on 2 cores")
+    return _cached(f"kubernetes-{KUBERNETES_VERSION}-{digest}", compile_into, compiling(9))
 
 
 def _kubernetes_version() -> dict[str, str]:
@@ -125,7 +125,7 @@ def _kubernetes_version() -> dict[str, str]:
 
 def promtool() -> Path:
     """Checks and tests Prometheus' rules. No part of a cluster."""
-    return _build_prometheus("promtool", "1 minute")
+    return _build_prometheus("promtool", 2)
 
 
 def alertmanager() -> Path:
@@ -154,7 +154,7 @@ def python_base() -> Path:
         run_shown(["mmdebstrap", "--quiet", "--mode=root", *what, target / "base.tar", *_package_sources()])
 
     suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
-    return _cached(f"base-{suite}", make_in, "about 1 minute") / "base.tar"
+    return _cached(f"base-{suite}", make_in, "about 1 minute here") / "base.tar"
 
 
 def _package_sources() -> list[str]:
@@ -164,7 +164,7 @@ def _package_sources() -> list[str]:
     return [f"deb {url} {suite} {component}" for url, suite, component in dict.fromkeys(found)]
 
 
-def _build_prometheus(command: str, duration: str) -> Path:
+def _build_prometheus(command: str, processor_minutes: float) -> Path:
     """A command of Prometheus' module, with no service discovery but that of Kubernetes and no web pages."""
 
     def compile_into(target: Path) -> None:
@@ -172,7 +172,7 @@ def _build_prometheus(command: str, duration: str) -> Path:
         tags = ("-tags", "remove_all_sd,enable_kubernetes_sd")
         _go_build(module, f"./cmd/{command}", target / command, "-ldflags", _ldflags({}), *tags)
 
-    folder = _cached(f"{command}-{PROMETHEUS_VERSION}", compile_into, f"about {duration} on 2 cores")
+    folder = _cached(f"{command}-{PROMETHEUS_VERSION}", compile_into, compiling(processor_minutes))
     return folder / command
 
 
@@ -209,6 +209,12 @@ def _cached(name: str, compile_into: Callable[[Path], None], duration: str) -> P
             if not folder.exists():  # otherwise somebody else has built it meanwhile
                 unfinished.rename(folder)
     return folder
+
+
+def compiling(processor_minutes: float) -> str:
+    """How long that takes on this machine, in words: Go compiles on all processors that it may use."""
+    minutes = max(1, round(processor_minutes / len(os.sched_getaffinity(0))))
+    return f"about {minutes} minute{'s' * (minutes > 1)} here"
 
 
 def _go_build(module: Path, package: str, target: Path, *options: str) -> None:
