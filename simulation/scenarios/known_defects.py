@@ -239,6 +239,11 @@ SCENARIOS: dict[str, Scenario] = {
         _at(IncidentOpens(later=0.5), operators.OperatorKilled()),
         _at(AfterFault(1, 0.1), people.JobDeleted()),
     ),
+    "incident-written-late": _scenario(
+        "an Incident's first write, given up and late, opens it again when it is closed already",
+        _at(CALM, control_plane.NextRequest("PATCH", "/incidents/", Fate.LATE)),
+        _at(CALM + 0.5, ranks.RankCrashes(index=1)),
+    ),
     "incident-without-bookkeeping": _scenario(
         "an incident that was open when its job's bookkeeping was lost stays open for ever",
         _at(CALM, machines.PodDeleted()),

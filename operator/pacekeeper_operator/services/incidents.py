@@ -25,15 +25,17 @@ log = logging.getLogger(__name__)
 
 
 async def write(cluster: Cluster, job: Job, incident: Incident, retention: float) -> bool:
-    """Create or update; doing it twice is doing it once. `retention`: seconds. True: it was not there before."""
+    """Create or update; doing it twice is doing it once. `retention`: seconds. True: it was not there before.
+
+    A write that was given up for want of an answer, and takes effect later all the same, undoes no later one.
+    """
     fresh = True
     try:
-        await cluster.create(INCIDENTS, _body(job, incident, retention))
+        there = await cluster.create(INCIDENTS, _body(job, incident, retention))
     except Conflict:
-        fresh = False
-    await cluster.patch(
-        INCIDENTS, incident.name, {"status": status(incident).to_patch()}, job.namespace, subresource="status"
-    )
+        there, fresh = await cluster.get(INCIDENTS, incident.name, job.namespace), False
+    patch = {"metadata": _unchanged(there), "status": status(incident).to_patch()}
+    await cluster.patch(INCIDENTS, incident.name, patch, job.namespace, subresource="status")
     return fresh
 
 
@@ -70,11 +72,17 @@ async def _close(cluster: Cluster, body: Object, why: str) -> None:
     """Where it is open. One that has gone meanwhile, or cannot be written, does not keep the others."""
     if (body.get("status") or {}).get("outcome"):
         return
-    metadata, patch = body["metadata"], {"status": {"outcome": Outcome.SUPERSEDED, "message": why}}
+    metadata = body["metadata"]
+    patch = {"metadata": _unchanged(body), "status": {"outcome": Outcome.SUPERSEDED, "message": why}}
     try:
         await cluster.patch(INCIDENTS, metadata["name"], patch, metadata["namespace"], subresource="status")
     except (kopf.TemporaryError, kopf.PermanentError) as error:
         log.warning("incident %s/%s cannot be closed: %s", metadata["namespace"], metadata["name"], error)
+
+
+def _unchanged(body: Object) -> Object:
+    """Metadata of a patch that is for this object as it is: refused by Conflict once it has changed."""
+    return {"resourceVersion": body["metadata"]["resourceVersion"]}
 
 
 def _job_uid(body: Object) -> str:

@@ -79,6 +79,11 @@ def _(patch: Patch) -> None:
     patch.setattr(stale, "_somebody_is_given_up", lambda _: False)
 
 
+@undoes("incident-written-late")
+def _(patch: Patch) -> None:
+    patch.setattr(incidents, "_unchanged", lambda _: {})
+
+
 @undoes("hang-before-warm")
 def _(patch: Patch) -> None:
     patch.setattr(start_failed, "WARM_SECONDS", math.inf)
