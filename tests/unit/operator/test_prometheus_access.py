@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from requests.exceptions import RequestException
 
 from pacekeeper_analysis.errors import InputError
@@ -23,6 +24,7 @@ from pacekeeper_operator.observe import prometheus_access
 from pacekeeper_operator.observe.prometheus import Prometheus, gpu_signs_query, query
 from pacekeeper_operator.observe.prometheus_access import NotAdmitted, over_http
 from pacekeeper_operator.settings import Settings
+from tests.support.launchers import eventually
 from tests.support.prometheus import prometheus
 from tests.support.tls import Authority
 from tests.support.worlds import policy, training
@@ -95,6 +97,8 @@ def elsewhere() -> Iterator[Gateway]:
 def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("prometheus")
     with prometheus(folder, "127.0.0.1:9", users={"pacekeeper": BCRYPT}) as url:
+        ready = f"{url}/-/ready"
+        eventually(lambda: requests.get(ready, auth=("pacekeeper", PASSWORD), timeout=2).ok, "Prometheus is ready")
         yield url
 
 
