@@ -113,6 +113,7 @@ def steered(folder: Path, steps: int) -> Callable[[int], None]:
         watch.EARLY_AFTER_SECONDS = 0.2
         watch.EARLY = replace(watch.EARLY, seconds=1.0)
         torch.set_num_threads(1)
+        torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what it imports, it does not in a step
         job = pk.init(checkpoints=pk.Checkpoints(folder / "checkpoints", every=CHECKPOINT_STEP), snapshot_every=0)
         net = job.replicate(nn.Linear(16, 16))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -206,7 +207,6 @@ def test_a_slow_loader_is_data(tmp_path: Path) -> None:
 
 def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_it(tmp_path: Path) -> None:
     """Own files are hidden here, as in a job that does not show them."""
-    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what it imports, no rank does so in a step
     found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=Sources.HASH))
     assert found.finding.fault is FaultClass.CODE
     assert found.finding.culprit.endswith(":augment on rank 1")
