@@ -1,0 +1,42 @@
+"""How large a cluster one operator can look after: nodes that fail at once, one large job, many small ones.
+
+    make bench NAME=scale                 # every part
+    python -m bench.scale whatif          # some parts only
+    QUICK=1 make bench NAME=scale         # smaller sizes: whether it runs, not what holds
+
+Each part is a module in `scripts/scale`, and gives figures with their goals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from .scripts.scale.figure import Figure
+
+PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {}
+"""Measures, quick or not; what a part is doing it says on standard error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if unknown := set(arguments) - set(PARTS):
+        print(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    began, quick, figures = time.monotonic(), os.environ.get("QUICK") == "1", list[Figure]()
+    for name in arguments or PARTS:
+        print(f"-- {name}", file=sys.stderr, flush=True)
+        for figure in PARTS[name](quick):
+            print(figure, file=sys.stderr, flush=True)
+            figures.append(figure)
+    holds = {figure.name: figure.holds for figure in figures}
+    told = {figure.name: figure.to_json() for figure in figures}
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({"bench": "scale", "figures": told, "holds": holds, "seconds": seconds}))
+    return 0 if all(holds.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
