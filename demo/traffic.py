@@ -100,7 +100,7 @@ def _jobs(view: View) -> Iterator[None]:
     kube.kubectl("create", "namespace", job.NAMESPACE)
     for name in NODES:
         view.say(f"kubectl apply: job {name}, two ranks, on {' and '.join(NODES[name])}")
-        kube.kubectl("apply", "-n", job.NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(_manifests(name)))
+        kube.kubectl("apply", "-n", job.NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(manifests(name)))
     try:
         kube.wait_for(lambda: all(_trains(view, name) for name in NODES), story.STEADY_SECONDS, "the first steps")
         yield
@@ -113,12 +113,13 @@ def _clean_up() -> None:
     kube.kubectl("delete", "fabric", network.NAME, "--ignore-not-found")
 
 
-def _manifests(name: str) -> list[dict[str, Any]]:
+def manifests(name: str) -> list[dict[str, Any]]:
     """The demo's job, small, on the nodes that are meant for it."""
     claim, training = yaml.safe_load_all((REPOSITORY / "examples/gpt.yaml").read_text())
     claim["metadata"]["name"] = f"{name}-checkpoints"
     training["metadata"]["name"] = name
     spec: dict[str, Any] = training["spec"]
+    del spec["minReplicas"]  # nobody is lost in this story
     spec |= {"replicas": len(NODES[name]), "spares": 0, "detection": DETECTION}
     spec["checkpoint"]["volumeClaimName"] = claim["metadata"]["name"]
     pod = spec["template"]["spec"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from demo import traffic
 from pacekeeper_operator.api import Job
 from pacekeeper_operator.manifests import Installation, ProbeImage, ProbeTask, probe_pod, worker_pod
 from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
@@ -507,6 +508,12 @@ def test_examples_and_their_pods_are_accepted(cluster: Cluster, namespace: str, 
     for spare in (False, True):
         pod = worker_pod(job, 0, 0, installation, spare=spare, avoid_nodes=["node-1", "node-2"])
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
+
+
+@pytest.mark.parametrize("name", traffic.NODES)
+def test_jobs_of_the_story_about_traffic_are_accepted(cluster: Cluster, namespace: str, name: str) -> None:
+    for body in traffic.manifests(name):
+        cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
 
 
 @pytest.fixture
