@@ -7,6 +7,7 @@ remedy. A node's only link becomes slow: there is none, so the ranks synchronise
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,8 +89,8 @@ class _Told:
     def _timed(self, outcome: Outcome) -> Outcome:
         at = self.started + outcome.injected_at
         time.sleep(max(0.0, at + BACK_SECONDS + SMOOTH - time.time()))
-        back = max(_slow_until(name, at, time.time()) for name in NODES)
-        words = f"steps as before after {back:.0f} s"
+        back = max(_back_after(name, at) for name in NODES)
+        words = f"steps as before after {back:.0f} s" if back < math.inf else "steps longer than before"
         return replace(outcome, healed=outcome.healed and 0 < back <= BACK_SECONDS, gain=f"{outcome.gain}, {words}")
 
 
@@ -209,14 +210,24 @@ def _end(view: View) -> list[Job]:
     return kube.wait_for(ended, END_SECONDS, "the jobs' end")
 
 
-def _slow_until(name: str, at: float, now: float) -> float:
-    """Seconds from `at`, when a fault was made, until the job's steps are as short again as before; 0: they always
-    were."""
-    before = [pace for _, pace in kube.curve(_step_of(name), at - 2 * SMOOTH, at)]
-    after = kube.curve(_step_of(name), at, now)
-    paces = [median(pace for _, pace in after[place : place + SMOOTH]) for place in range(len(after) - SMOOTH + 1)]
-    slow = [since for (since, _), pace in zip(after, paces, strict=False) if pace > BACK * median(before)]
-    return max(slow) + SMOOTH // 2 if slow else 0.0
+def _back_after(name: str, at: float) -> float:
+    before = median(pace for _, pace in kube.curve(_step_of(name), at - 2 * SMOOTH, at))
+    return back_after(kube.curve(_step_of(name), at, time.time()), before, at)
+
+
+def back_after(pace: Sequence[tuple[float, float]], before: float, at: float) -> float:
+    """Seconds from `at`, when a fault was made, until steps are as short as `before` and stay so on the whole, by
+    (time, seconds of a step); 0: they always were, infinite: they are not. What a processor is taken away for a moment
+    undoes nothing."""
+    smooth = [median(seconds for _, seconds in pace[place : place + SMOOTH]) for place in range(len(pace) - SMOOTH + 1)]
+    most = BACK * before
+    if all(seconds <= most for seconds in smooth):
+        return 0.0
+    slowed = next(place for place, seconds in enumerate(smooth) if seconds > most)
+    for place in range(slowed, len(smooth)):
+        if smooth[place] <= most and median(smooth[place:]) <= most:
+            return pace[place + SMOOTH // 2][0] - at
+    return math.inf
 
 
 def _report(told: _Told, jobs: Sequence[Job], fabrics: tuple[FabricView, FabricView]) -> Report:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from demo import fabric, torchrun
+import pytest
+
+from demo import fabric, torchrun, traffic
 from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, read, write
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
@@ -102,6 +105,21 @@ def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) 
     assert picture in (tmp_path / "report.html").read_text()
     assert picture.index("pods, before") < picture.index("2 up, 0 down") < picture.index("pods, after")
     assert "fabric.svg" not in {path.name for path in written_without(tmp_path / "other")}
+
+
+@pytest.mark.parametrize(
+    ("paces", "after"),
+    [
+        ([0.4] * 12, 0.0),
+        ([0.4] * 3 + [1.5] * 6 + [0.4] * 12, 9.0),
+        ([0.4] * 3 + [1.5] * 6 + [0.4] * 8 + [0.6] * 4 + [0.4] * 4, 9.0),  # a processor is taken away for a moment
+        ([0.4] * 3 + [1.5] * 6 + [0.4] * 4 + [0.6] * 12, math.inf),
+        ([0.4] * 3 + [1.5] * 9, math.inf),
+    ],
+)
+def test_steps_are_as_before_where_they_stay_so_on_the_whole(paces: list[float], after: float) -> None:
+    seen = [(100.0 + second, pace) for second, pace in enumerate(paces)]
+    assert traffic.back_after(seen, 0.4, 100.0) == after
 
 
 def test_a_leaf_sends_by_the_spines_that_carry_something() -> None:
