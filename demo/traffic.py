@@ -212,13 +212,13 @@ def _end(view: View) -> list[Job]:
 
 def _back_after(name: str, at: float) -> float:
     before = median(pace for _, pace in kube.curve(_step_of(name), at - 2 * SMOOTH, at))
-    return back_after(kube.curve(_step_of(name), at, time.time()), before, at)
+    return back_after(kube.curve(_step_of(name), at, time.time()), before)
 
 
-def back_after(pace: Sequence[tuple[float, float]], before: float, at: float) -> float:
-    """Seconds from `at`, when a fault was made, until steps are as short as `before` and stay so on the whole, by
-    (time, seconds of a step); 0: they always were, infinite: they are not. What a processor is taken away for a moment
-    undoes nothing."""
+def back_after(pace: Sequence[tuple[float, float]], before: float) -> float:
+    """Seconds until steps are as short as `before` a fault, and stay so on the whole; 0: they always were, infinite:
+    they are not. `pace`: (seconds since the fault, seconds of a step). A processor taken away for a moment undoes
+    nothing."""
     smooth = [median(seconds for _, seconds in pace[place : place + SMOOTH]) for place in range(len(pace) - SMOOTH + 1)]
     most = BACK * before
     if all(seconds <= most for seconds in smooth):
@@ -226,7 +226,7 @@ def back_after(pace: Sequence[tuple[float, float]], before: float, at: float) ->
     slowed = next(place for place, seconds in enumerate(smooth) if seconds > most)
     for place in range(slowed, len(smooth)):
         if smooth[place] <= most and median(smooth[place:]) <= most:
-            return pace[place + SMOOTH // 2][0] - at
+            return pace[place + SMOOTH // 2][0]
     return math.inf
 
 

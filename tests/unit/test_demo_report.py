@@ -118,8 +118,7 @@ def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) 
     ],
 )
 def test_steps_are_as_before_where_they_stay_so_on_the_whole(paces: list[float], after: float) -> None:
-    seen = [(100.0 + second, pace) for second, pace in enumerate(paces)]
-    assert traffic.back_after(seen, 0.4, 100.0) == after
+    assert traffic.back_after(list(enumerate(paces)), 0.4) == after
 
 
 def test_a_leaf_sends_by_the_spines_that_carry_something() -> None:
