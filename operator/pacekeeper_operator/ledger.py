@@ -68,7 +68,7 @@ def size(content: Mapping[str, Any]) -> int:
 
 
 def _write_plan(plan: Plan, job: str) -> Json:
-    content = plan.to_json()
+    content = plan.to_json(leave_out=("members",))
     each = len(plan.members[0].ranks) if plan.members else 0
     in_order = [rank for member in plan.members for rank in member.ranks] == list(range(each * len(plan.members)))
     content["members"] = {

@@ -51,8 +51,8 @@ def _how(view: WorkerView) -> str:
         return ""
     if view.frozen:
         return f"its launcher has stood still for more than {FROZEN_SECONDS:.0f} s, although its sidecar answers"
-    ranks = listed(view.heartbeat.unkillable_ranks)
-    return f"its rank {ranks} is still there long after SIGKILL" if ranks else ""
+    ranks = view.heartbeat.unkillable_ranks
+    return f"its rank {listed(ranks)} is still there long after SIGKILL" if ranks else ""
 
 
 def _since(observation: Observation, view: WorkerView) -> float:

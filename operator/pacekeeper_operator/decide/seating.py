@@ -19,6 +19,8 @@ from ..observation import Observation
 def founded(observation: Observation, members: Iterable[Member]) -> list[Member]:
     """The same, in the order of new seats: so that a ring through them leaves each leaf once."""
     by_name = {member.worker: member for member in members}
+    if not by_name:
+        return []
     return [by_name[name] for name in order.by_topology(list(by_name), _with_nodes(observation))]
 
 

@@ -115,13 +115,12 @@ def _learn(observation: Observation, policy: Policy) -> Draft:
 
 
 def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> Worker:
-    return replace(
-        view.record,
-        uid=pod.uid,
-        node=pod.node or view.record.node,
-        force=view.record.force or _nobody_confirms(observation, pod),
-        starting_since=_starting_since(observation, policy, view, pod),
-    )
+    known, node = view.record, pod.node or view.record.node
+    force = known.force or _nobody_confirms(observation, pod)
+    since = _starting_since(observation, policy, view, pod)
+    if (known.uid, known.node, known.force, known.starting_since) == (pod.uid, node, force, since):
+        return known
+    return replace(known, uid=pod.uid, node=node, force=force, starting_since=since)
 
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
@@ -216,10 +215,11 @@ def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) ->
     again. (A young operator has not heard of all suspects.)"""
     if observation.operator_age <= policy.grace_after_start:
         return draft
-    usable = observation.surroundings.nodes.keys() - set(avoiding.nodes(observation))
-    for view in observation.workers:
+    unplaced = [view for view in observation.workers if view.pod is not None and view.pod.unschedulable]
+    usable = observation.surroundings.nodes.keys() - set(avoiding.nodes(observation)) if unplaced else frozenset()
+    for view in unplaced:
         pod = view.pod
-        if pod is None or not pod.unschedulable or pod.deleting or view.record.leaving:
+        if pod is None or pod.deleting or view.record.leaving:
             continue
         if observation.now - pod.created_at >= KEPT_OFF_SECONDS and pod.avoids & usable:
             draft = draft.with_worker(replace(view.record, leaving="nodes that it was kept off may be used again"))

@@ -233,6 +233,7 @@ class Sidecars:
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
         now, figures = self._runtime.now(), read(said.figures)
         said = replace(said, figures=())
+        self._memory.hear(job, now)
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)

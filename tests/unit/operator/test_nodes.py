@@ -13,7 +13,8 @@ from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.workforce import surplus
 from pacekeeper_operator.observation import Metrics, Observation, Surroundings
 from pacekeeper_operator.observe import gather, reachability
-from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.neighbourhood import KnownNodes
 from pacekeeper_operator.observe.prometheus import Sample, query
 from pacekeeper_operator.services.sidecars import Caller, Sidecars
 from pacekeeper_operator.state import Draft, Incident, Past
@@ -271,15 +272,15 @@ class TestLookingClosely:
         memory, world = Memory(0.0), training()
         other = memory.of(replace(job(), namespace="another", name="other", uid="o"))
         other.draft = world.draft
-        other.contacts["other-w0-0"] = Contact(Heartbeat(), NOW - 1)
-        assert gather.surroundings(memory, world.job, world.draft, (), NOW).reached_elsewhere
-        assert not gather.surroundings(memory, world.job, world.draft, (), NOW + 5).reached_elsewhere
+        memory.hear(other, NOW - 1)
+        assert gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW).reached_elsewhere
+        assert not gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW + 5).reached_elsewhere
 
     def test_nor_does_its_own(self) -> None:
         memory, world = Memory(0.0), training()
         memory.of(world.job).draft = world.draft
-        memory.of(world.job).contacts["j-w0-0"] = Contact(Heartbeat(), NOW - 1)
-        assert not gather.surroundings(memory, world.job, world.draft, (), NOW).reached_elsewhere
+        memory.hear(memory.of(world.job), NOW - 1)
+        assert not gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW).reached_elsewhere
 
 
 async def test_when_a_worker_was_heard_to_complete_a_step() -> None:
@@ -304,7 +305,7 @@ class TestHangs:
         other = memory.of(replace(job(), namespace=namespace, name="secret-project", uid="o"))
         past = Past(Cause.HANG, NOW - seconds_ago, 5.0, rank=7, worker="secret-project-w7-0", node="node-2")
         other.draft = training().draft.with_incidents(past=(past,))
-        nodes = tuple(world.surroundings.nodes.values())
+        nodes = KnownNodes(world.surroundings.nodes)
         around = gather.surroundings(memory, world.job, world.draft, nodes, NOW)
         return replace(world, surroundings=around, faults=stalls(world, culprit=2))
 
