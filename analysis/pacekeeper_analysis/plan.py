@@ -297,9 +297,7 @@ class Plan:
     @cached_property
     def _common(self) -> Mapping[str, Any]:
         """Fields that are the same for all workers."""
-        names = ("version", "membership", "round", "restarts", "checkpoint_request", "evidence_request")
-        names += ("evidence_parts", "profile", "figures_band", "step_seconds", "sync_every", "sync_seconds")
-        return {name: getattr(self, name) for name in (*names, "garbage_every", "stop")}
+        return {name: getattr(self, name) for name in _COMMON}
 
     @cached_property
     def _tasks(self) -> Mapping[str, ProbeTask]:
@@ -402,6 +400,13 @@ class WorkerPlan:
             raise InputError(
                 f"not a worker's plan: {error!r}; is the sidecar of another version than the operator?"
             ) from error
+
+
+_COMMON = (
+    *("version", "membership", "round", "restarts", "checkpoint_request", "evidence_request", "evidence_parts"),
+    *("profile", "figures_band", "step_seconds", "sync_every", "sync_seconds", "garbage_every", "stop"),
+)
+"""Fields that a plan and all of its parts have alike."""
 
 
 def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, L
 
 from .api import Cause, Job, Mode, Remedy, Verdict
 from .network import Network
-from .state import Draft, State, Worker
+from .state import Draft, Incidents, State, Worker
 
 HEARD_SECONDS = 5.0
 """Whoever has polled within this time is heard: polls are held for three seconds. It must be shorter than any silence
@@ -302,7 +302,7 @@ class Observation:
         return self._with(
             draft=draft,
             workers=self.workers if records is self.state.placement.workers else self._under(records),
-            faults=self._without(draft.state.incidents.settled),
+            faults=self._without(draft.state.incidents),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
             probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
         )
@@ -318,7 +318,7 @@ class Observation:
         if changed.workers is self.workers:
             kept += ["_by_name", "places"]
             if changed.plan.members is self.plan.members:
-                kept += ["members", "spares", "_beats", "sync_modes", "steps_in_round"]
+                kept += ["members", "seated", "spares", "_beats", "sync_modes", "steps_in_round"]
                 if (changed.plan.membership, changed.plan.round) == (self.plan.membership, self.plan.round):
                     kept += ["round", "training_since"]
         changed.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
@@ -333,11 +333,11 @@ class Observation:
             for view, record in views
         )
 
-    def _without(self, settled: tuple[str, ...]) -> tuple[Fault, ...]:
-        if settled is self.state.incidents.settled or not self.faults:
+    def _without(self, incidents: Incidents) -> tuple[Fault, ...]:
+        """Faults that are not settled there."""
+        if incidents.settled is self.state.incidents.settled or not self.faults:
             return self.faults
-        names = frozenset(settled)
-        return tuple(fault for fault in self.faults if fault.name not in names)
+        return tuple(fault for fault in self.faults if fault.name not in incidents.names_settled)
 
     def worker(self, name: str) -> WorkerView | None:
         return self._by_name.get(name)
@@ -358,10 +358,14 @@ class Observation:
         return tuple(view.heartbeat for view in self.members if view.heartbeat is not None)
 
     @cached_property
+    def seated(self) -> frozenset[str]:
+        """Names of workers that hold ranks by the plan."""
+        return frozenset(member.worker for member in self.plan.members)
+
+    @cached_property
     def spares(self) -> tuple[WorkerView, ...]:
         """Workers without ranks that stay, lowest ordinal first."""
-        seated = {member.worker for member in self.plan.members}
-        spares = (view for view in self.workers if view.name not in seated and view.usable)
+        spares = (view for view in self.workers if view.name not in self.seated and view.usable)
         return tuple(sorted(spares, key=lambda view: view.record.ordinal))
 
     @cached_property

@@ -18,7 +18,7 @@ from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherSta
 from pacekeeper_operator.api import TRAINER, Job, JobPhase, format_time
 from pacekeeper_operator.cluster import JOBS, Answer, Cluster, Object, Objects
 from pacekeeper_operator.manifests import Installation
-from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.desk import Desk
@@ -117,7 +117,7 @@ class ApiServer:
         self.nodes += 1
         pod["spec"]["nodeName"] = f"node-{self.nodes}"
         running = [{"name": TRAINER, "state": {"running": {}}}]
-        address = f"10.{self.nodes >> 16}.{self.nodes >> 8 & 255}.{self.nodes & 255}"
+        address = _address(1, self.nodes)
         pod["status"] = {"phase": "Running", "podIP": address, "containerStatuses": running}
 
 
@@ -133,7 +133,7 @@ class Jobs:
         self.operator = Operator(settings, cluster, memory, installation, Prometheus("", "", ""), self.clock, paused="")
         self.server.heard = self._hear
         self.sidecars = Sidecars(cluster, memory, self.clock)
-        self.desks: dict[str, Desk] = {}
+        self._rounds: dict[str, int] = {}  # that launchers began by themselves, by job
 
     async def start(self, name: str, workers: int, ranks: int = 1) -> Desk:
         """A job that trains, from its manifest on."""
@@ -142,7 +142,7 @@ class Jobs:
         )
         body["metadata"]["generation"] = 1
         job = Job.parse(body)
-        desk = self.desks[name] = desk_for(self.operator, job, body)
+        desk = desk_for(self.operator, job, body)
         await self.until(desk, lambda: desk.memory.phase is JobPhase.RUNNING)
         return desk
 
@@ -177,7 +177,8 @@ class Jobs:
                 before = None if contact is None else contact.said
                 plan = desk.memory.plan
                 assert plan is not None
-                heartbeat = self._heartbeat(plan.part(worker.name), worker.name, before)
+                round_ = self._rounds.get(desk.job.name, 0)
+                heartbeat = self._heartbeat(plan.part(worker.name), worker.name, before, round_)
                 await self.sidecars.poll(self._caller(desk, worker.name), heartbeat, plan.version, 0.0)
 
     async def stall(self, desk: Desk) -> None:
@@ -190,6 +191,17 @@ class Jobs:
         ]
         await asyncio.gather(*(self.tell(desk, fault) for fault in faults))
 
+    async def crash(self, desk: Desk) -> None:
+        """A rank ends; the launchers begin another round, and passes go on until the incident is over."""
+        plan, incidents = desk.memory.plan, desk.memory.draft
+        assert plan is not None
+        assert incidents is not None
+        worker, round_ = plan.members[0].worker, max(plan.round, self._rounds.get(desk.job.name, 0))
+        step, over = desk.memory.contacts[worker].said.step, len(incidents.state.incidents.past) + 1
+        self._rounds[desk.job.name] = round_ + 1
+        await self.tell(desk, crashed(worker, plan.membership, round_, step, self.clock.now()))
+        await self.until(desk, lambda: _past(desk) == over)
+
     async def tell(self, desk: Desk, fault: Fault) -> bool:
         """Whether it was dealt with by now."""
         try:
@@ -201,20 +213,21 @@ class Jobs:
     def _caller(self, desk: Desk, worker: str) -> Caller:
         return Caller(NAMESPACE, desk.job.name, worker)
 
-    def _heartbeat(self, part: WorkerPlan, worker: str, before: Heartbeat | None) -> Heartbeat:
-        """Warm until it has ranks; then each poll finds them some steps further."""
+    def _heartbeat(self, part: WorkerPlan, worker: str, before: Heartbeat | None, round_: int) -> Heartbeat:
+        """Warm until it has ranks; then each poll finds them some steps further. `round_`: the least there is."""
         now = self.clock.now()
         if part.role is not Role.MEMBER:
             return Heartbeat(worker, LauncherState.WARM, part.version, meeting_port=31000, sent_at=now)
-        same = before is not None and before.membership == part.membership and before.round >= part.round
         assert before is not None
+        round_ = max(part.round, round_)
+        same = before.membership == part.membership and before.round == round_
         figures = tuple(RankFigures(rank, 8, STEP_SECONDS, 0.4, 0.0125, 0.01, 32, STEP_SECONDS) for rank in part.ranks)
         return Heartbeat(
             worker=worker,
             state=LauncherState.RUNNING,
             plan_version=part.version,
             membership=part.membership,
-            round=max(part.round, before.round if same else 0),
+            round=round_,
             step=before.step + 4 if before.step > 0 else 4,
             steps_in_round=before.steps_in_round + 4 if same else 4,
             total_steps=1_000_000,
@@ -237,9 +250,6 @@ class Jobs:
                 self.operator.nodes.hear(node(name, body["metadata"]["resourceVersion"]), deleted=False)
         self.operator.pods.hear(body, deleted=deleted)
 
-    def memory(self, name: str) -> JobMemory:
-        return self.desks[name].memory
-
 
 def manifest(name: str, workers: int, ranks: int) -> Object:
     container = {"name": TRAINER, "image": "registry.example/image", "command": ["pacekeeper", "run", "train.py"]}
@@ -251,6 +261,7 @@ def manifest(name: str, workers: int, ranks: int) -> Object:
             "replicas": workers,
             "nprocPerNode": ranks,
             "checkpoint": {"volumeClaimName": "checkpoints", "path": "/checkpoints"},
+            "remediation": {"maxRestarts": 100},
             "template": {"spec": {"containers": [container]}},
         },
     }
@@ -263,7 +274,7 @@ def node(name: str, version: str) -> Object:
         "spec": {},
         "status": {
             "conditions": [{"type": "Ready", "status": "True"}],
-            "addresses": [{"type": "InternalIP", "address": f"172.{number >> 16}.{number >> 8 & 255}.{number & 255}"}],
+            "addresses": [{"type": "InternalIP", "address": _address(2, number)}],
         },
     }
 
@@ -289,6 +300,33 @@ def stalled(worker: str, ranks: tuple[int, ...], membership: int, round_: int, n
     )
     name = f"{worker}-0f3a9c-r{round_}-stalled-1"
     return Fault(name, FaultKind.STALLED, worker, round_, now, membership, step=500, ranks=states, sent_at=now)
+
+
+def crashed(worker: str, membership: int, round_: int, step: int, now: float) -> Fault:
+    """What a launcher says of a rank that was killed."""
+    return Fault(
+        f"{worker}-0f3a9c-r{round_}-rank-0",
+        FaultKind.RANK_FAILED,
+        worker,
+        round_,
+        now - 3.0,
+        membership,
+        rank=0,
+        exit_code=-9,
+        completed_step=True,
+        step=step,
+        sent_at=now,
+    )
+
+
+def _past(desk: Desk) -> int:
+    """Incidents of the job that are over."""
+    return 0 if desk.memory.draft is None else len(desk.memory.draft.state.incidents.past)
+
+
+def _address(of: int, number: int) -> str:
+    """Of this machine itself, which answers at each of them: who is probed is reached."""
+    return f"127.{of << 2 | number >> 16}.{number >> 8 & 255}.{number & 255}"
 
 
 def _merged(before: Any, patch: Any) -> Any:

@@ -41,7 +41,7 @@ def _found(observation: Observation) -> Iterator[Loss]:
     """Members first: they hold the others up."""
     for view in (*observation.members, *observation.spares):
         words = _how(view)
-        if words and view.usable and view.name not in observation.state.life.finished:
+        if words and view.usable and view.name not in observation.state.life.names_finished:
             yield Loss(view, Cause.WORKER_FROZEN, Class.UNKNOWN, words, _since(observation, view))
 
 

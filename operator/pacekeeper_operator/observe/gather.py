@@ -11,7 +11,7 @@ from ..api import LABEL_JOB, Job
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
 from ..network import Network
-from ..observation import FRESH_SECONDS, Metrics, Observation, PodView, Surroundings, WorkerView
+from ..observation import FRESH_SECONDS, HEARD_SECONDS, Metrics, Observation, PodView, Surroundings, WorkerView
 from ..state import Draft, Worker
 from . import figures, reachability
 from .memory import JobMemory, Memory
@@ -55,7 +55,9 @@ def observe(
     assert memory.draft is not None
     draft = memory.draft
     by_name = {pod.name: pod for pod in found}
-    settled = frozenset(draft.state.incidents.settled)
+    faults = tuple(memory.faults.values())
+    if faults:
+        faults = tuple(fault for fault in faults if fault.name not in draft.state.incidents.names_settled)
     return Observation(
         now=now,
         operator_age=now - operator_started_at,
@@ -65,7 +67,7 @@ def observe(
             _view(record, by_name.pop(record.name, None), memory, operator_started_at, now)
             for record in draft.state.placement.workers
         ),
-        faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
+        faults=faults,
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
         probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
         metrics=metrics,
@@ -96,12 +98,16 @@ def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_start
 
 
 async def look_closely(observation: Observation) -> Observation:
-    """The same with the operator's own probes of all workers and their nodes, all at once; of other nodes, too, where
-    none of these answers: it may be the operator that reaches nobody."""
+    """The same with the operator's own probes of all workers that may be lost, and of their nodes, all at once; of
+    other nodes, too, where nobody answers: it may be the operator that reaches nobody.
+
+    Who is heard, and whom its peers reach, is not lost, whatever a probe says (`node_lost`): where thousands stall
+    because of one, that one is looked at.
+    """
+    named = {address for fault in observation.faults for address in fault.unreachable}
 
     async def probed(view: WorkerView) -> WorkerView:
-        if view.pod is None or not view.pod.address or view.pod.ended:
-            return view
+        assert view.pod is not None
         node = observation.surroundings.nodes.get(view.pod.node)
         reachable, node_reachable = await asyncio.gather(
             reachability.reaches_worker(view.pod.address, metrics_port(observation.job, view.name)),
@@ -109,12 +115,22 @@ async def look_closely(observation: Observation) -> Observation:
         )
         return replace(view, reachable=reachable, node_reachable=node_reachable)
 
-    looked = replace(observation, workers=tuple(await asyncio.gather(*map(probed, observation.workers))))
-    if any(view.reachable or view.node_reachable for view in looked.workers):
+    def is_in_doubt(view: WorkerView) -> bool:
+        there = view.pod is not None and bool(view.pod.address) and not view.pod.ended
+        return there and not (_is_heard(view) and view.pod is not None and view.pod.address not in named)
+
+    found = await asyncio.gather(*(probed(view) for view in observation.workers if is_in_doubt(view)))
+    by_name = {view.name: view for view in found}
+    looked = replace(observation, workers=tuple(by_name.get(view.name, view) for view in observation.workers))
+    if any(view.reachable or view.node_reachable or _is_heard(view) for view in looked.workers):
         return looked
     around = looked.surroundings
     answers = await asyncio.gather(*map(reachability.reaches_node, _elsewhere(looked)))
     return replace(looked, surroundings=replace(around, reached_elsewhere=around.reached_elsewhere or any(answers)))
+
+
+def _is_heard(view: WorkerView) -> bool:
+    return view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS
 
 
 def _elsewhere(observation: Observation) -> Sequence[str]:

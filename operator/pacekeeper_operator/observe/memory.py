@@ -84,12 +84,13 @@ class JobMemory:
         """What is written now: held polls and faults are answered by it."""
         known = {worker.name for worker in draft.state.placement.workers}
         wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
-        settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             if self.plan is None or self.plan.profile != draft.plan.profile:
                 self.patterns, self.pattern_bytes = {}, 0
             self.draft, self.resource_version = draft, resource_version
-            self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
+            if self.faults:
+                settled = draft.state.incidents.names_settled
+                self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
             probe = "" if draft.plan.probe is None else draft.plan.probe.name

@@ -283,7 +283,7 @@ def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:
 
 
 def _settled(job: JobMemory, fault: Fault) -> bool:
-    return job.draft is not None and fault.name in job.draft.state.incidents.settled
+    return job.draft is not None and fault.name in job.draft.state.incidents.names_settled
 
 
 def _speaks_for_itself(caller: Caller, worker: str) -> None:

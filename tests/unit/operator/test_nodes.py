@@ -231,6 +231,11 @@ class TestAllWorkers:
         assert len(suspicions(thought.draft)) == 3, "whether that is too many is decided where all jobs' are known"
 
 
+def silent(world: Observation) -> Observation:
+    """Nobody has been heard for a while."""
+    return replace(world, workers=tuple(replace(view, silent_seconds=20.0) for view in world.workers))
+
+
 class TestLookingClosely:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -249,19 +254,26 @@ class TestLookingClosely:
         return nodes
 
     async def test_other_nodes_are_asked_where_none_of_the_jobs_own_answers(self, asked: list[str]) -> None:
-        seen = await gather.look_closely(training(2, 1))
+        seen = await gather.look_closely(silent(training(2, 1)))
         assert {view.reachable for view in seen.workers} == {False}
         assert seen.surroundings.reached_elsewhere
         assert set(asked) == {f"192.0.2.{n}" for n in range(10)}
 
+    async def test_who_is_heard_is_asked_only_where_a_peer_does_not_reach_it(self, asked: list[str]) -> None:
+        world = complaining(training(4, 1), "10.0.0.2")
+        seen = await gather.look_closely(world)
+        assert asked == ["192.0.2.2"]
+        assert [view.name for view in seen.workers if view.reachable is not None] == ["j-w2-0"]
+        assert not seen.surroundings.reached_elsewhere, "the others' words show that the operator is not cut off"
+
     async def test_no_others_are_asked_where_one_answers(self, asked: list[str]) -> None:
-        world = change_worker(training(2, 1), "j-w2-0", pod={"node": "node-9"})
+        world = silent(change_worker(training(2, 1), "j-w2-0", pod={"node": "node-9"}))
         seen = await gather.look_closely(world)
         assert not seen.surroundings.reached_elsewhere
         assert set(asked) == {"192.0.2.0", "192.0.2.1", "192.0.2.9"}
 
     async def test_of_many_nodes_some_from_everywhere(self, asked: list[str]) -> None:
-        world = training(1, 0)
+        world = silent(training(1, 0))
         some = world.surroundings.nodes["node-1"]
         nodes = {f"n{n:04}": replace(some, name=f"n{n:04}", address=f"10.1.{n // 250}.{n % 250}") for n in range(1000)}
         await gather.look_closely(replace(world, surroundings=Surroundings(nodes=nodes)))
