@@ -80,13 +80,15 @@ def _change(observation: Observation) -> Draft:
     wanted = observation.job.spec.replicas
     warm = (view for view in observation.spares if view.warm)
     spares = [_member(view) for view in warm if not preflight.awaited(observation, view)]
+    nearest: seating.Nearest | None = None
     seats: list[Member] = []
     for member in plan.members[:wanted]:
         view = observation.worker(member.worker)
         if view is not None and not view.record.leaving:
             seats.append(member)
         elif spares:
-            seats.append(seating.nearest(observation, member, spares))
+            nearest = nearest or seating.Nearest(observation)
+            seats.append(nearest.of(member, spares))
             spares.remove(seats[-1])
         elif view is not None and view.trains:
             seats.append(member)

@@ -17,6 +17,7 @@ from pacekeeper_operator.decide.paths import MOST
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.state import (
     MAX_CURRENT,
+    MAX_SETTLED,
     Draft,
     GpusSeen,
     Incident,
@@ -262,6 +263,15 @@ class TestSettled:
         dice.shuffle(names)
         draft = Draft(Plan()).with_incidents(settled=tuple(names))
         assert ledger.read(on_the_wire(draft), "j").draft == draft
+
+    @pytest.mark.parametrize(("workers", "kept"), [(10, MAX_SETTLED), (5000, 10_000)])
+    def test_of_a_large_job_all_that_one_event_brings_about_are_remembered(self, workers: int, kept: int) -> None:
+        placement = Placement(workers=tuple(Worker(f"j-w{n}-0", n, 0) for n in range(workers)))
+        draft = Draft(Plan(), State(placement=placement))
+        for event in range(3):
+            draft = draft.settle(tuple(f"{event}-{n}" for n in range(5000)))
+        assert len(draft.state.incidents.settled) == kept
+        assert draft.state.incidents.settled[-1] == "2-4999"
 
     def test_of_an_older_operator_are_read_and_written_anew(self) -> None:
         draft = Draft(Plan()).with_incidents(settled=("j-w0-0-0-r1-stalled-1", "gone"))
