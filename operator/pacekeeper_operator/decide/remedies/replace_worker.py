@@ -21,8 +21,9 @@ def apply(actions: Sequence[ReplaceWorker], _decision: Decision, observation: Ob
         worker = observation.state.placement.worker(action.worker)
         if worker is None:
             continue
-        marks = {"leaving": action.reason, "dead": action.dead, "force": action.force, "patient": action.patient}
-        given_up.append(replace(worker, **marks))
+        given_up.append(
+            replace(worker, leaving=action.reason, dead=action.dead, force=action.force, patient=action.patient)
+        )
         if action.refused:
             draft = workforce.hold_back(draft, observation)
         elif action.never_ready:

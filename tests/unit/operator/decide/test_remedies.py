@@ -12,7 +12,7 @@ from pacekeeper_analysis.price import Loss
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import blame
 from pacekeeper_operator.decide.remedies import apply
-from pacekeeper_operator.decision import Adapt, Decision, ReplaceWorker
+from pacekeeper_operator.decision import Action, Adapt, Decision, ReplaceWorker
 from pacekeeper_operator.state import Draft, Suspicion
 from pacekeeper_operator.subject import Subject
 from tests.support.worlds import NOW, policy, training
@@ -59,7 +59,8 @@ class TestReplaceWorker:
         gone = [ReplaceWorker(f"j-w{n}-0", f"why {n}", dead=n % 2 == 0, disruption=n > 1) for n in (6, 0, 3, 1)]
         suspected = blame.propose(world, policy(), "node-3", "it hung")
         withheld = blame.propose(world, policy(), "elsewhere", "it hung")
-        actions = (*gone[:2], suspected, withheld, *gone[2:], ReplaceWorker("nobody", "why", dead=True))
+        nobody = ReplaceWorker("nobody", "why", dead=True)
+        actions: tuple[Action, ...] = (*gone[:2], suspected, withheld, *gone[2:], nobody)
         together, one_by_one = apply(replace(DECISION, actions=actions), world), world
         for action in actions:
             one_by_one = one_by_one.with_draft(apply(replace(DECISION, actions=(action,)), one_by_one).draft)
