@@ -176,12 +176,19 @@ def whole_process(name: str) -> float:
 
 def fastest(work: Callable[[], Result], repeats: int = REPEATS) -> tuple[float, Result]:
     """Seconds of the fastest of some repeats, and its result."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = work()
-        best = min(best, time.perf_counter() - start)
+    best, result = timed(work)
+    for _ in range(repeats - 1):
+        del result  # two of them would take memory at once
+        seconds, result = timed(work)
+        best = min(best, seconds)
     return best, result
+
+
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds, and its result."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
 
 
 if __name__ == "__main__":

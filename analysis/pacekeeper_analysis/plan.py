@@ -7,9 +7,10 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from ipaddress import ip_address
 from typing import Annotated, Any, Self
 
@@ -254,7 +255,7 @@ class Plan:
             if strangers:
                 raise InputError(f"plan.paths.wanted: no member has rank {min(strangers)} of {len(ranks)} ranks")
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(len(member.ranks) for member in self.members)
 
@@ -263,28 +264,12 @@ class Plan:
         return replace(self, secret=before.secret if self.membership == before.membership else secret)
 
     def part(self, worker: str) -> WorkerPlan:
-        """What `worker` is told: its own ranks and where to meet the others."""
-        position = next((i for i, member in enumerate(self.members) if member.worker == worker), None)
-        common: dict[str, Any] = {
-            "version": self.version,
-            "membership": self.membership,
-            "round": self.round,
-            "restarts": self.restarts,
-            "checkpoint_request": self.checkpoint_request,
-            "evidence_request": self.evidence_request,
-            "evidence_parts": self.evidence_parts,
-            "probe": None if self.probe is None else _task(self.probe, worker),
-            "profile": self.profile,
-            "figures_band": self.figures_band,
-            "step_seconds": self.step_seconds,
-            "sync_every": self.sync_every,
-            "sync_seconds": self.sync_seconds,
-            "garbage_every": self.garbage_every,
-            "stop": self.stop,
-        }
+        """What `worker` is told: its own ranks and where to meet the others. Of thousands each costs the same: what is
+        common to them is worked out once."""
+        position, task = self._positions.get(worker), self._tasks.get(worker)
         if position is None:
             role = Role.LEAVE if self.stop is not Stop.NO else Role.SPARE
-            return WorkerPlan(role=role, **common)
+            return WorkerPlan(role=role, probe=task, **self._common)
         member = self.members[position]
         neighbours = {self.members[(position + offset) % len(self.members)].address for offset in (-1, 1)}
         return WorkerPlan(
@@ -299,12 +284,37 @@ class Plan:
             shares=self.shares if 0 in member.ranks else None,
             sequence_cost=self.sequence_cost if 0 in member.ranks else None,
             secret=self.secret,
-            paths=None if self.paths is None else _paths_of(self.paths, member, self.members),
-            **common,
+            paths=self._worker_paths.get(position),
+            probe=task,
+            **self._common,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: _jsonable(value) for name, value in asdict(self).items()}
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        """Of members, by worker."""
+        return {member.worker: position for position, member in reversed(list(enumerate(self.members)))}
+
+    @cached_property
+    def _common(self) -> Mapping[str, Any]:
+        """Fields that are the same for all workers."""
+        return {name: getattr(self, name) for name in _COMMON}
+
+    @cached_property
+    def _tasks(self) -> Mapping[str, ProbeTask]:
+        """Of the probe that is out, by worker."""
+        if self.probe is None:
+            return {}
+        targets = zip(self.probe.sources, self.probe.targets, strict=True)
+        return {source: ProbeTask(self.probe.name, of) for source, of in reversed(list(targets))}
+
+    @cached_property
+    def _worker_paths(self) -> Mapping[int, WorkerPaths]:
+        """By position; nobody has any where the network chooses."""
+        return {} if self.paths is None else _by_position(self.paths, self.members)
+
+    def to_json(self, leave_out: Container[str] = ()) -> dict[str, Any]:
+        """But for the fields that are left out."""
+        return _record(self, leave_out)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -365,7 +375,7 @@ class WorkerPlan:
         _check_secret(self.secret)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: _jsonable(value) for name, value in asdict(self).items()}
+        return _record(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -392,6 +402,13 @@ class WorkerPlan:
             ) from error
 
 
+_COMMON = (
+    *("version", "membership", "round", "restarts", "checkpoint_request", "evidence_request", "evidence_parts"),
+    *("profile", "figures_band", "step_seconds", "sync_every", "sync_seconds", "garbage_every", "stop"),
+)
+"""Fields that a plan and all of its parts have alike."""
+
+
 def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
     """The `store_port` and `secret` of a new membership, from the `meeting_port`s of its members' heartbeats in rank
     order. `secret`: a fresh one.
@@ -402,26 +419,25 @@ def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
     return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
 
 
-def _task(probe: Probe, worker: str) -> ProbeTask | None:
-    for source, targets in zip(probe.sources, probe.targets, strict=True):
-        if source == worker:
-            return ProbeTask(probe.name, targets)
-    return None
-
-
-def _paths_of(paths: Paths, member: Member, members: Sequence[Member]) -> WorkerPaths:
-    """Those that leave or reach the worker, as many as it takes; what stays within it takes none."""
-    held = set(member.ranks)
-    own = []
+def _by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, WorkerPaths]:
+    """Of each member those that leave or reach it, as many as it takes; what stays within it takes none."""
+    holders = {rank: position for position, member in enumerate(members) for rank in member.ranks}
+    addresses: dict[str, tuple[str, ...]] = {}
+    for hop in paths.hops:
+        addresses[hop.spine] = (*addresses.get(hop.spine, ()), hop.address)
+    own: dict[int, list[WorkerPath]] = {position: [] for position in range(len(members))}
     for path in paths.wanted:
-        if (path.source in held) != (path.destination in held):
-            other = path.destination if path.source in held else path.source
-            peer = next(each for each in members if other in each.ranks)
-            hops = tuple(hop.address for hop in paths.hops if hop.spine == path.spine)
-            ends = path.source, path.destination
-            own.append(WorkerPath(*ends, path.spine, hops, peer.worker, peer.address, path.draw))
-    spines = len({hop.spine for hop in paths.hops})
-    return WorkerPaths(tuple(own[:MOST_PATHS_OF_WORKER]), max(spines, 1), paths.first_port, paths.last_port)
+        ends = holders[path.source], holders[path.destination]
+        for here, there in (ends, ends[::-1]) if ends[0] != ends[1] else ():
+            if len(own[here]) < MOST_PATHS_OF_WORKER:
+                hops, peer = addresses.get(path.spine, ()), members[there]
+                ranks = path.source, path.destination
+                own[here].append(WorkerPath(*ranks, path.spine, hops, peer.worker, peer.address, path.draw))
+    spines = max(1, len(addresses))
+    return {
+        position: WorkerPaths(tuple(found), spines, paths.first_port, paths.last_port)
+        for position, found in own.items()
+    }
 
 
 def _check_address(field: str, address: str) -> None:
@@ -489,10 +505,18 @@ def _check_secret(secret: object) -> None:
         raise InputError("plan.secret: must be hexadecimal digits; the operator makes it, do not edit it") from None
 
 
+def _record(value: Any, leave_out: Container[str] = ()) -> dict[str, Any]:
+    names = (name for name in value.__dataclass_fields__ if name not in leave_out)
+    return {name: _jsonable(getattr(value, name)) for name in names}
+
+
 def _jsonable(value: Any) -> Any:
     """Tuples as lists, records as objects, enumerations as strings, so that what is written equals what is read."""
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+    if value is None or type(value) in _PLAIN:
+        return value
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
-    return str(value) if isinstance(value, StrEnum) else value
+    return str(value) if isinstance(value, StrEnum) else _record(value)
+
+
+_PLAIN = frozenset({str, int, float, bool})

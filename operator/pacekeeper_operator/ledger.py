@@ -8,6 +8,7 @@ a rollback loses nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -15,11 +16,18 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
 
+from .api import Job
 from .codec import camel_case, from_json, to_json
-from .state import Draft, GpusSeen, Placement, State, Worker
+from .state import Draft, GpusSeen, Incidents, Placement, State, Worker
 
 SCHEMA = 1
 """Of what is written. It grows when an older operator would misread it; new fields alone are passed over."""
+MOST_BYTES = int(1.1 * 2**20)
+"""Of 1.5 MiB, which etcd takes: the rest is for incidents, their evidence, and what one event says of all workers."""
+SURE_WORKERS, SURE_RANKS = 2000, 20_000
+"""Fewer fit in any case."""
+MOST_IN_A_LIST = 32
+"""More nodes that one event has cost are written as a table."""
 Json = dict[str, Any]
 Owner = TypeVar("Owner")
 
@@ -40,6 +48,10 @@ def write(draft: Draft, job: str, unknown: Mapping[str, Any] | None = None) -> J
         if owner.name not in ("placement", "gpus")
     }
     state["placement"] = _write_placement(draft.state.placement, job)
+    incidents = state["incidents"]
+    incidents["settled"] = _write_settled(draft.state.incidents.settled, job)
+    if len(incidents["quarantines"]) > MOST_IN_A_LIST:
+        incidents["quarantines"] = _write_table(incidents["quarantines"])
     state["gpus"] = {
         "nodes": _by_index(draft.state.gpus.nodes, [worker.node for worker in draft.state.placement.workers]),
         "values": [[key, value] for key, value in draft.state.gpus.values.items()],
@@ -67,8 +79,42 @@ def size(content: Mapping[str, Any]) -> int:
     return len(json.dumps(content, separators=(",", ":")).encode())
 
 
+def refused(job: Job) -> str:
+    """Why the bookkeeping of a job of this size could not be kept, with the remedy; "": it can.
+
+    Found out by writing it, as it would be with all workers seated and one fault of each: before any pod is made.
+    """
+    spec = job.spec
+    workers = spec.replicas + spec.spares
+    if workers < SURE_WORKERS and workers * spec.nproc_per_node < SURE_RANKS:
+        return ""
+    takes = size(write(_full(job, workers), job.name))
+    if takes <= MOST_BYTES:
+        return ""
+    most = int(workers * MOST_BYTES / takes) // 100 * 100
+    return (
+        f"spec.replicas: {workers} workers of {spec.nproc_per_node} ranks would need {takes / 2**20:.1f} MiB of "
+        f"bookkeeping, and etcd takes {MOST_BYTES / 2**20:.1f} beside what incidents need; ask for {most} workers and "
+        "spares at most, or for more ranks in each"
+    )
+
+
+def _full(job: Job, workers: int) -> Draft:
+    """With names as long as clouds make them."""
+    names = [f"{job.name}-w{n}-0" for n in range(workers)]
+    each = job.spec.nproc_per_node
+    ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(job.spec.replicas)]
+    seats = zip(names, ranks, strict=False)
+    members = tuple(Member(name, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", own) for n, (name, own) in enumerate(seats))
+    made = tuple(Worker(name, n, 0, f"{n:036}", f"ip-{n:044}") for n, name in enumerate(names))
+    placement = Placement(made, {str(n): 0 for n in range(workers)})
+    settled = tuple(f"{name}-19a{n:08x}-r1-stalled-1" for n, name in enumerate(names))
+    plan = Plan(members=members, shares=tuple(100 + n % 2 for n in range(job.spec.replicas * each)))
+    return Draft(plan, State(placement=placement, incidents=Incidents(settled=settled)))
+
+
 def _write_plan(plan: Plan, job: str) -> Json:
-    content = plan.to_json()
+    content = plan.to_json(leave_out=("members",))
     each = len(plan.members[0].ranks) if plan.members else 0
     in_order = [rank for member in plan.members for rank in member.ranks] == list(range(each * len(plan.members)))
     content["members"] = {
@@ -187,6 +233,8 @@ def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
         elif owner.name == "gpus":
             nodes = [worker.node for worker in owners["placement"].workers]
             owners["gpus"], lost = _read_gpus(given, nodes), {}
+        elif owner.name == "incidents":
+            owners["incidents"], lost = _tolerantly(Incidents, _read_incidents(given, job))
         else:
             owners[owner.name], lost = _tolerantly(hints[owner.name], given)
         if lost:
@@ -196,6 +244,72 @@ def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
 
 def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpusSeen:
     return GpusSeen(tuple(_from_index(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
+
+
+def _read_incidents(content: Mapping[str, Any], job: str) -> Json:
+    """With lists in the place of columns."""
+    read = dict(content)
+    if "settled" in content:
+        read["settled"] = _read_settled(content["settled"], job)
+    if isinstance(content.get("quarantines"), Mapping):
+        read["quarantines"] = _read_table(content["quarantines"])
+    return read
+
+
+def _write_table(records: Sequence[Json]) -> Json:
+    """Records of which thousands may differ in little: of each field the distinct values, and whose they are."""
+    table: Json = {"count": len(records)}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [json.dumps(record.get(name)) for record in records]
+        place = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        table[name] = {"values": list(map(json.loads, place)), "of": write_runs([place[value] for value in values])}
+    return table
+
+
+def _read_table(content: Mapping[str, Any]) -> list[Json]:
+    records: list[Json] = [{} for _ in range(content["count"])]
+    for name, column in content.items():
+        if name != "count":
+            for record, place in zip(records, read_runs(column["of"]), strict=True):
+                record[name] = column["values"][place]
+    return records
+
+
+def _write_settled(names: Sequence[str], job: str) -> Json:
+    """Names of faults: of a worker, of its launcher's process, and what the fault was, which is the same for thousands
+    when a job stalls; others as they are."""
+    matches = (_FAULT.fullmatch(name, len(job)) if name.startswith(job) else None for name in names)
+    ours = [(place, match) for place, match in enumerate(matches) if match is not None]
+    kinds = list(dict.fromkeys(match["kind"] for _, match in ours))
+    place_of = {kind: number for number, kind in enumerate(kinds)}
+    known = {place for place, _ in ours}
+    return {
+        "places": write_runs([place for place, _ in ours]),
+        "ordinals": write_runs([int(match["ordinal"]) for _, match in ours]),
+        "incarnations": write_runs([int(match["incarnation"]) for _, match in ours]),
+        "processes": " ".join(match["process"] for _, match in ours),
+        "of": write_runs([place_of[match["kind"]] for _, match in ours]),
+        "kinds": kinds,
+        "others": [name for place, name in enumerate(names) if place not in known],
+    }
+
+
+_FAULT = re.compile(
+    r"-w(?P<ordinal>0|[1-9]\d*)-(?P<incarnation>0|[1-9]\d*)-(?P<process>[^ -]+)-(?P<kind>.+)", re.DOTALL
+)
+"""Name of a fault after its job's. Numbers are written without leading zeros, so that they are read as they were."""
+
+
+def _read_settled(content: Any, job: str) -> list[str]:
+    """An operator before this form wrote the names."""
+    if isinstance(content, list):
+        return [name for name in content if isinstance(name, str)]
+    columns = [read_runs(content[name]) for name in ("places", "ordinals", "incarnations", "of")]
+    processes = content["processes"].split(" ") if content["processes"] else []
+    kinds, others = content["kinds"], list(content["others"])
+    for place, ordinal, incarnation, of, process in zip(*columns, processes, strict=True):
+        others.insert(place, f"{job}-w{ordinal}-{incarnation}-{process}-{kinds[of]}")
+    return others
 
 
 def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:

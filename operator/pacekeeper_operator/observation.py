@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from pacekeeper_analysis.behaviour.localise import Localisation
 from pacekeeper_analysis.fabric import places
@@ -15,7 +16,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, L
 
 from .api import Cause, Job, Mode, Remedy, Verdict
 from .network import Network
-from .state import Draft, State, Worker
+from .state import Draft, Incidents, State, Worker
 
 HEARD_SECONDS = 5.0
 """Whoever has polled within this time is heard: polls are held for three seconds. It must be shorter than any silence
@@ -298,14 +299,30 @@ class Observation:
         if draft == self.draft:
             return self  # with all that it has worked out by now
         records = draft.state.placement.workers
-        return replace(
-            self,
+        return self._with(
             draft=draft,
             workers=self.workers if records is self.state.placement.workers else self._under(records),
-            faults=self._without(draft.state.incidents.settled),
+            faults=self._without(draft.state.incidents),
             evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
             probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
         )
+
+    def hindered_by(self, hindrances: tuple[Hindrance, ...]) -> Observation:
+        """The same, with what could not be done."""
+        return self._with(hindrances=hindrances)
+
+    def _with(self, **changes: Any) -> Observation:
+        """The same but for these; what has been worked out stays where nothing that it comes from has changed."""
+        changed = replace(self, **changes)
+        kept: list[str] = []
+        if changed.workers is self.workers:
+            kept += ["_by_name", "places"]
+            if changed.plan.members is self.plan.members:
+                kept += ["members", "seated", "spares", "_beats", "sync_modes", "steps_in_round"]
+                if (changed.plan.membership, changed.plan.round) == (self.plan.membership, self.plan.round):
+                    kept += ["round", "training_since"]
+        changed.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        return changed
 
     def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:
         """Called for every action of thousands at once: who has not changed is not made anew."""
@@ -316,11 +333,11 @@ class Observation:
             for view, record in views
         )
 
-    def _without(self, settled: tuple[str, ...]) -> tuple[Fault, ...]:
-        if settled is self.state.incidents.settled or not self.faults:
+    def _without(self, incidents: Incidents) -> tuple[Fault, ...]:
+        """Faults that are not settled there."""
+        if incidents.settled is self.state.incidents.settled or not self.faults:
             return self.faults
-        names = frozenset(settled)
-        return tuple(fault for fault in self.faults if fault.name not in names)
+        return tuple(fault for fault in self.faults if fault.name not in incidents.names_settled)
 
     def worker(self, name: str) -> WorkerView | None:
         return self._by_name.get(name)
@@ -336,10 +353,19 @@ class Observation:
         return tuple(view for view in found if view is not None)
 
     @cached_property
+    def _beats(self) -> tuple[Heartbeat, ...]:
+        """Of the members that are heard, in rank order."""
+        return tuple(view.heartbeat for view in self.members if view.heartbeat is not None)
+
+    @cached_property
+    def seated(self) -> frozenset[str]:
+        """Names of workers that hold ranks by the plan."""
+        return frozenset(member.worker for member in self.plan.members)
+
+    @cached_property
     def spares(self) -> tuple[WorkerView, ...]:
         """Workers without ranks that stay, lowest ordinal first."""
-        seated = {member.worker for member in self.plan.members}
-        spares = (view for view in self.workers if view.name not in seated and view.usable)
+        spares = (view for view in self.workers if view.name not in self.seated and view.usable)
         return tuple(sorted(spares, key=lambda view: view.record.ordinal))
 
     @cached_property
@@ -360,56 +386,59 @@ class Observation:
     @cached_property
     def round(self) -> int:
         """The highest round that a member has seen in this membership; the plan's, where none has spoken."""
-        rounds = [
-            view.heartbeat.round
-            for view in self.members
-            if view.heartbeat is not None and view.heartbeat.membership == self.plan.membership
-        ]
-        return max([self.plan.round, *rounds])
+        membership = self.plan.membership
+        return max([self.plan.round, *(beat.round for beat in self._beats if beat.membership == membership)])
 
     @property
     def step(self) -> int:
         """The last step that some member is known to have completed; -1: none."""
-        return max((view.heartbeat.step for view in self.members if view.heartbeat is not None), default=-1)
+        return max((beat.step for beat in self._beats), default=-1)
+
+    @cached_property
+    def steps_in_round(self) -> int:
+        """That every member has completed in its present round, at least; 0: none is heard."""
+        return min((beat.steps_in_round for beat in self._beats), default=0)
+
+    @cached_property
+    def sync_modes(self) -> frozenset[str]:
+        """In which members train, by their own words."""
+        return frozenset(beat.sync_mode for beat in self._beats)
 
     @property
     def restored_step(self) -> int:
         """That the present round started from; 0: the beginning, or not known."""
-        return max([0, *(view.heartbeat.restored_step for view in self.members if view.heartbeat is not None)])
+        return max([0, *(beat.restored_step for beat in self._beats)])
 
     @property
     def total_steps(self) -> int | None:
         """That the script wants; 0: it does not say, or its ranks contradict each other. None: no rank has begun."""
-        beats = (view.heartbeat for view in self.members if view.heartbeat is not None)
-        told = {beat.total_steps for beat in beats if beat.steps_in_round > 0}
+        told = {beat.total_steps for beat in self._beats if beat.steps_in_round > 0}
         return None if not told else told.pop() if len(told) == 1 else 0
 
     @property
     def checkpoint_step(self) -> int:
-        return max((view.heartbeat.checkpoint_step for view in self.members if view.heartbeat is not None), default=-1)
+        return max((beat.checkpoint_step for beat in self._beats), default=-1)
 
     @cached_property
     def training_since(self) -> float | None:
         """When the present round's first step was complete on every member; None: not all have come so far."""
+        membership, round_ = self.plan.membership, self.round
         times = [
-            view.heartbeat.first_step_at
-            for view in self.members
-            if view.heartbeat is not None
-            and view.heartbeat.membership == self.plan.membership
-            and view.heartbeat.round == self.round
-            and view.heartbeat.first_step_at > 0
+            beat.first_step_at
+            for beat in self._beats
+            if beat.first_step_at > 0 and beat.round == round_ and beat.membership == membership
         ]
         return max(times) if times and len(times) == len(self.plan.members) else None
 
     @property
     def global_batch(self) -> int:
         """Samples of a step of the whole job; 0: the script does not tell."""
-        return max((view.heartbeat.global_batch for view in self.members if view.heartbeat is not None), default=0)
+        return max((beat.global_batch for beat in self._beats), default=0)
 
     @property
     def refused(self) -> str:
         """Why ranks do not follow the newest plan, in their words; "": they do."""
-        return next((v.heartbeat.refused for v in self.members if v.heartbeat is not None and v.heartbeat.refused), "")
+        return next((beat.refused for beat in self._beats if beat.refused), "")
 
     def faults_of(self, *kinds: FaultKind) -> tuple[Fault, ...]:
         """Of these kinds and the present membership, in the order in which they were noticed."""
@@ -442,8 +471,7 @@ class Observation:
     @property
     def checkpoint_age(self) -> float:
         """Seconds since the newest checkpoint that is kept; 0: not known."""
-        ages = (view.heartbeat.checkpoint_age_seconds for view in self.members if view.heartbeat is not None)
-        return max(0.0, max(ages, default=0.0))
+        return max(0.0, max((beat.checkpoint_age_seconds for beat in self._beats), default=0.0))
 
     def restart_cost(self, *, snapshots: bool = True) -> float:
         """Seconds of training that a new round costs now: what was trained since the state was kept, and the restart.
@@ -451,8 +479,7 @@ class Observation:
         `snapshots`: those in the workers' memory are of use, because all of the workers stay. A worker that goes takes
         its part of a sharded model along, and which models are sharded nobody tells the operator.
         """
-        beats = [view.heartbeat for view in self.members if view.heartbeat is not None]
-        snapshot = max((beat.snapshot_step for beat in beats), default=-1) if snapshots else -1
+        snapshot = max((beat.snapshot_step for beat in self._beats), default=-1) if snapshots else -1
         steps = self.step - max(self.checkpoint_step, snapshot, 0)
         if steps <= 0:
             return self.restart_seconds

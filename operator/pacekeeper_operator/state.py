@@ -6,8 +6,9 @@ that dies between any two lines finds here everything that it had promised. `led
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
@@ -19,8 +20,9 @@ from pacekeeper_analysis.price import Loss
 
 from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
 
-MAX_SETTLED = 4000
-"""More than one event brings about in large jobs: a name that is forgotten too early is news again."""
+MAX_SETTLED, MAX_SETTLED_OF_WORKER = 4000, 2
+"""So many in all, or for each worker where that is more: all that one event brings about, and what came before. A name
+that is forgotten too early is news again."""
 MAX_PAST = 100
 MAX_CURRENT, MAX_TELLING = 100, 16
 """Incidents that are kept until they are written into the cluster, and how many of them keep their evidence until then:
@@ -61,6 +63,10 @@ class Life:
     failed_message: str = ""
     stopped_at: float = 0.0  # when the ranks were told to leave (suspend, finish)
 
+    @cached_property
+    def names_finished(self) -> frozenset[str]:
+        return frozenset(self.finished)
+
     @property
     def over(self) -> bool:
         """It has ended for good."""
@@ -88,7 +94,11 @@ class Placement:
     gated: bool = False  # some pod is not to be scheduled yet: the time for placing does not run
 
     def worker(self, name: str) -> Worker | None:
-        return next((worker for worker in self.workers if worker.name == name), None)
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Worker]:
+        return {worker.name: worker for worker in reversed(self.workers)}
 
 
 @dataclass(frozen=True)
@@ -374,6 +384,10 @@ class Incidents:
     settled: tuple[str, ...] = ()  # names of faults that have been dealt with
     quarantines: tuple[WantedQuarantine, ...] = ()
 
+    @cached_property
+    def names_settled(self) -> frozenset[str]:
+        return frozenset(self.settled)
+
     @property
     def open(self) -> tuple[Incident, ...]:
         return tuple(incident for incident in self.current if incident.outcome is None)
@@ -460,8 +474,13 @@ class Draft:
 
     def with_worker(self, changed: Worker) -> Draft:
         """`changed` in the place of the worker of its name."""
+        return self.with_workers([changed])
+
+    def with_workers(self, changed: Iterable[Worker]) -> Draft:
+        """Each in the place of the worker of its name: of many at once, which costs no more than of one."""
+        by_name = {worker.name: worker for worker in changed}
         workers = self.state.placement.workers
-        return self.with_placement(workers=tuple(changed if w.name == changed.name else w for w in workers))
+        return self.with_placement(workers=tuple(by_name.get(w.name, w) for w in workers)) if by_name else self
 
     def with_incident(self, changed: Incident) -> Draft:
         """`changed` in the place of the incident of its name, or added."""
@@ -470,9 +489,10 @@ class Draft:
 
     def settle(self, names: tuple[str, ...]) -> Draft:
         """The faults of these names have been dealt with."""
-        settled = self.state.incidents.settled
-        fresh = tuple(name for name in dict.fromkeys(names) if name not in settled)
-        return self.with_incidents(settled=(*settled, *fresh)[-MAX_SETTLED:]) if fresh else self
+        incidents = self.state.incidents
+        fresh = tuple(name for name in dict.fromkeys(names) if name not in incidents.names_settled)
+        most = max(MAX_SETTLED, MAX_SETTLED_OF_WORKER * len(self.state.placement.workers))
+        return self.with_incidents(settled=(*incidents.settled, *fresh)[-most:]) if fresh else self
 
     def count_restart(self, at: float) -> Draft:
         """A restart that counts against the job's budget."""

@@ -213,24 +213,49 @@ def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: 
     together = {key: tuple(of) for key, of in speak.items()}
     inside: dict[_Key, dict[tuple[bool, int], dict[int, str]]] = defaultdict(dict)
     names: dict[_Key, str | None] = {}
+    one = _One()
     for rank, place in places.items():
         members, name = known.of(rank, place)
-        key = (place.on_gpu, place.identity, members or together[place.on_gpu, place.identity])
+        key = (place.on_gpu, place.identity, one.of(members or together[place.on_gpu, place.identity]))
         names[key] = name if members else None
         sequence = rank if place.takes_any else place.sequence
         inside[key].setdefault((place.takes_any, sequence), {})[rank] = place.collective
     entered = {rank: parse_entered(ranks[rank].entered) for rank in ranks}
     meetings = []
-    for (on_gpu, identity, members), by_sequence in inside.items():
-        called = names[on_gpu, identity, members]
+    for (on_gpu, identity, number), by_sequence in inside.items():
+        called, members = names[on_gpu, identity, number], one.named(number)
         come = {rank: _come(ranks[rank], entered[rank], on_gpu, identity) for rank in members}
         group = _Group(members, called or "", called is not None, come)
         meetings += [Gathering(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
     return meetings
 
 
-_Key = tuple[bool, int, tuple[int, ...]]
-"""Of a group: whether on GPUs, identity, members. Identities are short, and groups of a large job may share one."""
+_Key = tuple[bool, int, int]
+"""Of a group: whether on GPUs, identity, number of its members' tuple. Identities are short, and groups of a large job
+may share one."""
+
+
+class _One:
+    """Numbers of tuples that are equal, so that thousands of ranks can name the thousands in their group: a tuple is
+    looked through each time that it is hashed."""
+
+    def __init__(self) -> None:
+        self._tuples: list[tuple[int, ...]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # by id, with the tuple, so that the id stays its own
+
+    def of(self, members: tuple[int, ...]) -> int:
+        known = self._known.get(id(members))
+        if known is not None:
+            return known[0]
+        number = self._numbers.setdefault(members, len(self._tuples))
+        if number == len(self._tuples):
+            self._tuples.append(members)
+        self._known[id(members)] = number, members
+        return number
+
+    def named(self, number: int) -> tuple[int, ...]:
+        return self._tuples[number]
 
 
 class _Members:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -58,16 +59,24 @@ def crossings(seats: Sequence[Name], places: Mapping[Name, Place]) -> tuple[int,
     return now, distinct if distinct > 1 else 0
 
 
-def nearest(seat: Name, spares: Sequence[Name], places: Mapping[Name, Place], peers: Sequence[Name] = ()) -> list[Name]:
-    """The spares, those first that share the innermost tier with who held the seat, then with most of its peers."""
-    tiers, leaves = _tiers([seat], places), Counter(_within(places, peer, 0) for peer in peers)
+def leaves(names: Sequence[Name], places: Mapping[Name, Place]) -> Counter[Place]:
+    """How many of them are in each leaf; those whose leaf is not known count under ()."""
+    return Counter(_within(places, name, 0) for name in names)
+
+
+def nearest(
+    seat: Name, spares: Sequence[Name], places: Mapping[Name, Place], peers: Mapping[Place, int] = MappingProxyType({})
+) -> list[Name]:
+    """The spares, those first that share the innermost tier with who held the seat, then with most of its peers.
+    `peers`: as `leaves` counts them."""
+    tiers = _tiers([seat], places)
 
     def distance(spare: Name) -> tuple[int, int]:
         def shares(tier: int) -> bool:
             return bool(_within(places, seat, tier)) and _within(places, spare, tier) == _within(places, seat, tier)
 
         leaf = _within(places, spare, 0)
-        return next(filter(shares, range(tiers)), tiers), -leaves[leaf] if leaf else 1
+        return next(filter(shares, range(tiers)), tiers), -peers.get(leaf, 0) if leaf else 1
 
     return sorted(spares, key=distance)
 

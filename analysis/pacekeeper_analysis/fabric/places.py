@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .order import Place
 
@@ -27,9 +27,12 @@ def places(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) 
     One scheme for all nodes, since names of two schemes cannot be compared: `levels` where any node has them, else the
     first that half of the nodes have, else the first that any has. A node without its labels is in no known place.
     """
-    known = [scheme for scheme in (_tiers(labels), *SCHEMES) if _labelled(labels, scheme)]
+    there = frozenset[str]().union(*labels.values())
+    if not there:
+        return dict.fromkeys(labels, ())
+    known = [scheme for scheme in (_tiers(there), *SCHEMES) if not there.isdisjoint(scheme)]
     common = [scheme for scheme in known if 2 * _labelled(labels, scheme) >= len(labels)]
-    scheme = tuple(levels) if _labelled(labels, levels) else next(iter([*common, *known]), ())
+    scheme = next(iter([*common, *known]), ()) if there.isdisjoint(levels) else tuple(levels)
     return {node: _trimmed([of.get(name, "") for name in scheme]) for node, of in labels.items()}
 
 
@@ -40,11 +43,12 @@ def concerns(label: str) -> bool:
 
 def _labelled(labels: Mapping[str, Mapping[str, str]], scheme: Sequence[str]) -> int:
     """Nodes that have a label of this scheme."""
-    return sum(any(name in of for name in scheme) for of in labels.values())
+    names = frozenset(scheme)
+    return sum(not names.isdisjoint(of) for of in labels.values())
 
 
-def _tiers(labels: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
-    found = {match.group(): int(match[1]) for of in labels.values() for name in of if (match := TIER.fullmatch(name))}
+def _tiers(labels: Iterable[str]) -> tuple[str, ...]:
+    found = {match.group(): int(match[1]) for name in labels if (match := TIER.fullmatch(name))}
     return tuple(sorted(found, key=lambda name: found[name]))
 
 

@@ -6,6 +6,7 @@ Steps whose rows are incomplete, doubled or damaged are left out and counted, wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, LONGEST_S, TYPES
 from pacekeeper_analysis.whatif.window import Skipped
 
 Mask = NDArray[np.bool_]
+Numbers = NDArray[np.int64]
+Rows = NDArray[np.intp] | slice
+"""Some rows of a trace; all of them as a slice, since a sound trace of ten million takes no copies then."""
+ALL = slice(None)
 
 
 class DenseRows:
@@ -27,28 +32,34 @@ class DenseRows:
 
     def __init__(self, trace: Trace, included: Callable[[str, int], bool]) -> None:
         _check_metadata(trace)
-        numbers, self._step_of = np.unique(trace.step, return_inverse=True)
+        numbers, self._step_of = _numbered(trace.step)
         self._trace, self._reasons = trace, dict[int, str]()
-        kind_of = trace.stage.astype(np.int64) * len(TYPES) + trace.optype
-        kinds = [included(name, stage) for stage in range(trace.metadata.pp_size) for name in TYPES]
+        kinds = np.array([included(name, stage) for stage in range(trace.metadata.pp_size) for name in TYPES])
 
-        sound = np.flatnonzero(~self._damaged())
+        sound = self._sound()
+        kind_of = trace.stage[sound].astype(np.int32) * len(TYPES) + trace.optype[sound]
         usual = np.where(kinds, self._usual_counts(sound, kind_of, len(kinds), len(numbers)), 0)
-        rows, node_of = self._number(sound[np.array(kinds)[kind_of[sound]]], kind_of, usual)
-        self._find_gaps(rows, node_of, int(usual.sum()), len(numbers))
+        is_included = kinds[kind_of]
+        rows, node_of = self._number(_those(sound, is_included), kind_of[_among(is_included)], usual)
+        self._shape = (int(usual.sum()), trace.metadata.dp_size, len(numbers))
+        cells = self._cells_of(rows, node_of, self._step_of)
+        self._find_gaps(cells)
 
         kept = np.array([step not in self._reasons for step in range(len(numbers))])
         self.skipped = tuple(Skipped(int(numbers[step]), self._reasons[step]) for step in sorted(self._reasons))
         if not kept.any():
             raise TraceError(f"no step of the trace is complete; step {self.skipped[0].step}: {self.skipped[0].reason}")
         self.steps = tuple(int(number) for number in numbers[kept])
-        use = kept[self._step_of[rows]]
-        self._rows, node_of = rows[use], node_of[use]
-        step = (np.cumsum(kept) - 1)[self._step_of[self._rows]]
-        self._shape = (int(usual.sum()), trace.metadata.dp_size, len(self.steps))
-        self._cells = np.ravel_multi_index((node_of, trace.dp_rank[self._rows], step), self._shape)
-        first = (step == 0) & (trace.dp_rank[self._rows] == 0)
-        self.operations = _operations(trace, self._rows[first][np.argsort(node_of[first])])
+        if not kept.all():
+            use = kept[self._step_of[rows]]
+            rows, node_of = _those(rows, use), node_of[_among(use)]
+            self._shape = (*self._shape[:2], len(self.steps))
+            cells = self._cells_of(rows, node_of, (np.cumsum(kept) - 1).astype(np.int32)[self._step_of])
+        self._rows, self._cells = rows, cells
+        first = np.empty(self._shape[0], dtype=np.intp)  # row of each operation on dp_rank 0 in the first step
+        of_first = cells % (self._shape[1] * self._shape[2]) == 0
+        first[node_of[of_first]] = np.flatnonzero(of_first) if isinstance(rows, slice) else rows[of_first]
+        self.operations = _operations(trace, first)
 
     def fill(self, column: NDArray[np.floating]) -> Array:
         """A column's values by cell [operation, dp_rank, step]."""
@@ -56,56 +67,93 @@ class DenseRows:
         dense[self._cells] = column[self._rows]
         return dense.reshape(self._shape)
 
-    def _damaged(self) -> Mask:
-        """Rows with impossible values; a reason is noted for the step of each."""
+    def _sound(self) -> Rows:
+        """Rows without impossible values; a reason is noted for the step of each of the others."""
         trace, meta = self._trace, self._trace.metadata
-        checks: tuple[tuple[Mask, str], ...] = (
-            (~np.isfinite(trace.start_ts) | ~np.isfinite(trace.duration), "start_ts or duration is not a number"),
-            (trace.duration < 0, "duration is negative"),
-            (trace.duration > LONGEST_S, "duration is longer than a day"),
-            ((trace.dp_rank < 0) | (trace.dp_rank >= meta.dp_size), f"dp_rank is outside of dp_size {meta.dp_size}"),
-            ((trace.stage < 0) | (trace.stage >= meta.pp_size), f"stage is outside of pp_size {meta.pp_size}"),
-            ((trace.mc < -1) | (trace.mc >= meta.vpp_size), f"mc is outside of vpp_size {meta.vpp_size}"),
+        checks: tuple[tuple[bool, Callable[[], Mask], str], ...] = (
+            (
+                _lies_within(trace.start_ts) and _lies_within(trace.duration),
+                lambda: ~np.isfinite(trace.start_ts) | ~np.isfinite(trace.duration),
+                "start_ts or duration is not a number",
+            ),
+            (_lies_within(trace.duration, 0), lambda: trace.duration < 0, "duration is negative"),
+            (
+                _lies_within(trace.duration, most=LONGEST_S),
+                lambda: trace.duration > LONGEST_S,
+                "duration is longer than a day",
+            ),
+            *(
+                (
+                    _lies_within(column, least, size - 1),
+                    partial(_is_outside, column, least, size),
+                    f"{name} is outside of {key} {size}",
+                )
+                for name, column, least, key, size in (
+                    ("dp_rank", trace.dp_rank, 0, "dp_size", meta.dp_size),
+                    ("stage", trace.stage, 0, "pp_size", meta.pp_size),
+                    ("mc", trace.mc, -1, "vpp_size", meta.vpp_size),
+                )
+            ),
         )
-        bad = np.zeros(len(trace), dtype=bool)
-        for mask, reason in checks:
-            bad |= mask
-            self._leave_out(np.flatnonzero(mask), reason)
+        bad: Mask | None = None
+        for holds, found, reason in checks:
+            if not holds:
+                mask = found()
+                bad = mask if bad is None else bad | mask
+                self._leave_out(np.flatnonzero(mask), reason)
+        if bad is None and trace.start_ts.max() - trace.start_ts.min() <= LONGEST_S:
+            return ALL
+        bad = np.zeros(len(trace), dtype=bool) if bad is None else bad
         sound = np.flatnonzero(~bad)
         earliest = np.full(int(self._step_of.max()) + 1, np.inf)
         np.minimum.at(earliest, self._step_of[sound], trace.start_ts[sound].astype(np.float64))
         late = sound[trace.start_ts[sound] - earliest[self._step_of[sound]] > LONGEST_S]
         self._leave_out(late, "starts more than a day after the step's first operation")
         bad[late] = True
-        return bad
+        return np.flatnonzero(~bad)
 
-    def _usual_counts(
-        self, rows: NDArray[np.intp], kind_of: NDArray[np.int64], kinds: int, steps: int
-    ) -> NDArray[np.int64]:
-        """How many operations of each kind (stage and type) most steps and ranks have; the others are left out."""
+    def _usual_counts(self, rows: Rows, kind_of: NDArray[np.int32], kinds: int, steps: int) -> Numbers:
+        """How many operations of each kind (stage and type) most steps and ranks have; the others are left out.
+
+        kind_of: of each of the rows.
+        """
         ranks = self._trace.metadata.dp_size
-        cells = (self._step_of[rows] * ranks + self._trace.dp_rank[rows]) * kinds + kind_of[rows]
+        cells = self._step_of[rows].astype(np.intp)
+        cells *= ranks
+        cells += self._trace.dp_rank[rows]
+        cells *= kinds
+        cells += kind_of
         counts = np.bincount(cells, minlength=steps * ranks * kinds).reshape(steps, ranks, kinds)
-        usual: NDArray[np.int64] = np.median(counts.reshape(-1, kinds), axis=0).astype(np.int64)
+        usual: Numbers = np.median(counts.reshape(-1, kinds), axis=0).astype(np.int64)
         for step in np.flatnonzero((counts != usual).any(axis=(1, 2))):
             self._reasons.setdefault(int(step), _count_reason(counts[step], usual))
         return usual
 
-    def _number(
-        self, rows: NDArray[np.intp], kind_of: NDArray[np.int64], usual: NDArray[np.int64]
-    ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    def _number(self, rows: Rows, kind_of: NDArray[np.int32], usual: Numbers) -> tuple[Rows, NDArray[np.int32]]:
         """The rows with a valid seq_id, and the operation's number of each."""
-        first = np.concatenate(([0], np.cumsum(usual)[:-1]))
-        seq = self._trace.seq_id[rows].astype(np.int64)
-        astray = (seq < 0) | (seq >= usual[kind_of[rows]])
-        self._leave_out(rows[astray], "seq_id is out of order")
-        return rows[~astray], (first[kind_of[rows]] + seq)[~astray]
+        first = np.concatenate(([0], np.cumsum(usual)[:-1])).astype(np.int32)
+        seq = self._trace.seq_id[rows]
+        in_order = seq >= 0
+        in_order &= seq < usual.astype(np.int32)[kind_of]
+        if not in_order.all():
+            self._leave_out(np.arange(len(self._trace))[rows][~in_order], "seq_id is out of order")
+        at = _among(in_order)
+        return _those(rows, in_order), (first[kind_of[at]] + seq[at].astype(np.int32)).astype(np.int32)
 
-    def _find_gaps(self, rows: NDArray[np.intp], node_of: NDArray[np.int64], size: int, steps: int) -> None:
+    def _cells_of(self, rows: Rows, node_of: NDArray[np.int32], step_of: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Where each row's values stand in a dense array."""
+        cells = node_of.astype(np.intp)
+        cells *= self._shape[1]
+        cells += self._trace.dp_rank[rows]
+        cells *= self._shape[2]
+        cells += step_of[rows]
+        return cells
+
+    def _find_gaps(self, cells: NDArray[np.intp]) -> None:
         """Leaves out steps in which not every operation of every rank has a row."""
-        seen = np.zeros((steps, self._trace.metadata.dp_size, size), dtype=bool)
-        seen[self._step_of[rows], self._trace.dp_rank[rows], node_of] = True
-        for step in np.flatnonzero(~seen.all(axis=(1, 2))):
+        seen = np.zeros(int(np.prod(self._shape)), dtype=bool)
+        seen[cells] = True
+        for step in np.flatnonzero(~seen.reshape(self._shape).all(axis=(0, 1))):
             self._reasons.setdefault(int(step), "an operation is recorded twice, another one is missing")
 
     def _leave_out(self, rows: NDArray[np.intp], reason: str) -> None:
@@ -113,6 +161,41 @@ class DenseRows:
         steps, first = np.unique(self._step_of[rows], return_index=True)
         for step, row in zip(steps, rows[first], strict=True):
             self._reasons.setdefault(int(step), f"{self._trace.where(row)}: {reason}")
+
+
+def _numbered(values: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+    """The distinct values in their order, and the place of each value among them. Steps stand close together most
+    often, and need not be sorted then."""
+    least, most = int(values.min()), int(values.max())
+    if most - least >= max(1024, len(values)):
+        distinct, places = np.unique(values, return_inverse=True)
+        return distinct, places.astype(np.int32)
+    there = np.zeros(most - least + 1, dtype=bool)
+    there[values - least] = True
+    place_of = (np.cumsum(there) - 1).astype(np.int32)
+    return (np.flatnonzero(there) + least).astype(values.dtype), place_of[values - least]
+
+
+def _lies_within(column: NDArray[np.generic], least: float = -np.inf, most: float = np.inf) -> bool:
+    """Whether all values do, and are numbers."""
+    low, high = float(column.min()), float(column.max())
+    return bool(np.isfinite(low) and np.isfinite(high) and least <= low and high <= most)
+
+
+def _is_outside(column: NDArray[np.integer], least: int, size: int) -> Mask:
+    return np.asarray((column < least) | (column >= size))
+
+
+def _those(rows: Rows, chosen: Mask) -> Rows:
+    """The chosen ones of the rows."""
+    if chosen.all():
+        return rows
+    return np.flatnonzero(chosen) if isinstance(rows, slice) else rows[chosen]
+
+
+def _among(chosen: Mask) -> Mask | slice:
+    """By which the chosen ones are taken from an array, without a copy where it is all of them."""
+    return ALL if chosen.all() else chosen
 
 
 def _operations(trace: Trace, rows: NDArray[np.intp]) -> tuple[Operation, ...]:
@@ -131,13 +214,14 @@ def _check_metadata(trace: Trace) -> None:
         ("stage", trace.stage, meta.pp_size, "pp_size"),
         ("model chunk (mc)", np.maximum(trace.mc[compute], 0), meta.vpp_size, "vpp_size"),
     ):
-        recorded = np.bincount(column[(column >= 0) & (column < size)], minlength=size)
+        known = column if _lies_within(column, 0, size - 1) else column[(column >= 0) & (column < size)]
+        recorded = np.bincount(known, minlength=size)
         if (recorded == 0).any():
             raise TraceError(
                 f"metadata says {key} {size}, but the trace has no row of {name} {int(np.argmin(recorded))}; "
                 "give the metadata of this trace"
             )
-        beyond = column >= size
+        beyond = column >= size if len(known) < len(column) else np.zeros(1, dtype=bool)
         if beyond.mean() > 0.05:
             raise TraceError(
                 f"metadata says {key} {size}, but {int(beyond.sum())} rows are of a higher {name}; "

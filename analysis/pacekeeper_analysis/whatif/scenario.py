@@ -28,7 +28,7 @@ class Where:
     workers: pairs (replica, stage). steps: step numbers as in the trace.
     """
 
-    __slots__ = ("replicas", "stages", "steps", "types", "workers")
+    __slots__ = ("_at", "replicas", "stages", "steps", "types", "workers")
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Where:
         self.replicas = None if replicas is None else frozenset(replicas)
         self.workers = None if workers is None else frozenset(workers)
         self.steps = None if steps is None else frozenset(steps)
+        self._at: dict[tuple[int, int], NDArray[np.bool_]] = {}  # what `replicas_at` has found
 
     def includes(self, operation: Operation) -> bool:
         """Whether the operation is meant, in at least one replica and step; it goes by its type and stage."""
@@ -62,6 +63,13 @@ class Where:
 
         Raises ValueError where one does not exist.
         """
+        found = self._at.get((stage, count))
+        if found is None:
+            found = self._at[stage, count] = self._replicas_at(stage, count)
+            found.flags.writeable = False  # every operation of the stage is given the same
+        return found
+
+    def _replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
         if self.replicas is None and self.workers is None:
             return np.ones(count, dtype=bool)
         named = set(range(count)) if self.replicas is None else set(self.replicas)

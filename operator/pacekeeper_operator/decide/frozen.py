@@ -41,7 +41,7 @@ def _found(observation: Observation) -> Iterator[Loss]:
     """Members first: they hold the others up."""
     for view in (*observation.members, *observation.spares):
         words = _how(view)
-        if words and view.usable and view.name not in observation.state.life.finished:
+        if words and view.usable and view.name not in observation.state.life.names_finished:
             yield Loss(view, Cause.WORKER_FROZEN, Class.UNKNOWN, words, _since(observation, view))
 
 
@@ -51,8 +51,8 @@ def _how(view: WorkerView) -> str:
         return ""
     if view.frozen:
         return f"its launcher has stood still for more than {FROZEN_SECONDS:.0f} s, although its sidecar answers"
-    ranks = listed(view.heartbeat.unkillable_ranks)
-    return f"its rank {ranks} is still there long after SIGKILL" if ranks else ""
+    ranks = view.heartbeat.unkillable_ranks
+    return f"its rank {listed(ranks)} is still there long after SIGKILL" if ranks else ""
 
 
 def _since(observation: Observation, view: WorkerView) -> float:

@@ -39,7 +39,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
 
 def _cannot_end(observation: Observation, policy: Policy) -> bool:
     """Some ranks have come to their end, and others never will as things are: all go on from the last checkpoint."""
-    unfinished = [view for view in observation.members if view.name not in observation.state.life.finished]
+    unfinished = [view for view in observation.members if view.name not in observation.state.life.names_finished]
     lost = any(view.record.leaving and not view.trains for view in unfinished)
     may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
     return lost or (may and any(_wants_a_round(observation, view) for view in unfinished))
@@ -56,12 +56,10 @@ def _wants_a_round(observation: Observation, view: WorkerView) -> bool:
 
 def _call_back(observation: Observation) -> Draft:
     """Nobody has finished. Launchers that are still there join the next round; the others are replaced."""
-    draft = observation.draft.with_life(finished=())
-    for view in observation.members:
-        if view.name in observation.state.life.finished and not view.trains:
-            words = "its trainer had ended when the others had to begin anew"
-            draft = draft.with_worker(replace(view.record, leaving=words, dead=True))
-    return draft
+    words = "its trainer had ended when the others had to begin anew"
+    ended = (v for v in observation.members if v.name in observation.state.life.names_finished and not v.trains)
+    gone = (replace(view.record, leaving=words, dead=True) for view in ended)
+    return observation.draft.with_life(finished=()).with_workers(gone)
 
 
 def _found(observation: Observation) -> Draft:
@@ -82,13 +80,15 @@ def _change(observation: Observation) -> Draft:
     wanted = observation.job.spec.replicas
     warm = (view for view in observation.spares if view.warm)
     spares = [_member(view) for view in warm if not preflight.awaited(observation, view)]
+    nearest: seating.Nearest | None = None
     seats: list[Member] = []
     for member in plan.members[:wanted]:
         view = observation.worker(member.worker)
         if view is not None and not view.record.leaving:
             seats.append(member)
         elif spares:
-            seats.append(seating.nearest(observation, member, spares))
+            nearest = nearest or seating.Nearest(observation)
+            seats.append(nearest.of(member, spares))
             spares.remove(seats[-1])
         elif view is not None and view.trains:
             seats.append(member)

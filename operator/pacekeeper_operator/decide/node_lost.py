@@ -6,9 +6,11 @@ ranks train on. Somebody else has to say so too, and nobody may show that it liv
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
@@ -66,11 +68,12 @@ class _Lost:
 
 
 def _lost(observation: Observation, policy: Policy) -> Iterator[_Lost]:
+    signs = _Signs(observation)
     for view in observation.members:
-        proof = _proof(observation, policy, view) if view.usable and view.reachable is False else ""
+        proof = _proof(signs, policy, view) if view.usable and view.reachable is False else ""
         if proof:
-            down, silent = _node_is_down(observation, view), view.node_reachable is False
-            many = silent and (_named(observation, view) or _fails_as_a_whole(observation))
+            down, silent = signs.node_is_down(view), view.node_reachable is False
+            many = silent and (signs.named(view) or signs.fails_as_a_whole)
             yield _Lost(view, proof, down or many, down)
 
 
@@ -82,24 +85,82 @@ def unreached(observation: Observation) -> tuple[WorkerView, ...]:
 def unheard_seconds(observation: Observation, view: WorkerView) -> float:
     """Since the last sign that the worker lives: its own word, a step of its peers, who take none without it for long,
     or Prometheus' look at its steps."""
-    peers = (peer.stepped_seconds for peer in observation.members if peer.name != view.name)
-    return min(view.silent_seconds, _scraped_seconds(observation, view), min(peers, default=math.inf))
+    return _Signs(observation).unheard_seconds(view)
 
 
-def _proof(observation: Observation, policy: Policy, view: WorkerView) -> str:
+@dataclass(frozen=True)
+class _Signs:
+    """What members, peers and nodes together show: worked out once, for a look at any number of workers."""
+
+    observation: Observation
+
+    def named(self, view: WorkerView) -> bool:
+        """Whether a peer does not reach it either."""
+        return bool(self._namers.get("" if view.pod is None else view.pod.address, frozenset()) - {view.name})
+
+    def node_is_down(self, view: WorkerView) -> bool:
+        """By the word of the API server, which counts while it hears of any node at all."""
+        node = self.observation.surroundings.nodes.get(view.node)
+        return self._hears_of_nodes and (node is None or not node.ready)
+
+    def unheard_seconds(self, view: WorkerView) -> float:
+        peers = next((seconds for seconds, name in self._last_steps if name != view.name), math.inf)
+        return min(view.silent_seconds, _scraped_seconds(self.observation, view), peers)
+
+    @cached_property
+    def complaints(self) -> tuple[Fault, ...]:
+        return _complaints(self.observation)
+
+    @cached_property
+    def cut_off(self) -> bool:
+        """It is the operator that reaches nobody: of no job a worker, nor any node. That it reaches the API server
+        tells nothing of its way to them."""
+        workers = self.observation.workers
+        answers = any(view.reachable or view.node_reachable for view in workers)
+        speaks = any(view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS for view in workers)
+        return not (answers or speaks or self.observation.surroundings.reached_elsewhere)
+
+    @cached_property
+    def fails_as_a_whole(self) -> bool:
+        """Several nodes at once, which no single broken path explains."""
+        silent = unreached(self.observation)
+        down = {view.node for view in silent if view.node_reachable is False}
+        return len(down) > 1 and len(silent) == len(self.observation.plan.members)
+
+    @cached_property
+    def _namers(self) -> Mapping[str, frozenset[str]]:
+        """Two workers at most that do not reach an address, by that."""
+        found: dict[str, frozenset[str]] = {}
+        for fault in self.complaints:
+            for address in fault.unreachable:
+                known = found.get(address, frozenset())
+                found[address] = known if len(known) > 1 else known | {fault.worker}
+        return found
+
+    @cached_property
+    def _hears_of_nodes(self) -> bool:
+        return any(node.ready for node in self.observation.surroundings.nodes.values())
+
+    @cached_property
+    def _last_steps(self) -> Sequence[tuple[float, str]]:
+        """The two members that were heard last to have completed a step, and how long ago that was."""
+        return heapq.nsmallest(2, ((view.stepped_seconds, view.name) for view in self.observation.members))
+
+
+def _proof(signs: _Signs, policy: Policy, view: WorkerView) -> str:
     """Who else says that a worker that the operator does not reach is lost, in words; "": nobody does, so far."""
-    if _named(observation, view):
+    if signs.named(view):
         return "its peers do not reach it either"
-    unheard = unheard_seconds(observation, view)
+    observation, unheard = signs.observation, signs.unheard_seconds(view)
     if observation.operator_age <= policy.grace_after_start or unheard <= SILENT_SECONDS:
         return ""
-    if _node_is_down(observation, view):
+    if signs.node_is_down(view):
         return "its node is not Ready"
-    if _cut_off(observation):
+    if signs.cut_off:
         return ""
-    if _complaints(observation):
+    if signs.complaints:
         return "the job stands still, and nobody hears of it"
-    if _fails_as_a_whole(observation):
+    if signs.fails_as_a_whole:
         return "none of the job's workers nor of their nodes answers, and others do"
     patience = max(PATIENCE_SECONDS, 3 * observation.step_seconds)
     return f"there has been no sign of it for {patience:.0f} s" if unheard > patience else ""
@@ -107,33 +168,6 @@ def _proof(observation: Observation, policy: Policy, view: WorkerView) -> str:
 
 def _complaints(observation: Observation) -> tuple[Fault, ...]:
     return observation.faults_of(FaultKind.STALLED, FaultKind.ROUND_FAILED)
-
-
-def _named(observation: Observation, view: WorkerView) -> bool:
-    address = "" if view.pod is None else view.pod.address
-    return any(address in fault.unreachable for fault in _complaints(observation) if fault.worker != view.name)
-
-
-def _node_is_down(observation: Observation, view: WorkerView) -> bool:
-    """By the word of the API server, which counts while it hears of any node at all."""
-    nodes = observation.surroundings.nodes
-    node = nodes.get(view.node)
-    return any(other.ready for other in nodes.values()) and (node is None or not node.ready)
-
-
-def _cut_off(observation: Observation) -> bool:
-    """It is the operator that reaches nobody: of no job a worker, nor any node. That it reaches the API server tells
-    nothing of its way to them."""
-    answers = any(view.reachable or view.node_reachable for view in observation.workers)
-    speaks = any(view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS for view in observation.workers)
-    return not (answers or speaks or observation.surroundings.reached_elsewhere)
-
-
-def _fails_as_a_whole(observation: Observation) -> bool:
-    """Several nodes at once, which no single broken path explains."""
-    silent = unreached(observation)
-    down = {view.node for view in silent if view.node_reachable is False}
-    return len(down) > 1 and len(silent) == len(observation.plan.members)
 
 
 def _scraped_seconds(observation: Observation, view: WorkerView) -> float:

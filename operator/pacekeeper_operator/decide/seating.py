@@ -19,14 +19,26 @@ from ..observation import Observation
 def founded(observation: Observation, members: Iterable[Member]) -> list[Member]:
     """The same, in the order of new seats: so that a ring through them leaves each leaf once."""
     by_name = {member.worker: member for member in members}
+    if not by_name:
+        return []
     return [by_name[name] for name in order.by_topology(list(by_name), _with_nodes(observation))]
 
 
-def nearest(observation: Observation, empty: Member, spares: Sequence[Member]) -> Member:
-    """The one of the spares that is to take an empty seat: where nobody is nearer, the first of them."""
-    by_name = {spare.worker: spare for spare in spares}
-    peers = [member.worker for member in observation.plan.members if member != empty]
-    return by_name[order.nearest(empty.worker, list(by_name), observation.places, peers)[0]]
+class Nearest:
+    """Who of the spares is to take an empty seat. Made once for all seats, since every member counts for each."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._places = observation.places
+        self._is_known = any(self._places.values())
+        self._leaves = order.leaves([member.worker for member in observation.plan.members], self._places)
+
+    def of(self, empty: Member, spares: Sequence[Member]) -> Member:
+        """Where nobody is nearer, the first of them."""
+        if not self._is_known:
+            return spares[0]
+        by_name = {spare.worker: spare for spare in spares}
+        peers = self._leaves - order.leaves([empty.worker], self._places)
+        return by_name[order.nearest(empty.worker, list(by_name), self._places, peers)[0]]
 
 
 def leaf_crossings(observation: Observation) -> LeafCrossings | None:

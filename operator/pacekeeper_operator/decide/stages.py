@@ -93,12 +93,12 @@ def _finish(observation: Observation) -> Draft:
     draft = observation.draft
     if not draft.plan.members or draft.plan.stop is not Stop.NO:
         return draft
-    known = draft.state.life.finished
+    known = draft.state.life.names_finished
     kept = tuple(v.name for v in observation.members if v.name in known and not _began_anew(v))
     fresh = tuple(v.name for v in observation.members if v.name not in known and _ended_well(v, draft.plan.membership))
-    if (*kept, *fresh) != known:
+    if (*kept, *fresh) != draft.state.life.finished:
         draft = draft.with_life(finished=(*kept, *fresh))
-    if any(member.worker not in draft.state.life.finished for member in draft.plan.members):
+    if any(member.worker not in draft.state.life.names_finished for member in draft.plan.members):
         return draft
     return draft.with_plan(stop=Stop.FINISH, evidence_request="").with_life(
         completed_at=observation.now, stopped_at=observation.now

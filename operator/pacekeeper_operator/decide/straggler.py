@@ -220,11 +220,10 @@ def steady(observation: Observation) -> bool:
     """All members train in the mode that is wanted, and tell how, in a round that is old enough for its windows."""
     if observation.training_since is None or observation.metrics.untold:
         return False
-    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
-    if any(beat.sync_mode not in ("", observation.plan.sync_mode) for beat in beats):
+    if observation.sync_modes - {"", observation.plan.sync_mode}:
         return False
     busy = any(incident.recovered is None and not incident.live for incident in observation.state.incidents.open)
-    return not busy and min((beat.steps_in_round for beat in beats), default=0) >= window_steps(observation)
+    return not busy and observation.steps_in_round >= window_steps(observation)
 
 
 def window_steps(observation: Observation) -> int:

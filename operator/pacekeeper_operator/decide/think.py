@@ -81,8 +81,10 @@ def _pods(observation: Observation) -> Iterator[Effect]:
         yield DeletePod(view.name, view.pod.uid, view.record.force)
     for pod in observation.strays:
         yield DeletePod(pod.name, pod.uid)
-    avoid, gang = avoiding.nodes(observation), workforce.gang(observation)
     missing = workforce.missing(observation)
+    if not missing:
+        return
+    avoid, gang = avoiding.nodes(observation), workforce.gang(observation)
     needed = workforce.needed(observation, missing)
     for position, worker in enumerate(missing):
         trains = bool(observation.plan.members)

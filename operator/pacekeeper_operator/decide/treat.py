@@ -13,6 +13,7 @@ from ..state import Draft, Incident
 from ..words import shortened
 from . import straggler
 from .remedies import apply
+from .remedies.applied import Applied
 
 MAX_DECISIONS = 100
 """A pass ends, whatever the checks say."""
@@ -80,18 +81,14 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
     """Write the decision down as an Incident and, where it may be, act upon it."""
     draft = _settle(observation.draft, decision)
     world = observation.with_draft(_remember(draft, decision) if policy.acts else draft)
-    words: list[str] = []
-    applied = None
-    for action in decision.actions if policy.acts else ():
-        done = apply(action, decision, world)
-        world = world.with_draft(done.draft)
-        words += [done.words] if done.words else []
-        applied = observation.now
+    acts = policy.acts and bool(decision.actions)
+    done = apply(decision, world) if acts else Applied(world.draft)
+    world = world.with_draft(done.draft)
     draft = world.draft
     measured = decision.class_ is Class.PERFORMANCE and decision.cause is not Cause.SLOW_STEPS
-    if measured and not (policy.acts and decision.actions):
+    if measured and not acts:
         draft = straggler.left_alone(world, forbidden=not policy.acts)
-    incident = _open(observation, policy, decision, applied, words)
+    incident = _open(observation, policy, decision, observation.now if acts else None, done.words)
     recommended = tuple(name for name in draft.state.incidents.recommended if name != incident.name)
     return draft.with_incident(incident).with_incidents(recommended=recommended)
 

@@ -26,7 +26,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 def _lost(observation: Observation) -> Iterator[Loss]:
     told = {fault.worker: fault.noticed_at for fault in observation.faults_of(FaultKind.TERMINATING)}
     for view in observation.members:
-        if view.record.leaving or view.name in observation.state.life.finished:
+        if view.record.leaving or view.name in observation.state.life.names_finished:
             continue
         how = _how_lost(view, view.name in told)
         if how is not None:

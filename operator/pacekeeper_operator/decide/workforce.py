@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, islice
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
@@ -12,7 +13,7 @@ from pacekeeper_analysis.reports import LauncherState
 from ..api import CleanPodPolicy, Reason
 from ..gangs import Gang
 from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerView
-from ..state import Draft, Placement, Worker
+from ..state import Draft, Worker
 from . import avoiding
 
 FIRST_BACKOFF_SECONDS = 10.0
@@ -56,7 +57,8 @@ def missing(observation: Observation) -> tuple[Worker, ...]:
 def needed(observation: Observation, missing: Sequence[Worker]) -> int:
     """So many of those that are missing are needed for a seat: they may share a node where there is no other, also
     while the rest of the job trains. The others are spares."""
-    there = [view for view in observation.workers if view.record not in missing and not view.record.leaving]
+    names = {worker.name for worker in missing}
+    there = [view for view in observation.workers if view.name not in names and not view.record.leaving]
     return observation.job.spec.replicas - len(there)
 
 
@@ -115,13 +117,12 @@ def _learn(observation: Observation, policy: Policy) -> Draft:
 
 
 def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> Worker:
-    return replace(
-        view.record,
-        uid=pod.uid,
-        node=pod.node or view.record.node,
-        force=view.record.force or _nobody_confirms(observation, pod),
-        starting_since=_starting_since(observation, policy, view, pod),
-    )
+    known, node = view.record, pod.node or view.record.node
+    force = known.force or _nobody_confirms(observation, pod)
+    since = _starting_since(observation, policy, view, pod)
+    if (known.uid, known.node, known.force, known.starting_since) == (pod.uid, node, force, since):
+        return known
+    return replace(known, uid=pod.uid, node=node, force=force, starting_since=since)
 
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
@@ -151,8 +152,7 @@ def _starting_since(observation: Observation, policy: Policy, view: WorkerView, 
 
 
 def _is_seated(observation: Observation, view: WorkerView) -> bool:
-    """Asked last: it looks through all members."""
-    return any(member.worker == view.name for member in observation.plan.members)
+    return view.name in observation.seated
 
 
 def _is_beyond_starting(view: WorkerView) -> bool:
@@ -195,7 +195,7 @@ def backoff(uid: str, attempts: int) -> float:
 def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
     """A spare whose pod died, or was taken away, with its node or alone, is none any more. (Who holds ranks is lost:
     `worker_lost`.)"""
-    seated = {member.worker for member in draft.plan.members}
+    seated, gone = {member.worker for member in draft.plan.members}, list[Worker]()
     for view in observation.workers:
         pod = view.pod
         if pod is None or view.name in seated or view.record.leaving:
@@ -204,11 +204,10 @@ def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
         taken_away = pod.deleting or bool(pod.disrupted) or silent
         died = not taken_away and pod.ended and pod.exit_code != 0
         if taken_away or died:
-            gone = replace(view.record, leaving="its pod has ended", dead=True)
-            draft = draft.with_worker(gone)
+            gone.append(replace(view.record, leaving="its pod has ended", dead=True))
         if died:
             draft = put_off(draft, observation)
-    return draft
+    return draft.with_workers(gone)
 
 
 def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) -> Draft:
@@ -216,10 +215,11 @@ def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) ->
     again. (A young operator has not heard of all suspects.)"""
     if observation.operator_age <= policy.grace_after_start:
         return draft
-    usable = observation.surroundings.nodes.keys() - set(avoiding.nodes(observation))
-    for view in observation.workers:
+    unplaced = [view for view in observation.workers if view.pod is not None and view.pod.unschedulable]
+    usable = observation.surroundings.nodes.keys() - set(avoiding.nodes(observation)) if unplaced else frozenset()
+    for view in unplaced:
         pod = view.pod
-        if pod is None or not pod.unschedulable or pod.deleting or view.record.leaving:
+        if pod is None or pod.deleting or view.record.leaving:
             continue
         if observation.now - pod.created_at >= KEPT_OFF_SECONDS and pod.avoids & usable:
             draft = draft.with_worker(replace(view.record, leaving="nodes that it was kept off may be used again"))
@@ -250,9 +250,7 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
     surplus = sorted((worker for worker in staying if worker.name not in seated), key=lambda worker: -worker.ordinal)[
         : max(0, len(staying) - wanted)
     ]
-    for worker in surplus:
-        draft = draft.with_worker(replace(worker, leaving="fewer workers are wanted"))
-    return draft
+    return draft.with_workers(replace(worker, leaving="fewer workers are wanted") for worker in surplus)
 
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
@@ -266,21 +264,18 @@ def _reserve(observation: Observation, draft: Draft) -> Draft:
     wanted = spec.replicas + (0 if spares_wait else spec.spares)
     staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
+    free = (ordinal for ordinal in count() if ordinal not in taken)
+    chosen = list(islice(free, max(0, wanted - len(staying))))
+    if not chosen:
+        return draft
     placement = state.placement
-    for _ in range(wanted - len(staying)):
-        ordinal = next(n for n in range(wanted + len(taken)) if n not in taken)
-        taken.add(ordinal)
-        placement = _with_reserved(observation.job.name, placement, ordinal)
-    return draft.with_placement(workers=placement.workers, incarnations=placement.incarnations)
-
-
-def _with_reserved(job: str, placement: Placement, ordinal: int) -> Placement:
-    incarnation = placement.incarnations.get(str(ordinal), -1) + 1
-    worker = Worker(f"{job}-w{ordinal}-{incarnation}", ordinal, incarnation)
-    return replace(
-        placement,
-        workers=(*placement.workers, worker),
-        incarnations={**placement.incarnations, str(ordinal): incarnation},
+    incarnations = {str(ordinal): placement.incarnations.get(str(ordinal), -1) + 1 for ordinal in chosen}
+    fresh = (
+        Worker(f"{observation.job.name}-w{ordinal}-{incarnations[str(ordinal)]}", ordinal, incarnations[str(ordinal)])
+        for ordinal in chosen
+    )
+    return draft.with_placement(
+        workers=(*placement.workers, *fresh), incarnations={**placement.incarnations, **incarnations}
     )
 
 

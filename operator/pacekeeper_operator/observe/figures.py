@@ -48,16 +48,22 @@ def read(figures: Sequence[RankFigures]) -> Rows:
 
 def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
     """What the ranks of the plan say, beside what is `known` already. heard: of each worker that is heard now."""
-    told, untold = [], []
-    for member in plan.members:
-        rows = heard.get(member.worker, NOTHING)
-        if tuple(rows["rank"].tolist()) != member.ranks:
-            rows = rows[np.isin(rows["rank"], member.ranks)]
-        told.append(rows)
-        if len(rows) < len(member.ranks):
-            untold.append(member.worker)
-    rows = np.concatenate(told) if told else NOTHING
+    told, untold = [heard.get(member.worker, NOTHING) for member in plan.members], []
+    rows = _joined(told)
+    # Most often every worker tells of all of its own ranks and of no other.
+    whole = all(len(of) == len(member.ranks) for of, member in zip(told, plan.members, strict=True))
+    if not whole or rows["rank"].tolist() != [rank for member in plan.members for rank in member.ranks]:
+        for place, member in enumerate(plan.members):
+            told[place] = told[place][np.isin(told[place]["rank"], member.ranks)]
+            if len(told[place]) < len(member.ranks):
+                untold.append(member.worker)
+        rows = _joined(told)
     return replace(_of_rows(rows, known), steps=_steps(rows, plan), untold=tuple(untold))
+
+
+def _joined(told: Sequence[Rows]) -> Rows:
+    """By their bytes: for thousands of short ones numpy takes ten times as long, since it compares all their fields."""
+    return np.frombuffer(b"".join(of.tobytes() for of in told), ROW)
 
 
 def matters(before: Rows, now: Rows, last: Metrics, slow: float) -> bool:

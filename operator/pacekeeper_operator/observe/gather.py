@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ..api import LABEL_JOB, Cause, Class, Job, JobPhase
+from ..api import LABEL_JOB, Job
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
 from ..network import Network
-from ..observation import (
-    FRESH_SECONDS,
-    HEARD_SECONDS,
-    Metrics,
-    NodeView,
-    Observation,
-    PodView,
-    Surroundings,
-    WorkerView,
-)
-from ..state import Draft, Incident, Past, Worker
+from ..observation import FRESH_SECONDS, HEARD_SECONDS, Metrics, Observation, PodView, Surroundings, WorkerView
+from ..state import Draft, Worker
 from . import figures, reachability
 from .memory import JobMemory, Memory
+from .neighbourhood import KnownNodes
 from .store import Shelf
 from .views import view_pod
 
-SUSPECT_SECONDS = 60.0
-"""Nodes that were found failing within so many seconds of one another fail at once."""
-HUNG_SECONDS = 3600.0
-"""A hang that is older says nothing about its node any more."""
 NODES_ELSEWHERE = 8
 """So many nodes without a worker of the job are asked at most, where none of its own answers."""
 
@@ -61,13 +48,16 @@ def observe(
     metrics: Metrics,
     surroundings: Surroundings,
     now: float,
+    dice: str = "",
 ) -> Observation:
     """Put together what is known; no I/O. The job has been taken up: `memory` knows it, and what is written of it."""
     assert memory.job is not None
     assert memory.draft is not None
     draft = memory.draft
     by_name = {pod.name: pod for pod in found}
-    settled = frozenset(draft.state.incidents.settled)
+    faults = tuple(memory.faults.values())
+    if faults:
+        faults = tuple(fault for fault in faults if fault.name not in draft.state.incidents.names_settled)
     return Observation(
         now=now,
         operator_age=now - operator_started_at,
@@ -77,7 +67,7 @@ def observe(
             _view(record, by_name.pop(record.name, None), memory, operator_started_at, now)
             for record in draft.state.placement.workers
         ),
-        faults=tuple(fault for fault in memory.faults.values() if fault.name not in settled),
+        faults=faults,
         evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
         probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
         metrics=metrics,
@@ -89,29 +79,35 @@ def observe(
         localised=memory.localised,
         checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
+        dice=dice,
     )
 
 
 def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_started_at: float, now: float) -> WorkerView:
     contact = memory.contacts.get(record.name)
-    last_sign = max(contact.at if contact else 0.0, operator_started_at)
+    if contact is None:
+        return WorkerView(record, pod, silent_seconds=now - max(0.0, operator_started_at), state_seconds=0.0)
     return WorkerView(
         record,
         pod,
-        contact.heartbeat if contact else None,
-        silent_seconds=0.0 if contact and contact.polling else now - last_sign,
-        state_seconds=now - contact.state_since if contact else 0.0,
-        stepped_seconds=now - contact.stepped_at if contact and contact.stepped_at else math.inf,
+        contact.heartbeat,
+        silent_seconds=0.0 if contact.polling else now - max(contact.at, operator_started_at),
+        state_seconds=now - contact.state_since,
+        stepped_seconds=now - contact.stepped_at if contact.stepped_at else math.inf,
     )
 
 
 async def look_closely(observation: Observation) -> Observation:
-    """The same with the operator's own probes of all workers and their nodes, all at once; of other nodes, too, where
-    none of these answers: it may be the operator that reaches nobody."""
+    """The same with the operator's own probes of all workers that may be lost, and of their nodes, all at once; of
+    other nodes, too, where nobody answers: it may be the operator that reaches nobody.
+
+    Who is heard, and whom its peers reach, is not lost, whatever a probe says (`node_lost`): where thousands stall
+    because of one, that one is looked at.
+    """
+    named = {address for fault in observation.faults for address in fault.unreachable}
 
     async def probed(view: WorkerView) -> WorkerView:
-        if view.pod is None or not view.pod.address or view.pod.ended:
-            return view
+        assert view.pod is not None
         node = observation.surroundings.nodes.get(view.pod.node)
         reachable, node_reachable = await asyncio.gather(
             reachability.reaches_worker(view.pod.address, metrics_port(observation.job, view.name)),
@@ -119,12 +115,22 @@ async def look_closely(observation: Observation) -> Observation:
         )
         return replace(view, reachable=reachable, node_reachable=node_reachable)
 
-    looked = replace(observation, workers=tuple(await asyncio.gather(*map(probed, observation.workers))))
-    if any(view.reachable or view.node_reachable for view in looked.workers):
+    def is_in_doubt(view: WorkerView) -> bool:
+        there = view.pod is not None and bool(view.pod.address) and not view.pod.ended
+        return there and not (_is_heard(view) and view.pod is not None and view.pod.address not in named)
+
+    found = await asyncio.gather(*(probed(view) for view in observation.workers if is_in_doubt(view)))
+    by_name = {view.name: view for view in found}
+    looked = replace(observation, workers=tuple(by_name.get(view.name, view) for view in observation.workers))
+    if any(view.reachable or view.node_reachable or _is_heard(view) for view in looked.workers):
         return looked
     around = looked.surroundings
     answers = await asyncio.gather(*map(reachability.reaches_node, _elsewhere(looked)))
     return replace(looked, surroundings=replace(around, reached_elsewhere=around.reached_elsewhere or any(answers)))
+
+
+def _is_heard(view: WorkerView) -> bool:
+    return view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS
 
 
 def _elsewhere(observation: Observation) -> Sequence[str]:
@@ -143,75 +149,16 @@ def surroundings(
     memory: Memory,
     job: Job,
     draft: Draft,
-    nodes: Iterable[NodeView],
+    nodes: KnownNodes,
     now: float,
     levels: Sequence[str] = (),
     network: Network | None = None,
 ) -> Surroundings:
-    """What other jobs and the nodes say that concerns this one. A job of another namespace is not believed, nor waited
-    for: that it has hung on a node is a reason to ask about the node, no more. That it is heard at all shows that the
-    operator is not cut off."""
-    views = {node.name: node for node in nodes}
-    suspects: set[str] = set()
-    hung: Counter[str] = Counter()
-    hung_elsewhere: set[str] = set()
-    durations: dict[Cause, tuple[float, ...]] = {}
-    older, heard = "", False
-    for (namespace, name), other in memory:
-        if other.draft is None or other.job is None:
-            continue
-        incidents = other.draft.state.incidents
-        if other.job.uid != job.uid:
-            heard = heard or _is_heard(other, now)
-            if namespace != job.namespace:
-                hung_elsewhere |= set(_hung_on(other, now))
-                continue
-            hung.update(_hung_on(other, now))
-        blamed = [(i.node, i.detected) for i in incidents.current if _blames_the_node(i)]
-        blamed += [(past.node, past.at) for past in incidents.past if _blames_the_node(past)]
-        suspects |= {node or "" for node, at in blamed if now - at < SUSPECT_SECONDS}
-        for past in incidents.past:
-            durations[past.cause] = (*durations.get(past.cause, ()), past.seconds)
-        if _goes_first(other, job, draft):
-            older = name
-    return Surroundings(
-        nodes=views,
-        leaving_since=memory.leaving_since(views.values(), now),
+    """What other jobs and the nodes say that concerns this one."""
+    return replace(
+        memory.around(job, draft, now),
+        nodes=nodes.views,
+        leaving_since=nodes.leaving_since,
         levels=tuple(levels),
         network=network,
-        suspects=frozenset(suspects),
-        older_job_waits=older,
-        hung_nodes=hung,
-        hung_elsewhere=frozenset(hung_elsewhere),
-        past_seconds=durations,
-        reached_elsewhere=heard,
     )
-
-
-def _is_heard(other: JobMemory, now: float) -> bool:
-    return any(now - contact.at < HEARD_SECONDS for contact in other.contacts.values())
-
-
-def _hung_on(other: JobMemory, now: float) -> Sequence[str]:
-    """The nodes on which its ranks have hung lately."""
-    assert other.draft is not None
-    hangs = (past for past in other.draft.state.incidents.past if past.cause is Cause.HANG)
-    return tuple(past.node for past in hangs if past.node and now - past.at < HUNG_SECONDS)
-
-
-def _blames_the_node(incident: Incident | Past) -> bool:
-    lost = incident.cause in (Cause.NODE_LOST, Cause.GPU_ERROR)
-    return lost and incident.class_ is Class.INFRASTRUCTURE and bool(incident.node)
-
-
-def _goes_first(other: JobMemory, job: Job, draft: Draft) -> bool:
-    """An older job that could not be placed as often as this one has its turn before."""
-    if other.job is None or other.draft is None or other.job.uid == job.uid or draft.plan.members:
-        return False
-    mine, its = draft.state.placement, other.draft.state.placement
-    if mine.attempts == 0 or other.phase is not JobPhase.PENDING or other.job.spec.suspend:
-        return False
-    if its.template_accepted != other.job.generation:
-        return False  # it cannot have pods at all
-    older = (other.job.created_at, other.job.uid) < (job.created_at, job.uid)
-    return older and not other.draft.plan.members and 0 < its.attempts <= mine.attempts

@@ -7,7 +7,7 @@ about it is written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,16 @@ from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
 from ..gangs import Gang
-from ..observation import Localised, Metrics, NodeCheck, NodeView, Ruling, TemplateVerdict
+from ..observation import Localised, Metrics, NodeCheck, Ruling, Surroundings, TemplateVerdict
 from ..queues import Turn
 from ..state import Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
+from .neighbourhood import Neighbourhood, Shown
 from .store import Key
+
+SHOWN = frozenset({"job", "draft", "phase"})
+"""What of a job others look at."""
 
 
 @dataclass
@@ -63,6 +67,14 @@ class JobMemory:
     localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
+    shows: Callable[[JobMemory], None] | None = field(default=None, repr=False, compare=False)
+    """Called when something has changed that others look at."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whoever changes it: so that nobody forgets to say so."""
+        super().__setattr__(name, value)
+        if name in SHOWN and self.shows is not None:
+            self.shows(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -72,12 +84,13 @@ class JobMemory:
         """What is written now: held polls and faults are answered by it."""
         known = {worker.name for worker in draft.state.placement.workers}
         wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
-        settled = frozenset(draft.state.incidents.settled)
         async with self.written:
             if self.plan is None or self.plan.profile != draft.plan.profile:
                 self.patterns, self.pattern_bytes = {}, 0
             self.draft, self.resource_version = draft, resource_version
-            self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
+            if self.faults:
+                settled = draft.state.incidents.names_settled
+                self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
             self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
             probe = "" if draft.plan.probe is None else draft.plan.probe.name
@@ -92,7 +105,8 @@ class Memory:
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at  # seconds since the epoch
         self._jobs: dict[Key, JobMemory] = {}
-        self._leaving_since: dict[str, float] = {}
+        self._neighbourhood = Neighbourhood()
+        self._changed: dict[Key, None] = {}  # jobs of which it does not know how they are now, in order
 
     def of(self, job: Job) -> JobMemory:
         """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose
@@ -103,7 +117,10 @@ class Memory:
             return known
         fresh = JobMemory(job)
         if known is None or known.job is None or known.job.created_at <= job.created_at:
+            if known is not None:
+                self._drop(key, known)
             self._jobs[key] = fresh
+            fresh.shows = lambda _: self._changed.setdefault(key)
         return fresh
 
     def find(self, namespace: str, name: str) -> JobMemory | None:
@@ -113,14 +130,29 @@ class Memory:
         known = self.find(job.namespace, job.name)
         if known is not None and known.job is not None and known.job.uid == job.uid:
             del self._jobs[job.namespace, job.name]
+            self._drop((job.namespace, job.name), known)
+
+    def hear(self, job: JobMemory, now: float) -> None:
+        """One of its workers has spoken."""
+        if job.job is not None and self.find(job.job.namespace, job.job.name) is job:
+            self._neighbourhood.hear(job.job.uid, now)
+
+    def around(self, job: Job, draft: Draft, now: float) -> Surroundings:
+        """What other jobs show that concerns this one, whose draft is looked at."""
+        for key in self._changed:
+            self._neighbourhood.put(key, _shown(self._jobs.get(key)), now)
+        self._changed.clear()
+        return self._neighbourhood.around(job, draft, now)
+
+    def _drop(self, key: Key, job: JobMemory) -> None:
+        """Whatever becomes of it, others look at it no more."""
+        job.shows = None
+        self._changed[key] = None
+        if job.job is not None:
+            self._neighbourhood.forget(job.job.uid)
 
     def __iter__(self) -> Iterator[tuple[Key, JobMemory]]:
         return iter(list(self._jobs.items()))
-
-    def leaving_since(self, nodes: Iterable[NodeView], now: float) -> Mapping[str, float]:
-        """Since when each node that is to be empty has been seen to be so, by name."""
-        self._leaving_since = {node.name: self._leaving_since.get(node.name, now) for node in nodes if node.leaving}
-        return self._leaving_since
 
     def wake_all(self) -> None:
         for _, job in self:
@@ -130,3 +162,10 @@ class Memory:
         memory = self.find(namespace, job)
         if memory is not None:
             memory.wake.set()
+
+
+def _shown(memory: JobMemory | None) -> Shown | None:
+    """None: nothing is known of it (yet)."""
+    if memory is None or memory.job is None or memory.draft is None:
+        return None
+    return Shown.of(memory.job, memory.draft, memory.phase)

@@ -39,9 +39,11 @@ class Shelf(Generic[View]):
     """Called for every object that has appeared, gone, or become another to decisions."""
     unheard: int = 0  # changes in a row that lists have shown and no watch had told
     heard: bool = False  # some watch has told something
+    changes: int = 0  # so many objects have appeared, gone, or become others to decisions
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _entries: dict[Key, Entry[View]] = field(default_factory=dict)
     _groups: dict[object, set[Key]] = field(default_factory=dict)
+    _ordered: dict[object, tuple[Key, ...]] = field(default_factory=dict)  # groups that were asked for, by their names
     _gone: dict[Key, int] = field(default_factory=dict)  # at which resourceVersion, since the last list
 
     def __iter__(self) -> Iterator[View]:
@@ -53,7 +55,12 @@ class Shelf(Generic[View]):
 
     def of(self, group: object) -> tuple[View, ...]:
         """All of a group, in the order of their names."""
-        return tuple(self._entries[key].view for key in sorted(self._groups.get(group, ())))
+        if group not in self._groups:
+            return ()
+        keys = self._ordered.get(group)
+        if keys is None:
+            keys = self._ordered[group] = tuple(sorted(self._groups[group]))
+        return tuple(self._entries[key].view for key in keys)
 
     def hear(self, body: Mapping[str, Any], *, deleted: bool) -> None:
         """A watch's word."""
@@ -100,13 +107,16 @@ class Shelf(Generic[View]):
         before = self._entries.get(key)
         if version < max(self._gone.get(key, 0), before.version if before else 0):
             return False  # a list that was taken before a watch told better
-        if before is not None:
-            self._forget(key, before.view)
+        group = self.group(key, view)
+        if before is None or self.group(key, before.view) != group:
+            if before is not None:
+                self._forget(key, before.view)
+            self._groups.setdefault(group, set()).add(key)
+            self._ordered.pop(group, None)
         self._entries[key] = Entry(version, view)
-        self._groups.setdefault(self.group(key, view), set()).add(key)
         if before is not None and before.view == view:
             return False
-        self.changed(key, view)
+        self._tell(key, view)
         return True
 
     def _remove(self, key: Key, version: int) -> None:
@@ -116,10 +126,15 @@ class Shelf(Generic[View]):
             return
         self._forget(key, before.view)
         del self._entries[key]
-        self.changed(key, before.view)
+        self._tell(key, before.view)
+
+    def _tell(self, key: Key, view: View) -> None:
+        self.changes += 1
+        self.changed(key, view)
 
     def _forget(self, key: Key, view: View) -> None:
         group = self.group(key, view)
+        self._ordered.pop(group, None)
         self._groups[group].discard(key)
         if not self._groups[group]:
             del self._groups[group]

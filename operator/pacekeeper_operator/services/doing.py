@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import kopf
 
-from .. import metrics, policies
+from .. import ledger, metrics, policies
 from ..api import ObjectRef, Outcome
 from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
 from ..effects import (
@@ -80,7 +80,7 @@ async def _try_template(operator: Operator, desk: Desk, generation: int) -> floa
     """What it brings back is news for the next pass. A denial that is about the moment (quota, say) is no rejection."""
     if desk.job.generation != generation:
         return 0.0
-    rejection = refused_template(desk.job)
+    rejection = refused_template(desk.job) or ledger.refused(desk.job)
     if not rejection:
         try:
             await operator.cluster.create(PODS, worker_pod(desk.job, 0, 0, operator.installation), dry_run=True)

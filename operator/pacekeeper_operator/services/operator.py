@@ -19,6 +19,7 @@ from ..network import JobName, Network
 from ..observation import NOT_ASKED, Metrics, NodeView, PodView
 from ..observe import traffic
 from ..observe.memory import Memory
+from ..observe.neighbourhood import KnownNodes
 from ..observe.prometheus import Prometheus, Sample
 from ..observe.store import Shelf
 from ..observe.views import view_node, view_pod
@@ -63,6 +64,7 @@ class Operator:
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
+    known_nodes: KnownNodes = field(init=False, default_factory=KnownNodes)
     fabrics: Shelf[Fabric] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     except Exception as caught:
         hindrances, failure = (*hindrances, Hindrance("bookkeeping", str(caught))), caught
     written = desk.memory.draft or thought.draft  # what is not written is not so
-    said = replace(thought.observation.with_draft(written), hindrances=hindrances + desk.errands.hindrances)
+    said = thought.observation.with_draft(written).hindered_by(hindrances + desk.errands.hindrances)
     await _report(operator, desk, said)
     if failure is not None:
         raise failure
@@ -154,15 +154,16 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
     assert memory.job is not None
     job = memory.job
     memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
+    nodes = operator.known_nodes = operator.known_nodes.seen(operator.nodes, now)
     observation = gather.observe(
         operator.memory.started_at,
         memory,
         gather.of(operator.pods, job),
         memory.metrics,
-        gather.surroundings(operator.memory, job, memory.draft, operator.nodes, now, operator.levels, operator.network),
+        gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
         now,
+        operator.runtime.identifier(),
     )
-    observation = replace(observation, dice=operator.runtime.identifier())
     if node_lost.suspected(observation):
         observation = await gather.look_closely(observation)
     if observation.evidence:

@@ -233,6 +233,7 @@ class Sidecars:
     def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
         now, figures = self._runtime.now(), read(said.figures)
         said = replace(said, figures=())
+        self._memory.hear(job, now)
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)
@@ -282,7 +283,7 @@ def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:
 
 
 def _settled(job: JobMemory, fault: Fault) -> bool:
-    return job.draft is not None and fault.name in job.draft.state.incidents.settled
+    return job.draft is not None and fault.name in job.draft.state.incidents.names_settled
 
 
 def _speaks_for_itself(caller: Caller, worker: str) -> None:

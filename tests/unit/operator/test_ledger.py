@@ -17,6 +17,7 @@ from pacekeeper_operator.decide.paths import MOST
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.state import (
     MAX_CURRENT,
+    MAX_SETTLED,
     Draft,
     GpusSeen,
     Incident,
@@ -26,7 +27,7 @@ from pacekeeper_operator.state import (
     WantedQuarantine,
     Worker,
 )
-from tests.support.worlds import NOW, policy, stalls, training
+from tests.support.worlds import NOW, job, policy, stalls, training
 
 ETCD_BYTES = 1.5 * 2**20
 LONG = "-117.us-west-2.compute.internal.example"
@@ -240,3 +241,77 @@ class TestBounds:
         written = frozenset({incident.name})
         assert incidents.sweep(written).find(incident.name) == incident
         assert replace(incidents, quarantines=()).sweep(written).find(incident.name) is None
+
+
+class TestSettled:
+    """Names of faults that have been dealt with: thousands, when a job stalls."""
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_are_read_as_they_were(self, seed: int) -> None:
+        dice = random.Random(seed)
+        strange = (
+            "j-w01-0-a-b",
+            "j-w1-00-a-b",
+            "j-w1-0",
+            "j-w1-0-a",
+            "other-w1-0-a-b",
+            "jj-w1-0-a-b",
+            "",
+            "j-w1-0-a -b",
+        )
+        names = [*strange, *(f"j-w{dice.randrange(9)}-{dice.randrange(3)}-{n:x}-r{n % 3}-stalled-1" for n in range(30))]
+        dice.shuffle(names)
+        draft = Draft(Plan()).with_incidents(settled=tuple(names))
+        assert ledger.read(on_the_wire(draft), "j").draft == draft
+
+    @pytest.mark.parametrize(("workers", "kept"), [(10, MAX_SETTLED), (5000, 10_000)])
+    def test_of_a_large_job_all_that_one_event_brings_about_are_remembered(self, workers: int, kept: int) -> None:
+        placement = Placement(workers=tuple(Worker(f"j-w{n}-0", n, 0) for n in range(workers)))
+        draft = Draft(Plan(), State(placement=placement))
+        for event in range(3):
+            draft = draft.settle(tuple(f"{event}-{n}" for n in range(5000)))
+        assert len(draft.state.incidents.settled) == kept
+        assert draft.state.incidents.settled[-1] == "2-4999"
+
+    def test_of_an_older_operator_are_read_and_written_anew(self) -> None:
+        draft = Draft(Plan()).with_incidents(settled=("j-w0-0-0-r1-stalled-1", "gone"))
+        content = on_the_wire(draft)
+        content["state"]["incidents"]["settled"] = list(draft.state.incidents.settled)
+        read = ledger.read(content, "j")
+        assert read == ledger.Written(draft)
+
+    def test_two_of_each_of_ten_thousand_workers_take_little(self) -> None:
+        name = "j" * 40
+        names = tuple(f"{name}-w{n}-{n % 3}-19a{n:08x}-r7-stalled-{k}" for k in range(2) for n in range(10_000))
+        draft = Draft(Plan()).with_incidents(settled=names)
+        assert ledger.size(ledger.write(draft, name)) < 0.25 * ETCD_BYTES
+
+
+class TestQuarantines:
+    def test_of_an_event_that_has_taken_thousands_of_nodes_take_little_each(self) -> None:
+        def wanted(count: int) -> Draft:
+            why = "neither its workers nor its kubelet answer"
+            all_of_them = (
+                WantedQuarantine(f"node-{n}", f"{n:036}", why, f"i-{n % 2}", at=NOW, weak=n == 7) for n in range(count)
+            )
+            return Draft(Plan()).with_incidents(quarantines=tuple(all_of_them))
+
+        for count in (0, 1, ledger.MOST_IN_A_LIST, ledger.MOST_IN_A_LIST + 1, 5000):
+            assert ledger.read(on_the_wire(wanted(count)), "j") == ledger.Written(wanted(count))
+        few, many = (ledger.size(ledger.write(wanted(count), "j")) for count in (1000, 5000))
+        assert (many - few) / 4000 < 65, "bytes of one"
+
+
+class TestRefused:
+    """A job whose bookkeeping etcd would not take is refused before any pod of it is made."""
+
+    @pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (5000, 8), (6000, 4)])
+    def test_large_ones_are_not(self, replicas: int, ranks: int) -> None:
+        assert ledger.refused(job(replicas, 8, nproc_per_node=ranks)) == ""
+
+    def test_what_does_not_fit_is_and_what_is_said_then_would_do(self) -> None:
+        too_large = ledger.refused(job(30_000, 0, nproc_per_node=8))
+        most = int(too_large.partition("ask for ")[2].split()[0])
+        assert too_large.startswith("spec.replicas: 30000 workers of 8 ranks would need ")
+        assert 5_000 < most < 10_000
+        assert ledger.refused(job(most, 0, nproc_per_node=8)) == ""

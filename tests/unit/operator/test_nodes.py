@@ -13,7 +13,8 @@ from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decide.workforce import surplus
 from pacekeeper_operator.observation import Metrics, Observation, Surroundings
 from pacekeeper_operator.observe import gather, reachability
-from pacekeeper_operator.observe.memory import Contact, Memory
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.neighbourhood import KnownNodes
 from pacekeeper_operator.observe.prometheus import Sample, query
 from pacekeeper_operator.services.sidecars import Caller, Sidecars
 from pacekeeper_operator.state import Draft, Incident, Past
@@ -230,6 +231,11 @@ class TestAllWorkers:
         assert len(suspicions(thought.draft)) == 3, "whether that is too many is decided where all jobs' are known"
 
 
+def silent(world: Observation) -> Observation:
+    """Nobody has been heard for a while."""
+    return replace(world, workers=tuple(replace(view, silent_seconds=20.0) for view in world.workers))
+
+
 class TestLookingClosely:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -248,19 +254,26 @@ class TestLookingClosely:
         return nodes
 
     async def test_other_nodes_are_asked_where_none_of_the_jobs_own_answers(self, asked: list[str]) -> None:
-        seen = await gather.look_closely(training(2, 1))
+        seen = await gather.look_closely(silent(training(2, 1)))
         assert {view.reachable for view in seen.workers} == {False}
         assert seen.surroundings.reached_elsewhere
         assert set(asked) == {f"192.0.2.{n}" for n in range(10)}
 
+    async def test_who_is_heard_is_asked_only_where_a_peer_does_not_reach_it(self, asked: list[str]) -> None:
+        world = complaining(training(4, 1), "10.0.0.2")
+        seen = await gather.look_closely(world)
+        assert asked == ["192.0.2.2"]
+        assert [view.name for view in seen.workers if view.reachable is not None] == ["j-w2-0"]
+        assert not seen.surroundings.reached_elsewhere, "the others' words show that the operator is not cut off"
+
     async def test_no_others_are_asked_where_one_answers(self, asked: list[str]) -> None:
-        world = change_worker(training(2, 1), "j-w2-0", pod={"node": "node-9"})
+        world = silent(change_worker(training(2, 1), "j-w2-0", pod={"node": "node-9"}))
         seen = await gather.look_closely(world)
         assert not seen.surroundings.reached_elsewhere
         assert set(asked) == {"192.0.2.0", "192.0.2.1", "192.0.2.9"}
 
     async def test_of_many_nodes_some_from_everywhere(self, asked: list[str]) -> None:
-        world = training(1, 0)
+        world = silent(training(1, 0))
         some = world.surroundings.nodes["node-1"]
         nodes = {f"n{n:04}": replace(some, name=f"n{n:04}", address=f"10.1.{n // 250}.{n % 250}") for n in range(1000)}
         await gather.look_closely(replace(world, surroundings=Surroundings(nodes=nodes)))
@@ -271,15 +284,15 @@ class TestLookingClosely:
         memory, world = Memory(0.0), training()
         other = memory.of(replace(job(), namespace="another", name="other", uid="o"))
         other.draft = world.draft
-        other.contacts["other-w0-0"] = Contact(Heartbeat(), NOW - 1)
-        assert gather.surroundings(memory, world.job, world.draft, (), NOW).reached_elsewhere
-        assert not gather.surroundings(memory, world.job, world.draft, (), NOW + 5).reached_elsewhere
+        memory.hear(other, NOW - 1)
+        assert gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW).reached_elsewhere
+        assert not gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW + 5).reached_elsewhere
 
     def test_nor_does_its_own(self) -> None:
         memory, world = Memory(0.0), training()
         memory.of(world.job).draft = world.draft
-        memory.of(world.job).contacts["j-w0-0"] = Contact(Heartbeat(), NOW - 1)
-        assert not gather.surroundings(memory, world.job, world.draft, (), NOW).reached_elsewhere
+        memory.hear(memory.of(world.job), NOW - 1)
+        assert not gather.surroundings(memory, world.job, world.draft, KnownNodes(), NOW).reached_elsewhere
 
 
 async def test_when_a_worker_was_heard_to_complete_a_step() -> None:
@@ -304,7 +317,7 @@ class TestHangs:
         other = memory.of(replace(job(), namespace=namespace, name="secret-project", uid="o"))
         past = Past(Cause.HANG, NOW - seconds_ago, 5.0, rank=7, worker="secret-project-w7-0", node="node-2")
         other.draft = training().draft.with_incidents(past=(past,))
-        nodes = tuple(world.surroundings.nodes.values())
+        nodes = KnownNodes(world.surroundings.nodes)
         around = gather.surroundings(memory, world.job, world.draft, nodes, NOW)
         return replace(world, surroundings=around, faults=stalls(world, culprit=2))
 

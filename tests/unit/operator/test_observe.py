@@ -14,6 +14,7 @@ from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
+from pacekeeper_operator.observe.neighbourhood import KnownNodes
 from pacekeeper_operator.observe.views import view_node, view_pod
 from pacekeeper_operator.state import Draft, Placement, State
 from tests.support.worlds import NOW, crash, job, training
@@ -119,7 +120,7 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
 
     def waits(attempts: int) -> bool:
         draft = replace(waiting, state=State(placement=Placement(attempts=attempts)))
-        return bool(surroundings(memory, younger, draft, (), NOW).older_job_waits)
+        return bool(surroundings(memory, younger, draft, KnownNodes(), NOW).older_job_waits)
 
     assert not waits(0)  # its first attempt is free
     assert waits(2)

@@ -14,8 +14,9 @@ from pacekeeper_operator.api import Cause, Class, JobPhase, Verdict
 from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import HEARD_SECONDS, Metrics, PodView, Ruling, Surroundings
 from pacekeeper_operator.observe import reachability
-from pacekeeper_operator.observe.gather import HUNG_SECONDS, SUSPECT_SECONDS, observe, surroundings
+from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
+from pacekeeper_operator.observe.neighbourhood import HUNG_SECONDS, SUSPECT_SECONDS, KnownNodes
 from pacekeeper_operator.observe.views import view_node
 from pacekeeper_operator.state import Draft, Incident, Past, Placement, State, WantedQuarantine
 from tests.support.worlds import NOW, crash, job, training
@@ -29,8 +30,8 @@ def around(*others: JobMemory, mine: Draft = ATTEMPTED) -> Surroundings:
     for other in others:
         assert other.job is not None
         known = memory.of(other.job)
-        known.draft, known.phase, known.contacts = other.draft, other.phase, other.contacts
-    return surroundings(memory, MINE, mine, (), NOW)
+        known.draft, known.phase = other.draft, other.phase
+    return surroundings(memory, MINE, mine, KnownNodes(), NOW)
 
 
 def other(draft: Draft | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any) -> JobMemory:
@@ -137,14 +138,18 @@ class TestHangs:
 
 
 class TestHeard:
+    def heard(self, of: JobMemory, ago: float) -> bool:
+        assert of.job is not None
+        memory = Memory(0.0)
+        known = memory.of(of.job)
+        known.draft = of.draft
+        memory.hear(known, NOW - ago)
+        return surroundings(memory, MINE, ATTEMPTED, KnownNodes(), NOW).reached_elsewhere
+
     @pytest.mark.parametrize(("ago", "heard"), [(HEARD_SECONDS - 1, True), (HEARD_SECONDS + 1, False)])
     def test_another_jobs_worker_shows_that_the_operator_is_not_cut_off(self, ago: float, heard: bool) -> None:
-        speaking = other(namespace="another")
-        speaking.contacts["w"] = Contact(Heartbeat(), NOW - ago)
-        assert around(speaking).reached_elsewhere is heard
-        own = JobMemory(MINE, ATTEMPTED)
-        own.contacts["w"] = Contact(Heartbeat(), NOW - ago)
-        assert not around(own).reached_elsewhere
+        assert self.heard(other(namespace="another"), ago) is heard
+        assert not self.heard(JobMemory(MINE, ATTEMPTED), ago)
 
 
 class TestMemory:

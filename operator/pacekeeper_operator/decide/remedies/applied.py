@@ -1,4 +1,4 @@
-"""What an action leaves behind."""
+"""What actions leave behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...state import Draft
 
 @dataclass(frozen=True)
 class Applied:
-    """The draft after an action, and what became of it for people; "": nothing to add."""
+    """The draft after them, and what became of them for people, where there is something to add."""
 
     draft: Draft
-    words: str = ""
+    words: tuple[str, ...] = ()

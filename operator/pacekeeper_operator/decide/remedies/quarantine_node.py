@@ -15,7 +15,7 @@ from .applied import Applied
 
 def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
     if action.withheld:
-        return Applied(observation.draft, f"no quarantine of {action.node}: {action.withheld}")
+        return Applied(observation.draft, (f"no quarantine of {action.node}: {action.withheld}",))
     return Applied(want(observation, action, decision.incident_name(observation.job)))
 
 

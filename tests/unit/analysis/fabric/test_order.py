@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pacekeeper_analysis.fabric.order import Place, by_topology, crossings, in_mesh, nearest
+from pacekeeper_analysis.fabric.order import Place, by_topology, crossings, in_mesh, leaves, nearest
 
 PLACES: dict[str, Place] = {
     "a": ("leaf-1", "block-1"),
@@ -52,8 +52,10 @@ def test_labels_that_are_missing_or_half_there() -> None:
 
 def test_the_nearest_spare_first() -> None:
     assert nearest("a", ["d", "b", "c"], PLACES) == ["c", "b", "d"]
-    assert nearest("a", ["f", "b"], PLACES, peers=["d", "d"]) == ["b", "f"]
-    assert nearest("x", ["f", "b"], PLACES, peers=["e"]) == ["b", "f"], "by its peers, where it has no labels"
+    assert nearest("a", ["f", "b"], PLACES, peers=leaves(["d", "d"], PLACES)) == ["b", "f"]
+    assert nearest("x", ["f", "b"], PLACES, peers=leaves(["e"], PLACES)) == ["b", "f"], (
+        "by its peers, where it has no labels"
+    )
     assert nearest("x", ["f", "b"], {}) == ["f", "b"]
 
 

@@ -110,7 +110,9 @@ def test_the_pace_is_counted_from_the_first_step_after_a_resumption() -> None:
     life = think(world, policy()).draft.state.life
     assert (life.paced_since, life.paced_step) == (NOW - 10, 480)
     later = change_members(replace(world, now=NOW + 90), restored_step=490, first_step_at=NOW + 80, step=510)
-    kept = think(later.with_draft(later.draft.with_life(**vars(life))), policy()).draft.state.life
+    kept = think(
+        later.with_draft(replace(later.draft, state=replace(later.state, life=life))), policy()
+    ).draft.state.life
     assert (kept.paced_since, kept.paced_step) == (NOW - 10, 480), "another round is no new beginning"
 
 

@@ -12,7 +12,7 @@ from pacekeeper_analysis.price import Loss
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import blame
 from pacekeeper_operator.decide.remedies import apply
-from pacekeeper_operator.decision import Adapt, Decision
+from pacekeeper_operator.decision import Action, Adapt, Decision, ReplaceWorker
 from pacekeeper_operator.state import Draft, Suspicion
 from pacekeeper_operator.subject import Subject
 from tests.support.worlds import NOW, policy, training
@@ -26,7 +26,8 @@ def adapted(mode: SyncMode = SyncMode.SYNC, *, mended: bool = True) -> Draft:
     world = replace(world, metrics=replace(world.metrics, pace=2.0))
     draft = world.draft.with_plan(evidence_request="ask").with_adaptation(suspicion=Suspicion(NOW - 9))
     way = Way(Remedy.REBALANCE, mode, 0.1, 1.05, "it fits", shares=(10, 9, 4, 9))
-    return apply(Adapt(way, Trouble.COMPUTE, mended), DECISION, world.with_draft(draft)).draft
+    decision = replace(DECISION, actions=(Adapt(way, Trouble.COMPUTE, mended),))
+    return apply(decision, world.with_draft(draft)).draft
 
 
 class TestAdapt:
@@ -50,6 +51,24 @@ class TestAdapt:
         assert chosen is not None
         assert (chosen.since, chosen.trouble, chosen.incident) == (NOW, Trouble.COMPUTE, "j-r1-straggler-rank2-u1d2c")
         assert draft.plan.sync_mode is SyncMode.EDIT
+
+
+class TestReplaceWorker:
+    def test_thousands_of_one_event_go_together_as_they_would_one_by_one(self) -> None:
+        world = training(8, 2)
+        gone = [ReplaceWorker(f"j-w{n}-0", f"why {n}", dead=n % 2 == 0, disruption=n > 1) for n in (6, 0, 3, 1)]
+        suspected = blame.propose(world, policy(), "node-3", "it hung")
+        withheld = blame.propose(world, policy(), "elsewhere", "it hung")
+        nobody = ReplaceWorker("nobody", "why", dead=True)
+        actions: tuple[Action, ...] = (*gone[:2], suspected, withheld, *gone[2:], nobody)
+        together, one_by_one = apply(replace(DECISION, actions=actions), world), world
+        for action in actions:
+            one_by_one = one_by_one.with_draft(apply(replace(DECISION, actions=(action,)), one_by_one).draft)
+        assert together.draft == one_by_one.draft
+        assert together.words == ("no quarantine of elsewhere: the node is not known any more",)
+        left = {worker.name: worker.leaving for worker in together.draft.state.placement.workers if worker.leaving}
+        assert left == {f"j-w{n}-0": f"why {n}" for n in (0, 1, 3, 6)}
+        assert together.draft.state.budget.total == 2, "of those that nobody wanted away"
 
 
 class TestBlame:

@@ -134,7 +134,7 @@ class TestRefused:
             decision = found(world)
             (action,) = decision.actions
             assert isinstance(action, ReplaceWorker)
-            after = ACTS[ReplaceWorker](action, decision, world).draft.state.placement
+            after = ACTS[ReplaceWorker]([action], decision, world).draft.state.placement
             waits.append(after.refused_until - NOW)
             world = world.with_draft(
                 world.draft.with_placement(refused=after.refused, refused_until=after.refused_until)

@@ -1,0 +1,133 @@
+"""What a pass over a job costs, by the real operator without a cluster: of one large job, and of one among many.
+
+Seconds are of the processor; what lies behind the API server and the sidecars is not there (`jobs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_operator.api import JobPhase
+from pacekeeper_operator.services import bookkeeping
+from pacekeeper_operator.services.desk import Desk
+
+from .figure import Figure
+from .jobs import Jobs
+
+WORKERS, QUICK_WORKERS = 5_000, 400
+MANY, QUICK_MANY = 1_000, 60
+"""Jobs, of MEMBERS workers each, which have had PAST incidents each."""
+MEMBERS, PAST = 4, 10
+LOOKS = 15
+
+
+def measured(quick: bool) -> Sequence[Figure]:
+    workers, many = (QUICK_WORKERS, QUICK_MANY) if quick else (WORKERS, MANY)
+    return [*asyncio.run(_large(workers)), *asyncio.run(_many(many))]
+
+
+async def _large(workers: int) -> Sequence[Figure]:
+    """One job of so many workers, and one of a quarter."""
+    quarter = await _idle(workers // 4)
+    jobs = Jobs()
+    desk = await _started(jobs, workers)
+    whole = await _idle_of(jobs, desk)
+    parts = min([_parts(desk) for _ in range(3)])
+    stalls = await _stalls(jobs, desk)
+    return [
+        Figure(f"idle pass of {workers} workers", whole / workers * 1e6, 20.0, "µs a worker", "today's: 124"),
+        Figure("its time a worker over that of a quarter of them", whole / (4 * quarter), 1.3, "×"),
+        Figure(f"all parts of a version, {workers} workers, as JSON", parts, 0.2, "s", "today's: 2.3–4.7"),
+        Figure(f"{workers} stalls: the pass that deals with them", stalls[0], 1.0, "s", "today's: 2.5"),
+        Figure("stalls that are not acknowledged by then", stalls[1], 0.0, "", "today's: 4,500"),
+    ]
+
+
+async def _idle(workers: int) -> float:
+    jobs = Jobs()
+    return await _idle_of(jobs, await _started(jobs, workers))
+
+
+async def _started(jobs: Jobs, workers: int) -> Desk:
+    say(f"a job of {workers} workers starts")
+    desk = await jobs.start("large", workers)
+    await jobs.turn(desk)
+    return desk
+
+
+async def _idle_of(jobs: Jobs, desk: Desk) -> float:
+    """Seconds of a pass in which nothing has changed but the steps."""
+    before = desk.memory.draft
+    took = [await jobs.turn(desk) for _ in range(LOOKS)]
+    if desk.memory.draft is not before or desk.memory.phase is not JobPhase.RUNNING:
+        raise RuntimeError(f"the job is not idle: it is {desk.memory.phase}")
+    return median(took)
+
+
+def _parts(desk: Desk) -> float:
+    """Seconds for what all workers are told of a new version."""
+    assert desk.memory.plan is not None
+    plan = Plan.from_json(desk.memory.plan.to_json())
+    gc.collect()
+    began = time.process_time()
+    for member in plan.members:
+        json.dumps(plan.part(member.worker).to_json())
+    return time.process_time() - began
+
+
+async def _stalls(jobs: Jobs, desk: Desk) -> tuple[float, int]:
+    """(seconds of the pass, stalls that wait to be acknowledged after it)."""
+    jobs.clock.passed += 2.0
+    await jobs.poll(desk)
+    await jobs.stall(desk)
+    took = await jobs.look(desk)
+    assert desk.memory.draft is not None
+    if not desk.memory.draft.state.incidents.open:
+        raise RuntimeError("nobody has decided about the stalls")
+    return took, len(desk.memory.faults)
+
+
+async def _many(many: int) -> Sequence[Figure]:
+    few, passes = await _among(many // 10), await _among(many)
+    say(f"a pass among {many} jobs takes {median(passes) * 1e3:.2f} ms at the median")
+    return [
+        Figure(f"a pass among {many} jobs, P99", passes[len(passes) * 99 // 100] * 1e3, 50.0, "ms", "today's: 526"),
+        Figure("its median over that among a tenth of them", median(passes) / median(few), 1.5, "×"),
+    ]
+
+
+async def _among(many: int) -> Sequence[float]:
+    """Seconds of passes over each of so many jobs of one namespace, in rising order."""
+    jobs = Jobs()
+    say(f"{many} jobs of {MEMBERS} workers start")
+    desks = [await jobs.start(f"job-{number}", MEMBERS) for number in range(many)]
+    await _live_through(jobs, desks)
+    for desk in desks:
+        await jobs.turn(desk)
+    return sorted([await jobs.turn(desk) for _ in range(3) for desk in desks])
+
+
+async def _live_through(jobs: Jobs, desks: Sequence[Desk]) -> None:
+    """The first job's ranks crash; what it then remembers of that, the others remember of their own."""
+    first, *others = desks
+    for _ in range(PAST):
+        await jobs.crash(first)
+    assert first.memory.draft is not None
+    lived = first.memory.draft.state.incidents
+    for desk in others:
+        assert desk.memory.draft is not None
+        past = tuple(replace(each, worker=f"{desk.job.name}-w0-0") for each in lived.past)
+        remembers = desk.memory.draft.with_incidents(past=past)
+        await bookkeeping.write(jobs.operator.cluster, desk.job, desk.memory, remembers)
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

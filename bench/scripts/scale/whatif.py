@@ -1,0 +1,23 @@
+"""Every figure of the what-if analysis of a very large job, from the rows of its trace on (more: `bench.whatif`).
+
+In a process of its own, so that its peak memory is its own; that of making the trace is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.whatif import SYNTHETIC, measure_elsewhere
+
+from .figure import Figure
+
+LARGE, SMALL = "10240 workers", "1024 workers"
+
+
+def measured(quick: bool) -> Sequence[Figure]:
+    name = SMALL if quick else LARGE
+    found, steps = measure_elsewhere(name), SYNTHETIC[name].steps
+    return [
+        Figure(f"what-if, {name}, {steps} steps, every figure", found["total_s"], 3.0, "s", "before: 4.9"),
+        Figure("its memory at the most", found["peak_gb"], 1.0, "GB", "before: 1.5"),
+    ]

@@ -1,0 +1,206 @@
+"""What a job has around it is kept, not looked through: held against looking through all jobs, as drawn lives go on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_operator.api import Cause, Class, Job, JobPhase
+from pacekeeper_operator.cluster import NODES
+from pacekeeper_operator.node_health import NodeHealth
+from pacekeeper_operator.observation import HEARD_SECONDS, Surroundings
+from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.observe.neighbourhood import HUNG_SECONDS, SUSPECT_SECONDS, KnownNodes
+from pacekeeper_operator.observe.store import Key, Shelf
+from pacekeeper_operator.observe.views import view_node
+from pacekeeper_operator.state import Draft, Incident, Past, Placement, State
+from tests.support.worlds import NOW, job, training
+
+NAMESPACES = ("red", "blue", "green")
+CAUSES = (Cause.HANG, Cause.NODE_LOST, Cause.GPU_ERROR, Cause.CRASH)
+MEMBERS = training().plan.members
+
+
+class Lives:
+    """Jobs that come, go, change and are heard, as dice say; and what others would find by looking at all of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.memory = Memory(0.0)
+        self.jobs: dict[Key, JobMemory] = {}
+        self.heard: dict[str, float] = {}  # by UID
+        self.now, self.made = NOW, 0
+
+    def go_on(self) -> None:
+        self.now += self.dice.choice((0.0, 0.5, 4.0, 30.0, 900.0))
+        act = self.dice.choice((self.make, self.change, self.change, self.change, self.phase, self.speak, self.drop))
+        act()
+
+    def make(self) -> None:
+        """A new job; now and then under the name of one that is still known."""
+        self.made += 1
+        key = self.dice.choice(NAMESPACES), f"job-{self.dice.randrange(6)}"
+        created = self.now - self.dice.randrange(3)
+        made = replace(job(), namespace=key[0], name=key[1], uid=f"uid-{self.made}", created_at=created)
+        known = self.memory.of(made)
+        if self.memory.find(*key) is known:
+            self.jobs[key] = known
+            known.phase = JobPhase.PENDING
+
+    def one(self) -> JobMemory | None:
+        return self.dice.choice(list(self.jobs.values())) if self.jobs else None
+
+    def change(self) -> None:
+        if (one := self.one()) is None:
+            return
+        draft = one.draft or Draft(Plan(), State())
+        incidents, dice = draft.state.incidents, self.dice
+        node = dice.choice((None, "node-1", "node-2", "node-3"))
+        cause, class_ = dice.choice(CAUSES), dice.choice((Class.INFRASTRUCTURE, Class.UNKNOWN))
+        match dice.randrange(7):
+            case 0:
+                at = self.now - dice.choice((0.0, 30.0, SUSPECT_SECONDS, HUNG_SECONDS - 1, 2 * HUNG_SECONDS))
+                past = Past(cause, at, dice.randrange(1, 99), node=node, class_=class_)
+                draft = draft.with_incidents(past=(*incidents.past, past)[-4:])
+            case 1:
+                name = f"i-{dice.randrange(3)}"
+                draft = draft.with_incident(Incident(name, cause, class_, 1, "m", 0, self.now, 0, node=node))
+            case 2:
+                draft = draft.with_incidents(current=incidents.current[1:], past=incidents.past[1:])
+            case 3 | 4 | 5:
+                placement = Placement(attempts=dice.randrange(4), template_accepted=dice.choice((1, 1, 1, 2)))
+                draft = replace(draft, state=replace(draft.state, placement=placement))
+            case _:
+                draft = replace(draft, plan=replace(draft.plan, members=dice.choice(((), (), MEMBERS))))
+        one.draft = draft
+
+    def phase(self) -> None:
+        if (one := self.one()) is not None and one.job is not None:
+            one.phase = self.dice.choice((JobPhase.PENDING, JobPhase.PENDING, JobPhase.RUNNING))
+            one.job = replace(one.job, spec=replace(one.job.spec, suspend=self.dice.random() < 0.2))
+
+    def speak(self) -> None:
+        if (one := self.one()) is not None and one.job is not None and one.draft is not None:
+            self.memory.hear(one, self.now)
+            self.heard[one.job.uid] = self.now
+
+    def drop(self) -> None:
+        if (one := self.one()) is not None and one.job is not None and self.dice.random() < 0.5:
+            self.memory.forget(one.job)
+            del self.jobs[one.job.namespace, one.job.name]
+
+    def found(self, mine: Job, draft: Draft) -> Surroundings:
+        """By looking at all jobs."""
+        suspects: set[str] = set()
+        hung: Counter[str] = Counter()
+        hung_elsewhere: set[str] = set()
+        durations: dict[Cause, list[float]] = {}
+        older: list[tuple[float, str, str]] = []
+        heard = False
+        for other in self.jobs.values():
+            if other.draft is None or other.job is None:
+                continue
+            incidents, another = other.draft.state.incidents, other.job.uid != mine.uid
+            hangs = [
+                past.node
+                for past in incidents.past
+                if past.cause is Cause.HANG and past.node and self.now - past.at < HUNG_SECONDS and another
+            ]
+            heard = heard or (another and self.now - self.heard.get(other.job.uid, -9e9) < HEARD_SECONDS)
+            if other.job.namespace != mine.namespace:
+                hung_elsewhere |= set(hangs)
+                continue
+            hung.update(hangs)
+            named = [(i, i.detected) for i in incidents.current] + [(past, past.at) for past in incidents.past]
+            for one, at in named:
+                lost = one.cause in (Cause.NODE_LOST, Cause.GPU_ERROR) and one.class_ is Class.INFRASTRUCTURE
+                if lost and one.node and self.now - at < SUSPECT_SECONDS:
+                    suspects.add(one.node)
+            for past in incidents.past:
+                durations.setdefault(past.cause, []).append(past.seconds)
+            if goes_first(other, mine, draft):
+                older.append((other.job.created_at, other.job.uid, other.job.name))
+        return Surroundings(
+            suspects=frozenset(suspects),
+            older_job_waits=min(older)[2] if older else "",
+            hung_nodes=dict(hung),
+            hung_elsewhere=frozenset(hung_elsewhere),
+            past_seconds={cause: tuple(sorted(seconds)) for cause, seconds in durations.items()},
+            reached_elsewhere=heard,
+        )
+
+    def kept(self, mine: Job, draft: Draft) -> Surroundings:
+        seen = self.memory.around(mine, draft, self.now)
+        durations = {cause: tuple(sorted(seconds)) for cause, seconds in seen.past_seconds.items()}
+        return replace(seen, past_seconds=durations)
+
+
+def goes_first(other: JobMemory, mine: Job, draft: Draft) -> bool:
+    assert other.job is not None
+    assert other.draft is not None
+    own, its = draft.state.placement, other.draft.state.placement
+    waits = other.phase is JobPhase.PENDING and not other.job.spec.suspend and not other.draft.plan.members
+    if not waits or other.job.uid == mine.uid or own.attempts == 0 or draft.plan.members:
+        return False
+    older = (other.job.created_at, other.job.uid) < (mine.created_at, mine.uid)
+    return older and its.template_accepted == other.job.generation and 0 < its.attempts <= own.attempts
+
+
+def askers(lives: Lives) -> Iterator[tuple[Job, Draft]]:
+    """All jobs that are known, and some that nobody knows."""
+    for known in lives.jobs.values():
+        if known.job is not None and known.draft is not None:
+            yield known.job, known.draft
+    for namespace in (*NAMESPACES, "nobody's"):
+        waits = Draft(Plan(), State(placement=Placement(attempts=2)))
+        yield replace(job(), namespace=namespace, name="job-1", uid="stranger", created_at=lives.now), waits
+
+
+def test_what_is_kept_is_what_looking_at_all_jobs_would_find() -> None:
+    told = Counter[str]()
+    for lives in map(Lives, range(12)):
+        for _ in range(400):
+            lives.go_on()
+            for mine, draft in askers(lives):
+                kept, found = lives.kept(mine, draft), lives.found(mine, draft)
+                assert kept == found
+                told.update(name for name, value in vars(found).items() if value)
+    wanted = {"suspects", "hung_nodes", "hung_elsewhere", "past_seconds", "older_job_waits", "reached_elsewhere"}
+    assert wanted <= {name for name, count in told.items() if count > 100}, "the dice have drawn all of it"
+
+
+def test_a_job_that_nobody_knows_any_more_is_not_heard_for_ever() -> None:
+    memory, mine = Memory(0.0), job()
+    for n in range(100):
+        other = memory.of(replace(job(), name="other", uid=f"uid-{n}", created_at=NOW + n))
+        other.draft = training().draft
+        memory.hear(other, NOW)
+    assert memory.around(mine, training().draft, NOW).reached_elsewhere
+    assert other.job is not None
+    memory.forget(other.job)
+    memory.hear(other, NOW)
+    assert not memory.around(mine, training().draft, NOW).reached_elsewhere
+
+
+class TestNodes:
+    def node(self, name: str, version: int, **spec: object) -> dict[str, object]:
+        return {"metadata": {"name": name, "uid": name, "resourceVersion": str(version)}, "spec": spec}
+
+    def test_are_looked_through_when_one_has_changed_and_not_before(self) -> None:
+        shelf = Shelf(NODES, lambda body: view_node(body, NodeHealth()))
+        shelf.hear(self.node("node-1", 1), deleted=False)
+        first = KnownNodes().seen(shelf, NOW)
+        assert first.views.keys() == {"node-1"}
+        shelf.hear(self.node("node-1", 2), deleted=False)
+        assert first.seen(shelf, NOW + 1) is first, "nothing about it is news to decisions"
+        shelf.hear(self.node("node-2", 3, unschedulable=True), deleted=False)
+        second = first.seen(shelf, NOW + 2)
+        assert second.views.keys() == {"node-1", "node-2"}
+        assert first.views.keys() == {"node-1"}, "an observation is a value"
+        shelf.hear(self.node("node-1", 4), deleted=True)
+        third = second.seen(shelf, NOW + 5)
+        assert third.views.keys() == {"node-2"}
+        assert third.leaving_since == {"node-2": NOW + 2}, "since it was first seen to be so"
