@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -37,14 +37,13 @@ class KnownNodes:
     leaving_since: Mapping[str, float] = field(default_factory=dict)
     changes: int = -1  # of the shelf, when it was looked through
 
-    def seen(self, nodes: Iterable[NodeView], now: float) -> KnownNodes:
+    def seen(self, shelf: Shelf[NodeView], now: float) -> KnownNodes:
         """The nodes as they are by now."""
-        changes = nodes.changes if isinstance(nodes, Shelf) else -1
-        if changes == self.changes and changes >= 0:
+        if shelf.changes == self.changes:
             return self
-        views = {node.name: node for node in nodes}
+        views = {node.name: node for node in shelf}
         leaving = {name: self.leaving_since.get(name, now) for name, node in views.items() if node.leaving}
-        return KnownNodes(views, leaving, changes)
+        return KnownNodes(views, leaving, shelf.changes)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.price import Loss, Option
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import rounds
 from pacekeeper_operator.api import Cause, Remedy
 from pacekeeper_operator.decide.pricing import choose_at_standstill, replace_option, restart_option, written
-from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Metrics, Observation
+from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Hindrance, Metrics, Observation
 from pacekeeper_operator.subject import Subject
 from tests.support.worlds import NOW, change_members, change_worker, crash, job, policy, training
 
@@ -131,3 +133,33 @@ class TestRounds:
             views = world.workers[1:]
         plan = rounds.begin(replace(world, workers=views), world.plan.members).plan
         assert (plan.store_port, plan.secret) == (Plan.store_port, "")
+
+
+WORKED_OUT = sorted(name for name, value in vars(Observation).items() if isinstance(value, cached_property))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed: int) -> None:
+    dice, world = random.Random(seed), training(6, 2)
+    world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "sync_mode": "EDiT"})
+    for _ in range(20):
+        for name in dice.sample(WORKED_OUT, dice.randrange(len(WORKED_OUT))):
+            getattr(world, name)
+        draft, workers = world.draft, world.state.placement.workers
+        match dice.randrange(6):
+            case 0:
+                world = world.with_draft(draft.with_plan(round=dice.randrange(9)))
+            case 1:
+                world = world.with_draft(draft.with_plan(membership=dice.randrange(3)))
+            case 2:
+                members = tuple(Member(w.name, "10.0.0.9", (n,)) for n, w in enumerate(dice.sample(workers, 4)))
+                world = world.with_draft(draft.with_plan(members=members))
+            case 3:
+                given_up = replace(dice.choice(workers), leaving=dice.choice(["", "it is lost"]))
+                world = world.with_draft(draft.with_worker(given_up))
+            case 4:
+                world = world.with_draft(draft.with_placement(workers=tuple(dice.sample(workers, len(workers)))))
+            case _:
+                world = world.hindered_by((Hindrance("what", "why"),))
+        anew = replace(world)
+        assert {name: getattr(world, name) for name in WORKED_OUT} == {n: getattr(anew, n) for n in WORKED_OUT}
