@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio.constants
 import asyncio.sslproto
 import contextlib
+import logging
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from . import files, metrics
+from .files import Files
 
 TLS_BUFFER_BYTES = 32 * 2**10
 """Two records of TLS: nothing larger ever arrives at once."""
@@ -25,11 +29,16 @@ USUAL_MEMORY = 512 * 2**20
 """The chart's limit of the operator's memory (`resources.limits.memory`)."""
 SHARE = 3 / 8
 """Of the memory, for connections; with the bodies that are being read (`server.MAX_BODIES_BYTES`) less than half."""
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MOST_EVER = 32_768
 MAX_OF_ADDRESS = 256
 """Generous: workers on the host's network share their node's address, and have three connections each."""
 AT_THE_DOOR = 512
 """So many connections may be without a good token at a time. A sidecar sends its own with its first request."""
+CONNECTIONS_OF_A_WORKER = 3
+"""At most: its poll, a heartbeat beside it, and a fault or evidence."""
+
+log = logging.getLogger(__name__)
 
 
 def spare_tls_buffers() -> None:
@@ -43,7 +52,12 @@ def spare_tls_buffers() -> None:
     asyncio.constants.FLOW_CONTROL_HIGH_WATER_SSL_READ = TLS_BUFFER_BYTES // 2**10  # type: ignore[misc]
 
 
-def most_connections(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+def most_connections(limit: Path = MEMORY_LIMIT, held: Files | None = None) -> int:
+    """As many as there are files for, and as memory holds."""
+    return min(most_by_memory(limit), (held or files.now()).connections)
+
+
+def most_by_memory(limit: Path = MEMORY_LIMIT) -> int:
     """As many as `SHARE` of the container's memory holds; of the usual limit's, where the container has none."""
     try:
         memory = int(limit.read_text())
@@ -63,6 +77,19 @@ class Connections:
     of_address: Counter[str] = field(default_factory=Counter)
     _door: dict[int, _Connection] = field(default_factory=dict)  # by file descriptor, oldest first
 
+    def say_room(self) -> None:
+        """For how many connections, and by which limit, for the platform team."""
+        metrics.CONNECTIONS_ROOM.set(self.most)
+        limit, by_memory = files.now().limit, most_by_memory()
+        if self.most < by_memory:
+            log.warning(
+                "%d open files (RLIMIT_NOFILE) leave room for %d connections of sidecars, where memory would hold %d: "
+                "raise LimitNOFILE of the nodes' container runtime where more than %d workers are to be served",
+                *(limit, self.most, by_memory, self.most // CONNECTIONS_OF_A_WORKER),
+            )
+        else:
+            log.info("there is room for %d connections of sidecars, by the memory's limit", self.most)
+
     def listen(self, address: str, port: int) -> socket.socket:
         """A socket that accepts only what there is room for; `address` "": all of this machine."""
         both = not address and socket.has_dualstack_ipv6()
@@ -77,9 +104,11 @@ class Connections:
     def admit(self, address: str, accepted: socket.socket) -> socket.socket | None:
         """The connection, to be used in place of `accepted`; None: there is no room, it is closed."""
         if self.total >= self.most or self.of_address[address] >= self.most_of_address:
+            metrics.REFUSED_CONNECTIONS.inc()
             accepted.close()
             return None
         self.total += 1
+        metrics.CONNECTIONS.set(self.total)
         self.of_address[address] += 1
         if len(self._door) >= self.most_at_the_door:
             self._door.pop(next(iter(self._door))).hang_up()
@@ -90,6 +119,7 @@ class Connections:
     def leave(self, address: str, descriptor: int) -> None:
         self._door.pop(descriptor, None)
         self.total -= 1
+        metrics.CONNECTIONS.set(self.total)
         self.of_address[address] -= 1
         if not self.of_address[address]:
             del self.of_address[address]

@@ -40,6 +40,7 @@ from pacekeeper_analysis.reports import (
 from pacekeeper_operator import certificates, connections, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.connections import Connections
+from pacekeeper_operator.files import Files
 from pacekeeper_operator.observe import faults
 from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.runtime import Runtime
@@ -771,10 +772,17 @@ class TestConnections:
         told = tmp_path / "memory.max"
         if limit:
             told.write_text(f"{limit}\n")
-        assert connections.most_connections(told) == most
+        assert connections.most_by_memory(told) == most
+
+    def test_are_no_more_than_there_are_files_for(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        few = Files(1_024)
+        assert connections.most_connections(tmp_path / "none", Files(2**20)) == 3072
+        assert connections.most_connections(tmp_path / "none", few) == few.connections < 3072
+        Connections(most=few.connections).say_room()
+        assert f"room for {few.connections} connections" in caplog.text
 
     def test_and_bodies_take_less_than_half_of_the_usual_memory(self, tmp_path: Path) -> None:
-        held = connections.most_connections(tmp_path / "none") * connections.CONNECTION_BYTES
+        held = connections.most_by_memory(tmp_path / "none") * connections.CONNECTION_BYTES
         assert held + server.MAX_BODIES_BYTES < connections.USUAL_MEMORY / 2
         values = yaml.safe_load((Path(__file__).parents[3] / "charts/pacekeeper/values.yaml").read_text())
         assert values["resources"]["limits"]["memory"] == f"{connections.USUAL_MEMORY // 2**20}Mi"
