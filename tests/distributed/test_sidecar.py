@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -268,6 +269,18 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
         worker.runtime.alive.touch()
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
+
+
+async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+        await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat beside it, and a poll is held")
+        told = len(operator.heartbeats)
+        await asyncio.sleep(2.5)
+        assert len(operator.heartbeats) == told, "nobody asks"
+        worker.runtime.alone.touch()
+        await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once", 2)
+        assert time.time() - worker.runtime.contact.stat().st_mtime < 2
 
 
 async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
 def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     """What the ranks say that are heard, beside what Prometheus says."""
     assert memory.draft is not None
-    heard = {name: one.figures for name, one in memory.contacts.items() if now - one.at <= FRESH_SECONDS}
+    heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
     return figures.metrics(heard, memory.draft.plan, prometheus)
 
 
@@ -189,7 +189,7 @@ def surroundings(
 
 
 def _is_heard(other: JobMemory, now: float) -> bool:
-    return any(now - contact.at < HEARD_SECONDS for contact in other.contacts.values())
+    return any(contact.heard(now, HEARD_SECONDS) for contact in other.contacts.values())
 
 
 def _hung_on(other: JobMemory, now: float) -> Sequence[str]:
