@@ -73,10 +73,10 @@ class Tokens:
 
     async def holder(self, token: str, source: str) -> Holder:
         """`source`: the address that it came from. Raises Unauthenticated, Forbidden, TooMany or TemporaryError."""
-        if why := flaw(token, self._runtime.now()):
-            raise Unauthenticated(why)
         digest = hashlib.sha256(token.encode()).digest()
         verdict = self._known(digest)
+        if verdict is None and (why := flaw(token, self._runtime.now())):
+            raise Unauthenticated(why)
         if verdict is None:
             verdict = await asyncio.shield(self._asking(digest, token, source))
         if isinstance(verdict, Exception):

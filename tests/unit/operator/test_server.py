@@ -927,7 +927,7 @@ class TestConnections:
             answers = await asyncio.gather(*(call(port, number) for number in range(200)))
         assert {answer.split()[1] for answer in answers} == {b"200"}
 
-    async def test_the_kernel_asks_after_the_other_side(self, served: Sidecars, clock: Clock, job: JobMemory) -> None:
+    async def test_the_kernel_asks_after_the_other_side(self, served: Sidecars, clock: Clock) -> None:
         """So a machine that is gone does not hold its poll for longer than a short one would last."""
         held = Connections()
         async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
