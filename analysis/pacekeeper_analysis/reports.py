@@ -373,7 +373,7 @@ class Evidence:
 
 def _said(record: Any) -> dict[str, Any]:
     """What is not as it is where nothing is said, of a dataclass and of those in its tuples."""
-    usual = _usual(type(record))
+    usual = _usual(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     return {name: _plain(value) for name, value in vars(record).items() if value != usual[name]}
 
 

@@ -154,7 +154,7 @@ class Connections:
             _count_down(self._at_the_door, connection.address)
             self._moved.set()
 
-    def admit(self, address: str, accepted: socket.socket) -> socket.socket | None:
+    def admit(self, address: str, accepted: socket.socket) -> Connection | None:
         """The connection, to be used in place of `accepted`; None: there is no room, it is closed."""
         if self.total >= self.most or self.of_address[address] >= self.most_of_address:
             metrics.REFUSED_CONNECTIONS.inc()
