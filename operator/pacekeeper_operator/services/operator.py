@@ -25,6 +25,7 @@ from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
+from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -125,6 +126,11 @@ class Operator:
         """Returns when pods and nodes have been listed once: before, nothing is known of any job."""
         await self.pods.listed.wait()
         await self.nodes.listed.wait()
+
+    def stays(self, holder: Holder) -> bool:
+        """Whether that very pod is known to be there, and is not about to end."""
+        pod = self.pods.get((holder.namespace, holder.pod))
+        return pod is not None and pod.uid == holder.uid and not pod.deleting and not pod.ended
 
     def scraped(self, job: Job, now: float) -> Metrics:
         """What Prometheus has said of the job lately."""

@@ -67,10 +67,17 @@ class Caller:
 class Sidecars:
     """Serves the sidecars of all jobs."""
 
-    def __init__(self, cluster: Cluster, memory: Memory, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        memory: Memory,
+        runtime: Runtime,
+        stays: Callable[[Holder], bool] = lambda _holder: False,
+    ) -> None:
+        """`stays`: see `Tokens`."""
         self._memory = memory
         self._runtime = runtime
-        self._tokens = Tokens(cluster, runtime)
+        self._tokens = Tokens(cluster, runtime, stays)
         self._calls = Rate[Caller](CALLS_PER_SECOND, CALLS_AT_ONCE)
         self._polls: dict[Caller, asyncio.Timeout] = {}
 

@@ -25,6 +25,7 @@ from pacekeeper_operator.services.operator import (
     STALE_SECONDS,
     Operator,
 )
+from pacekeeper_operator.services.tokens import Holder
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -323,3 +324,20 @@ class TestOrphans:
     async def test_those_that_it_knows_stay(self, found: Place) -> None:
         await incidents.supersede(found.cluster, replace(job(), uid="there"), ("open",))
         assert self.outcomes(found)["open"] == ""
+
+
+async def test_a_token_is_believed_for_longer_only_while_its_very_pod_stays(place: Place) -> None:
+    def pod(**metadata: Any) -> Object:
+        named = {"namespace": "ns", "name": "j-w0-0", "uid": "u1", "labels": {LABEL_JOB: "j"}, **metadata}
+        named["creationTimestamp"] = "2026-01-01T00:00:00Z"
+        return {"metadata": named, "spec": {}, "status": {"phase": "Running"}}
+
+    stays, pods = place.operator.stays, place.operator.pods
+    assert not stays(Holder("ns", "j-w0-0", "u1"))
+    pods.hear(pod(resourceVersion="1"), deleted=False)
+    assert stays(Holder("ns", "j-w0-0", "u1"))
+    assert not stays(Holder("ns", "j-w0-0", "u0")), "an earlier one of that name"
+    pods.hear(pod(resourceVersion="2", deletionTimestamp="2026-01-01T00:00:00Z"), deleted=False)
+    assert not stays(Holder("ns", "j-w0-0", "u1"))
+    pods.hear(pod(resourceVersion="3"), deleted=True)
+    assert not stays(Holder("ns", "j-w0-0", "u1"))

@@ -534,6 +534,31 @@ class TestTokens:
         await client.post("/v1/plan", json=BEAT, **W0)
         assert reviews.asked == 2
 
+    @pytest.mark.parametrize("there", [True, False])
+    async def test_of_a_pod_that_is_known_to_stay_it_is_seldom_reviewed(
+        self, memory: Memory, job: JobMemory, reviews: Reviews, clock: Clock, there: bool
+    ) -> None:
+        assert job.draft is not None
+        stays = there
+        served = Sidecars(cast(Cluster, reviews), memory, clock, lambda holder: stays and holder.uid == "uid-0")
+        proof = token("j-w0-0", "uid-0")
+        for _ in range(10):
+            await served.authenticate(proof, "192.0.2.1")
+            clock.at += 14.0
+        assert reviews.asked == (1 if there else 2)
+        clock.at += tokens.KNOWN_SECONDS
+        await served.authenticate(proof, "192.0.2.1")
+        assert reviews.asked == (2 if there else 3), "for ever is never"
+        clock.at += tokens.REVIEW_SECONDS
+        stays, asked, reviews.error = False, reviews.asked, None
+        await served.authenticate(proof, "192.0.2.1")
+        assert reviews.asked == asked + 1, "its pod has gone: whether the token has, too, says the API server"
+
+    async def test_those_that_came_together_are_not_due_together(self) -> None:
+        parts = [tokens._part(bytes([n])) for n in range(256)]
+        assert min(parts) * tokens.KNOWN_SECONDS > tokens.REVIEW_SECONDS
+        assert max(parts) <= 1 < len(set(parts))
+
     async def test_many_calls_share_one_review(self, client: Client, reviews: Reviews) -> None:
         reviews.gate.clear()
         calls = [asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0)) for _ in range(20)]
