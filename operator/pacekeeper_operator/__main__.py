@@ -23,7 +23,7 @@ from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
-from .runtime import Runtime
+from .runtime import Runtime, seldom_look_for_garbage
 from .services.operator import Operator
 from .services.quarantine import release_all
 from .services.sidecars import Sidecars
@@ -45,6 +45,7 @@ def main() -> int:
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     files.raise_limit()
+    seldom_look_for_garbage()
     return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
 
 

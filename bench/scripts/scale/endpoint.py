@@ -24,7 +24,7 @@ from pacekeeper_operator.api import Job, JobSpec
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.connections import Connections
 from pacekeeper_operator.observe.memory import JobMemory, Memory
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.runtime import Runtime, seldom_look_for_garbage
 from pacekeeper_operator.server import serve
 from pacekeeper_operator.services.sidecars import Sidecars
 from pacekeeper_operator.state import Draft, Placement, State, Worker
@@ -93,4 +93,5 @@ def _say(words: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     files.raise_limit()
+    seldom_look_for_garbage()
     asyncio.run(main(*map(int, sys.argv[1:4])))

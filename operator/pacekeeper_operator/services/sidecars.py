@@ -24,9 +24,11 @@ from .tokens import Forbidden, Holder, Tokens, TooMany
 
 MAX_POLL_SECONDS = 30.0
 HOLDS = (3.0, 5.0, 8.0, 12.0, 20.0, MAX_POLL_SECONDS)
-POLLS_A_SECOND = 250.0
-"""Of all workers together: of those holds, the shortest that keeps them to so many. One costs a millisecond at most."""
+POLLS_A_SECOND = 170.0
+"""Of all workers together: of those holds, the shortest that keeps them to so many. One of a worker with eight GPUs
+costs a millisecond, so that they take a fifth of a core."""
 GOLDEN = 0.6180339887498949
+"""Of a circle between one worker's moment and the next one's: however many there are, they lie far apart."""
 TAKE_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
 CALLS_AT_ONCE = 64

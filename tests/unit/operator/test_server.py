@@ -454,7 +454,8 @@ async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) 
 
 class TestHolds:
     @pytest.mark.parametrize(
-        ("workers", "hold"), [(1, 3.0), (750, 3.0), (751, 5.0), (3_000, 12.0), (5_000, 20.0), (20_000, 30.0)]
+        ("workers", "hold"),
+        [(1, 3.0), (510, 3.0), (511, 5.0), (2_000, 12.0), (3_000, 20.0), (5_000, 30.0), (20_000, 30.0)],
     )
     async def test_are_as_long_as_all_workers_together_need(self, served: Sidecars, workers: int, hold: float) -> None:
         served._polls = cast(Any, dict.fromkeys(range(workers)))
@@ -466,7 +467,7 @@ class TestHolds:
 
     async def test_come_to_an_end_one_after_the_other(self, served: Sidecars, clock: Clock) -> None:
         """So that the steps of a job are heard of more often than each worker's."""
-        served._polls = cast(Any, dict.fromkeys(range(5_000)))
+        served._polls = cast(Any, dict.fromkeys(range(3_000)))
         for number in range(4):
             caller = sidecars.Caller("ns", "j", f"j-w{number}-0")
             with suppress(TimeoutError):
