@@ -13,7 +13,6 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-from aiohappyeyeballs import AddrInfoType
 
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
@@ -95,7 +94,7 @@ async def connect(settings: SidecarSettings) -> AsyncIterator[OperatorClient]:
         yield OperatorClient(session, settings)
 
 
-def _socket(address: AddrInfoType) -> socket.socket:
+def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

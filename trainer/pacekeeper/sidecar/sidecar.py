@@ -113,11 +113,14 @@ class Sidecar:
             await asyncio.sleep(connections.LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:
-        """Poll the plan; each poll carries the heartbeat."""
-        backoff = Backoff()
+        """Poll the plan; each poll carries the heartbeat. It may be held for twice as long as the one before was, so
+        that an operator that stands still is soon given up where it has few workers."""
+        backoff, wait, held = Backoff(), self._settings.poll_seconds, 0.0
         while True:
+            began = time.monotonic()
             try:
-                await self._poll(self._settings.poll_seconds, self._settings.hold_seconds)
+                news = await self._poll(wait, min(self._settings.hold_seconds, max(wait, 2 * held)))
+                held = held if news else time.monotonic() - began
                 backoff.reset()
             except (Unavailable, Rejected, InputError) as error:
                 await backoff.sleep("no plan", error)
@@ -238,7 +241,8 @@ class Sidecar:
                     log.error("pattern %s is dropped: %s", path.stem, error)
                 _forget(path)
 
-    async def _poll(self, wait: float, hold: float = 0.0) -> None:
+    async def _poll(self, wait: float, hold: float = 0.0) -> bool:
+        """Whether there was an answer before it was due."""
         after = -1 if self._plan is None else self._plan.version
         beat = replace(self._launcher.heartbeat, figures=self._figures.tell())
         plan = await self._client.plan(beat, after, wait, hold)
@@ -246,6 +250,7 @@ class Sidecar:
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
             write_plan(self._runtime.plan, plan)
             self._plan = plan
+        return plan is not None
 
     def _reported(self) -> list[Path]:
         return sorted(self._runtime.faults.glob("*.json"))
