@@ -15,10 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import passes, whatif
+from .scripts.scale import connections, passes, whatif
 from .scripts.scale.figure import Figure
 
-PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {"passes": passes.measured, "whatif": whatif.measured}
+PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
+    "connections": connections.measured,
+    "passes": passes.measured,
+    "whatif": whatif.measured,
+}
 """Measures, quick or not; what a part is doing it says on standard error."""
 
 

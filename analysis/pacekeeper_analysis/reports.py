@@ -6,9 +6,10 @@ its field's type and keeps within the bounds that stand at the field, or it is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any, Self
 
 from .communicators import MOST_COMMUNICATORS, Communicator, check_room, parse_entered
@@ -148,7 +149,9 @@ class Heartbeat:
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without what is as it is where nothing is said: a third is left of a worker's with eight GPUs, which
+        thousands send and one process reads."""
+        return _said(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -354,7 +357,7 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Of links and flows, which may be thousands, what is as usual is left out."""
-        short = {"links": _unusual(self.links), "flows": _unusual(self.flows)}
+        short = {"links": _plain(self.links), "flows": _plain(self.flows)}
         return {**asdict(replace(self, links=(), flows=())), **short}
 
     @classmethod
@@ -368,9 +371,21 @@ class Evidence:
         return replace(told, windows=tuple(window for window in windows if window is not None))
 
 
-def _unusual(windows: Sequence[LinkWindow | FlowWindow]) -> list[dict[str, Any]]:
-    usual = {field.name: field.default for window in windows[:1] for field in fields(window)}
-    return [{name: value for name, value in vars(window).items() if value != usual[name]} for window in windows]
+def _said(record: Any) -> dict[str, Any]:
+    """What is not as it is where nothing is said, of a dataclass and of those in its tuples."""
+    usual = _usual(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    return {name: _plain(value) for name, value in vars(record).items() if value != usual[name]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return _said(value) if is_dataclass(value) else value
+
+
+@cache
+def _usual(cls: type[Any]) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(cls)}
 
 
 def _sound(window: object, path: str) -> RankWindow | None:

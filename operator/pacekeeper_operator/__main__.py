@@ -17,12 +17,13 @@ from prometheus_client import start_http_server
 
 from pacekeeper_analysis.errors import InputError
 
-from . import cluster, process, server
+from . import cluster, files, process, server
 from .certificates import Certificates
+from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
-from .runtime import Runtime
+from .runtime import Runtime, seldom_look_for_garbage
 from .services.operator import Operator
 from .services.quarantine import release_all
 from .services.sidecars import Sidecars
@@ -43,6 +44,8 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    files.raise_limit()
+    seldom_look_for_garbage()
     return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
 
 
@@ -65,7 +68,9 @@ class _Edges:
     async def listen(
         self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext
     ) -> AsyncIterator[None]:
-        async with server.serve(sidecars, runtime, settings.port, context):
+        connections = Connections()
+        connections.say_room()
+        async with server.serve(sidecars, runtime, settings.port, context, connections=connections):
             start_http_server(settings.metrics_port)
             yield
 

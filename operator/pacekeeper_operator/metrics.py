@@ -43,6 +43,9 @@ PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometh
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
 REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
+CONNECTIONS = Gauge("pacekeeper_connections", "Connections to the endpoint for sidecars that are open.")
+CONNECTIONS_ROOM = Gauge("pacekeeper_connections_room", "Connections that memory and open files leave room for.")
+REFUSED_CONNECTIONS = Counter("pacekeeper_refused_connections", "Connections that there was no room for.")
 CERTIFICATE_ENDS = Gauge(
     "pacekeeper_certificate_end_seconds", "When a certificate ends, seconds since the epoch.", ("certificate",)
 )

@@ -19,7 +19,7 @@ from .network import Network
 from .state import Draft, Incidents, State, Worker
 
 HEARD_SECONDS = 5.0
-"""Whoever has polled within this time is heard: polls are held for three seconds. It must be shorter than any silence
+"""Whoever has polled within this time is heard, and whose poll is held. It must be shorter than any silence
 that counts, or somebody's last word before the operator was cut off would prove that it is not."""
 
 

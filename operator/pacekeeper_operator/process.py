@@ -97,7 +97,7 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
             leads=lease.holds,
         )
         shown.told = partial(_tell, operator)
-        sidecars = Sidecars(api, operator.memory, runtime)
+        sidecars = Sidecars(api, operator.memory, runtime, operator.stays)
         await stack.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context))
         logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
         operator.memory.started_at = runtime.now()

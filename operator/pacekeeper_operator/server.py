@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from . import metrics
-from .connections import Connections, spare_tls_buffers
+from .connections import Connection, Connections, listen, spare_tls_buffers
 from .limits import Budget, Rate, Spent, Turns
 from .runtime import Runtime
 from .services.sidecars import Caller, NotYet, Sidecars
@@ -54,6 +55,7 @@ READ_AHEAD_BYTES = 16 * 2**10
 IDLE_SECONDS = 75.0
 """So long a connection may be without a whole request; sidecars give theirs up after 60 s."""
 HANDSHAKE_SECONDS = 10.0
+ACCEPT_AGAIN_SECONDS = 1.0
 COMPLAINT_SECONDS = 60.0
 """An error of one kind is logged once in so long."""
 SIDECARS = web.AppKey("sidecars", Sidecars)
@@ -106,18 +108,55 @@ async def serve(
     )
     await runner.setup()
     assert runner.server is not None
-    server = await asyncio.get_running_loop().create_server(
-        runner.server,
-        sock=connections.listen(address, port),
-        ssl=context,
-        ssl_handshake_timeout=None if context is None else HANDSHAKE_SECONDS,
-        backlog=1024,
-    )
+    with listen(address, port) as listener:
+        accepting = runtime.start(_accept(listener, connections, runner.server, context, runtime), "accepting")
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            await runner.cleanup()
+
+
+async def _accept(
+    listener: socket.socket,
+    connections: Connections,
+    protocol: Callable[[], asyncio.BaseProtocol],
+    context: ssl.SSLContext | None,
+    runtime: Runtime,
+) -> None:
+    """Until cancelled."""
+    begun = set[asyncio.Task[None]]()
     try:
-        yield server.sockets[0].getsockname()[1]
+        while True:
+            try:
+                connection = await connections.accept(listener)
+            except OSError as error:  # out of files, say
+                log.error("no connection can be accepted for now: %s", error)
+                await runtime.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            task = runtime.start(_begin(connection, protocol, context), "a connection's beginning")
+            begun.add(task)
+            task.add_done_callback(begun.discard)
     finally:
-        server.close()
-        await runner.cleanup()
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def _begin(
+    connection: Connection, protocol: Callable[[], asyncio.BaseProtocol], context: ssl.SSLContext | None
+) -> None:
+    """Whatever the other side makes of the handshake is its own affair."""
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(
+            protocol,
+            connection,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else HANDSHAKE_SECONDS,
+        )
+    except (OSError, TimeoutError):  # ssl.SSLError among them
+        connection.close()
 
 
 def application(sidecars: Sidecars, runtime: Runtime, connections: Connections | None = None) -> web.Application:
@@ -142,10 +181,12 @@ def application(sidecars: Sidecars, runtime: Runtime, connections: Connections |
 
 async def _plan(request: web.Request) -> web.StreamResponse:
     caller = await _caller(request)
-    after, wait = _version(request), _wait(request)
+    after, wait = _version(request), _seconds(request, "wait")
+    most, connection = max(wait, _seconds(request, "hold")), _connection(request)
     room = _heartbeat_room(request.app[SIDECARS].ranks(caller))
     heartbeat = Heartbeat.from_json(await _body(request, caller, *room))
-    plan = await request.app[SIDECARS].poll(caller, heartbeat, after, wait)
+    unheard = None if connection is None else lambda: connection.unheard_seconds
+    plan = await request.app[SIDECARS].poll(caller, heartbeat, after, wait, most, unheard)
     return web.Response(status=204) if plan is None else web.json_response(plan.to_json())
 
 
@@ -199,10 +240,16 @@ async def _caller(request: web.Request) -> Caller:
     scheme, _, token = "".join(given).partition(" ")
     sidecars = request.app[SIDECARS]
     caller = await sidecars.authenticate(token if scheme.lower() == "bearer" else "", request.remote or "")
-    connection = None if request.transport is None else request.transport.get_extra_info("socket")
-    if connection is not None:  # it has not ended meanwhile
+    connection = _connection(request)
+    if connection is not None:
         request.app[CONNECTIONS].let_in(connection.fileno())
     return caller
+
+
+def _connection(request: web.Request) -> Connection | None:
+    """None: it has ended meanwhile."""
+    held = None if request.transport is None else request.transport.get_extra_info("socket")
+    return None if held is None else request.app[CONNECTIONS].of(held.fileno())
 
 
 async def _body(
@@ -280,14 +327,14 @@ def _version(request: web.Request) -> int:
         raise InputError(f"after: {text[:40]!r} must be a plan's version, a whole number") from error
 
 
-def _wait(request: web.Request) -> float:
-    text = request.query.get("wait", "0")
+def _seconds(request: web.Request, name: str) -> float:
+    text = request.query.get(name, "0")
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise InputError(f"wait: {text[:40]!r} must be a number of seconds, 0 or more")
+        raise InputError(f"{name}: {text[:40]!r} must be a number of seconds, 0 or more")
     return seconds
 
 

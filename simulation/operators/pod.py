@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from requests.exceptions import ConnectionError as NobodyThere
-from requests.exceptions import Timeout
+from requests.exceptions import ConnectTimeout
 
 from pacekeeper_operator import process, server
 from pacekeeper_operator.certificates import Told
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.observe.prometheus_access import TIMEOUT_SECONDS, Rows
+from pacekeeper_operator.observe.prometheus_access import Rows, Slow
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.sidecars import Sidecars
@@ -192,10 +192,10 @@ class _Edges:
         dcgm = settings.dcgm_namespace, settings.dcgm_node_label
         return Prometheus(settings.prometheus_url, *dcgm, self._ask, settings.prometheus_matchers)
 
-    async def _ask(self, query: str) -> Rows:
+    async def _ask(self, query: str, seconds: float) -> Rows:
         world, place = self._world, self._pod.name
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
+            async with asyncio.timeout(seconds):
                 for _ in range(2):
                     await asyncio.sleep(world.network.delay(place, PROMETHEUS))
                     if not world.network.reaches(place, PROMETHEUS):
@@ -203,7 +203,8 @@ class _Edges:
                 rows: Rows = world.prometheus.rows(query)
                 return rows
         except TimeoutError as error:
-            raise Timeout("no answer") from error
+            away = not world.network.reaches(place, PROMETHEUS)
+            raise ConnectTimeout("no answer") if away else Slow("no answer") from error
         except ConnectionRefusedError as error:
             raise NobodyThere("refused") from error
 

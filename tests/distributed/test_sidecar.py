@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ class Operator:
     evidence: list[Evidence] = field(default_factory=list)
     patterns: dict[str, bytes] = field(default_factory=dict)
     refused: int = 0
+    longest: float = 0.0  # that it holds a poll which may be held for longer than its `wait`
+    holds: list[float] = field(default_factory=list)  # that polls allowed
 
     def application(self) -> web.Application:
         @web.middleware
@@ -64,7 +67,9 @@ class Operator:
 
     async def _plan(self, request: web.Request) -> web.Response:
         self.heartbeats.append(Heartbeat.from_json(await request.json()))
-        deadline = asyncio.get_running_loop().time() + float(request.query["wait"])
+        wait, hold = float(request.query["wait"]), float(request.query["hold"])
+        self.holds += [hold] if hold else []
+        deadline = asyncio.get_running_loop().time() + max(wait, min(hold, self.longest))
         while self.plan.version <= int(request.query["after"]):
             if asyncio.get_running_loop().time() >= deadline:
                 return web.Response(status=204)
@@ -268,6 +273,31 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
         worker.runtime.alive.touch()
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
+
+
+async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
+    operator = Operator()
+    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+        await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat beside it, and a poll is held")
+        told = len(operator.heartbeats)
+        await asyncio.sleep(2.5)
+        assert len(operator.heartbeats) == told, "nobody asks"
+        worker.runtime.alone.touch()
+        await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once", 2)
+        assert time.time() - worker.runtime.contact.stat().st_mtime < 2
+
+
+async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: Path) -> None:
+    """So an operator that stands still is given up after some seconds where it holds polls for some."""
+    operator = Operator(longest=0.5)
+    async with sidecar(tmp_path, operator, poll_seconds=0.1):
+        await until(lambda: operator.holds[-1:] >= [1.0], "the longest that this operator wants", 10)
+        count = len(operator.holds)
+        operator.plan = replace(PLAN, version=2)
+        await until(lambda: len(operator.holds) > count + 2, "more polls, the first after a new plan")
+    assert operator.holds[:2] == [0.1, 0.1]
+    assert sorted(operator.holds[:count]) == operator.holds[:count]
+    assert min(operator.holds[count:]) >= 1.0
 
 
 async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ class Runtime:
         return self.root / "contact"
 
     @property
+    def alone(self) -> Path:
+        """Touched by the launcher while its ranks train and it hears no peer: its sidecar then has the operator answer
+        every few seconds, however long a poll is held."""
+        return self.root / "alone"
+
+    @property
     def refused(self) -> Path:
         """Written by rank 0: why it does not follow the newest plan, in words for people; missing or empty: it does."""
         return self.root / "refused"

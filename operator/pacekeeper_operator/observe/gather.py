@@ -37,7 +37,7 @@ async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
 def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     """What the ranks say that are heard, beside what Prometheus says."""
     assert memory.draft is not None
-    heard = {name: one.figures for name, one in memory.contacts.items() if now - one.at <= FRESH_SECONDS}
+    heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
     return figures.metrics(heard, memory.draft.plan, prometheus)
 
 

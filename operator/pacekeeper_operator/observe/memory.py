@@ -39,6 +39,12 @@ class Contact:
     stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
     said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock
     figures: Rows = field(default_factory=lambda: NOTHING)  # of its ranks; the heartbeats are kept without
+    phase: float = 0.0  # which part of the time between two polls is its own, from 0 to below 1
+
+    def heard(self, now: float, seconds: float) -> bool:
+        """Whether it is there now, or was within so many seconds. While a poll is held, its machine is: or the kernel
+        would end the connection (`connections.UNHEARD_SECONDS`)."""
+        return self.polling > 0 or now - self.at <= seconds
 
 
 @dataclass
@@ -136,6 +142,11 @@ class Memory:
         """One of its workers has spoken."""
         if job.job is not None and self.find(job.job.namespace, job.job.name) is job:
             self._neighbourhood.hear(job.job.uid, now)
+
+    def hold(self, job: JobMemory, polls: int) -> None:
+        """So many more polls of its workers are held, or fewer."""
+        if job.job is not None:
+            self._neighbourhood.hold(job.job.uid, polls)
 
     def around(self, job: Job, draft: Draft, now: float) -> Surroundings:
         """What other jobs show that concerns this one, whose draft is looked at."""

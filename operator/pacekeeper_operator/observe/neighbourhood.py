@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from ..api import Cause, Class, Job, JobPhase
 from ..observation import HEARD_SECONDS, NodeView, Surroundings
@@ -79,6 +79,7 @@ class Neighbourhood:
         self._namespaces: dict[str, _Namespace] = {}
         self._hung = Lately(HUNG_SECONDS)  # in all of them
         self._heard: dict[str, float] = {}  # when each job was heard, by UID: who was heard last stands last
+        self._held: dict[str, int] = {}  # polls of each job that are held, by UID; no zeros
 
     def put(self, key: Key, shown: Shown | None, now: float) -> None:
         """How a job is now; None: it is not there (any more)."""
@@ -103,9 +104,18 @@ class Neighbourhood:
         self._heard.pop(uid, None)
         self._heard[uid] = at
 
+    def hold(self, uid: str, polls: int) -> None:
+        """So many more polls of the job are held, or fewer. While one is, its worker's machine is there."""
+        held = self._held.get(uid, 0) + polls
+        if held > 0:  # it may have been forgotten meanwhile
+            self._held[uid] = held
+        else:
+            self._held.pop(uid, None)
+
     def forget(self, uid: str) -> None:
         """Nobody will hear of it any more."""
         self._heard.pop(uid, None)
+        self._held.pop(uid, None)
 
     def around(self, job: Job, draft: Draft, now: float) -> Surroundings:
         """What the other jobs show that concerns this one, whose draft is looked at."""
@@ -122,6 +132,8 @@ class Neighbourhood:
         )
 
     def _hears_another(self, uid: str, now: float) -> bool:
+        if any(other != uid for other in islice(self._held, 2)):
+            return True
         last = next((at for other, at in reversed(self._heard.items()) if other != uid), None)
         return last is not None and now - last < HEARD_SECONDS
 

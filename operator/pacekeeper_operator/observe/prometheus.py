@@ -1,11 +1,14 @@
 """Prometheus: one query answers for all jobs and their ranks and for GPUs' errors at once, and another one, asked
-seldom, for the signs of all GPUs.
+seldom, for the signs of all GPUs. Where that is too much for it, it is given more time, and asked for a part of the
+jobs at a time.
 
 What is counted was scraped from the pod that it speaks for: `namespace`, `pod` and `trainingjob` are set by Prometheus'
 own service discovery (the chart's PodMonitors), and a worker that exports them, too, finds its own renamed. A row that
 makes no sense costs that row.
 
-A question has a time-out and no retries: the next look comes soon. How it reaches Prometheus is prometheus_access's.
+A question has a time-out and no retries: the next look comes soon. Slow is not away: who has not answered in time is
+asked again with more of it, and what was heard before counts as long as it is not stale. How it
+reaches Prometheus is prometheus_access's.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,10 +33,11 @@ from pacekeeper_analysis.diagnose.gpu_health import (
 )
 
 from ..metrics import GPU_SERIES_VOUCHED, PROMETHEUS_BAD_ROWS
+from ..network import JobName
 from ..observation import NOT_ASKED, GpuValue, Metrics
 from ..prometheus_options import Matchers
 from ..words import shortened
-from .prometheus_access import Ask, NotAdmitted, Rows, over_http
+from .prometheus_access import LEAST_SECONDS, MOST_SECONDS, Ask, NotAdmitted, Rows, Slow, TooMuch, over_http
 
 MAX_UUID = 96
 MAX_LINK_ROWS = 65536
@@ -52,6 +56,9 @@ train, sidecars tell."""
 GPU_NAMES = "DCGM_FI_DEV_XID_ERRORS|DCGM_FI_DEV_ECC_DBE_VOL_TOTAL|DCGM_FI_DEV_ROW_REMAP_FAILURE"
 BUSY = 0.5
 """Of the time: a GPU whose cores work less lets its clock fall by itself."""
+MOST_PARTS = 64
+EASES_SECONDS = 600.0
+"""After so long without trouble it is tried with less effort again."""
 GPU_SIGNS_SECONDS = 30.0
 """Between two questions for the signs of GPUs: they look back ten minutes, at every GPU of the cluster."""
 
@@ -70,6 +77,7 @@ class Sample:
     gpu_signs: tuple[GpuValue, ...] = ()
     unavailable: str = NOT_ASKED
     refused: bool = False  # Prometheus is there, but does not answer us
+    slow: bool = False  # Prometheus is there, but has not answered in time, or not so much at once
     unvouched: str = ""  # why GPU series are no witness against a node; "": they are
 
     def of(self, namespace: str, job: str) -> Metrics:
@@ -84,6 +92,34 @@ class Sample:
             refused=self.refused,
             at=self.at,
         )
+
+
+@dataclass
+class Effort:
+    """What is asked for at once, and how long that may take: more time and smaller parts where it was too much, and
+    back again after a while."""
+
+    seconds: float = LEAST_SECONDS
+    parts: int = 1
+    changed_at: float = 0.0
+
+    def __str__(self) -> str:
+        return f"with {self.seconds:g} s" + (f" for each of {self.parts} parts" if self.parts > 1 else "")
+
+    def failed(self, now: float, *, more_time: bool) -> None:
+        """Time first, where it may help: one question costs Prometheus less than many."""
+        if more_time and self.seconds < MOST_SECONDS:
+            self.seconds = min(2 * self.seconds, MOST_SECONDS)
+        else:
+            self.parts = min(2 * self.parts, MOST_PARTS)
+        self.changed_at = now
+
+    def succeeded(self, now: float) -> None:
+        if 0 <= now - self.changed_at < EASES_SECONDS:
+            return
+        self.parts = max(1, self.parts // 2)
+        self.seconds = max(LEAST_SECONDS, self.seconds / 2)
+        self.changed_at = now
 
 
 @dataclass(frozen=True)
@@ -107,6 +143,8 @@ class Prometheus:
     ) -> None:
         """`ask`: how a query gets its rows; None: over HTTP, without credentials."""
         self._url = url
+        self._matchers = matchers
+        self._effort = Effort()
         self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
         self._query = query(dcgm_namespace, matchers)
@@ -116,21 +154,39 @@ class Prometheus:
         self._signs_at = -math.inf
         self._ask = ask or (over_http(url) if url else None)
 
-    async def sample(self, now: float) -> Sample:
-        """Never raises for Prometheus' sake: what is wrong stands in the sample."""
+    async def sample(self, now: float, jobs: Collection[JobName] = ()) -> Sample:
+        """`jobs`: that are asked about part by part where that must be. Never raises for Prometheus' sake: what is
+        wrong stands in the sample."""
         if self._ask is None:
             return Sample(now, unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
         try:
-            sample = self._read(await self._ask(self._query), now)
+            rows = [row for query in self._queries(jobs) for row in await self._ask(query, self._effort.seconds)]
+            sample = self._read(rows, now)
+            self._effort.succeeded(now)
         except NotAdmitted as error:
             reason = f"Prometheus at {self._url} {error}"
             return Sample(now, gpu_signs=self._signs, unavailable=reason, refused=True)
+        except (Slow, TooMuch) as error:
+            self._effort.failed(now, more_time=isinstance(error, Slow))
+            self._say("effort", f"Prometheus at {self._url} {error}: it is asked again, {self._effort}")
+            reason = f"Prometheus at {self._url} {error}"
+            return Sample(now, gpu_signs=self._signs, unavailable=reason, slow=True)
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return Sample(now, gpu_signs=self._signs, unavailable=reason)
         if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_SECONDS:
             self._signs, self._signs_at = await self._ask_for_signs(self._ask), now
         return replace(sample, gpu_signs=self._signs)
+
+    def _queries(self, jobs: Collection[JobName]) -> Sequence[str]:
+        """For all jobs in one; in parts, the GPUs in one of their own."""
+        if self._effort.parts == 1 or not jobs:
+            return [self._query]
+        known = sorted(jobs)
+        each = math.ceil(len(known) / self._effort.parts)
+        groups = [known[start : start + each] for start in range(0, len(known), each)]
+        about = [query("", (*self._matchers, *_any_of(group))) for group in groups]
+        return [*about, gpu_query(self._dcgm_namespace, self._matchers)] if self._dcgm_namespace else about
 
     async def link_rates(self, query: str) -> LinkAnswer:
         """What a Fabric's query says of its links. Never raises for Prometheus' sake."""
@@ -144,7 +200,7 @@ class Prometheus:
             rates[link] = min(value, rates.get(link, math.inf))
 
         try:
-            rows = await self._ask(query)
+            rows = await self._ask(query, LEAST_SECONDS)
             self._take(take, rows[:MAX_LINK_ROWS])
         except NotAdmitted as error:
             return LinkAnswer({}, f"Prometheus at {self._url} {error}")
@@ -159,7 +215,7 @@ class Prometheus:
         """That they cannot be had, for whatever the exporters show, costs nothing else: what was known stays."""
         answer, trouble = _Answer(self._dcgm_node_label), ""
         try:
-            self._take(answer.take_sign, await ask(self._signs_query))
+            self._take(answer.take_sign, await ask(self._signs_query, MOST_SECONDS))
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             trouble = f"Prometheus at {self._url} does not tell the signs of GPUs: {error}"
         self._say("signs", trouble)
@@ -192,12 +248,19 @@ def query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     """All of it in one request; the label `figure` tells the answers apart."""
     steps = "pacekeeper_rank_step" + _selector(*WORKERS, *matchers)
     asked = {name: expression % steps for name, expression in FIGURES.items()}
-    if dcgm_namespace:
-        place = (f'__name__=~"{GPU_NAMES}"', f'namespace="{dcgm_namespace}"', *matchers)
-        asked["gpu"] = f"{_selector(*place)} > 0"
-        asked["named"] = "count(" + _selector(*place, 'node!=""') + ")"
-        asked["unnamed"] = "count(" + _selector(*place, 'node=""') + ")"
-    return _together(asked)
+    return _together(asked) + (f" or {gpu_query(dcgm_namespace, matchers)}" if dcgm_namespace else "")
+
+
+def gpu_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
+    """The errors of all GPUs, and whether the scrape says on which node they are."""
+    place = (f'__name__=~"{GPU_NAMES}"', f'namespace="{dcgm_namespace}"', *matchers)
+    return _together(
+        {
+            "gpu": f"{_selector(*place)} > 0",
+            "named": "count(" + _selector(*place, 'node!=""') + ")",
+            "unnamed": "count(" + _selector(*place, 'node=""') + ")",
+        }
+    )
 
 
 def gpu_signs_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
@@ -230,6 +293,12 @@ def gpu_signs_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
             f"and on (UUID) ({busy} > {BUSY})",
         }
     )
+
+
+def _any_of(jobs: Sequence[JobName]) -> Matchers:
+    """Selects these jobs, and those that have the namespace of one and the name of another."""
+    namespaces, names = ("|".join(sorted({job[place].replace(".", "[.]") for job in jobs})) for place in (0, 1))
+    return f'namespace=~"{namespaces}"', f'trainingjob=~"{names}"'
 
 
 def _selector(*matchers: str) -> str:

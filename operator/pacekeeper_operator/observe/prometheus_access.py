@@ -19,36 +19,52 @@ from prometheus_api_client.exceptions import PrometheusApiClientException
 from prometheus_api_client.prometheus_connect import PrometheusConnect
 from requests import PreparedRequest, Response, Session
 from requests.auth import AuthBase, HTTPBasicAuth
-from requests.exceptions import RequestException, SSLError
+from requests.exceptions import ReadTimeout, RequestException, SSLError
 from urllib3.util.retry import Retry
 
 from ..prometheus_options import Headers
 
-TIMEOUT_SECONDS = 3
+LEAST_SECONDS, MOST_SECONDS = 3.0, 12.0
+"""So long an answer may take: whoever asks begins with the first, and goes up to the last."""
 TOKEN, USERNAME, PASSWORD = "token", "username", "password"
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 KEYS = (TOKEN, USERNAME, PASSWORD, AUTHORITY, CERTIFICATE, KEY)
 SECRET = "the Secret that prometheus.secretName names"
+MAX_WORDS = 300
+"""Characters of an answer that is an error."""
 LEAST_SECRET = 4
 """Characters: what is shorter would be found everywhere."""
 _TOKEN = re.compile(r"[!-~]+")
 
 Rows = Sequence[Mapping[str, Any]]
 """Of an answer's `result`: each the labels of a series and its value."""
-Ask = Callable[[str], Awaitable[Rows]]
-"""Raises NotAdmitted, or requests' RequestException, PrometheusApiClientException."""
+Ask = Callable[[str, float], Awaitable[Rows]]
+"""With the seconds that it may take. Raises NotAdmitted, Slow, TooMuch, or requests' RequestException,
+PrometheusApiClientException."""
+_TOO_MUCH = frozenset({413, 414, 431})
+"""Statuses of a question beyond a limit."""
+_LIMIT = re.compile(r"too many|limit|exceed")
+"""In the words with which an answer is refused (422) that would be beyond one."""
 
 
 class NotAdmitted(RequestException):
     """Prometheus does not answer *us*; the words say what a person can do, and show no credential."""
 
 
+class Slow(RequestException):
+    """Prometheus is there, and has not answered in time."""
+
+
+class TooMuch(RequestException):
+    """Prometheus is there, and what it was asked is beyond a limit of its own, or of a proxy's before it."""
+
+
 def over_http(url: str, credentials: Path | None = None, headers: Headers = ()) -> Ask:
     """`credentials`: the folder of a mounted Secret; None: there are none."""
     access = _Access(url, credentials, headers)
 
-    async def ask(query: str) -> Rows:
-        return await asyncio.to_thread(access.ask, query)
+    async def ask(query: str, seconds: float) -> Rows:
+        return await asyncio.to_thread(access.ask, query, seconds)
 
     return ask
 
@@ -60,14 +76,19 @@ class _Access:
         self._url, self._folder, self._headers = url, folder, headers
         self._made: tuple[Mapping[str, bytes], PrometheusConnect] | None = None
 
-    def ask(self, query: str) -> Rows:
-        client = self._client()
+    def ask(self, query: str, seconds: float) -> Rows:
+        client, limit = self._client(), {"timeout": f"{seconds:g}s"}  # it stops working on what nobody waits for
+        times: Any = LEAST_SECONDS, seconds  # to connect, and to answer
         try:
-            return client.custom_query(query)  # type: ignore[no-any-return]  # the package has no types
+            return client.custom_query(query, limit, timeout=times)  # type: ignore[no-any-return]  # it has no types
+        except ReadTimeout as error:
+            raise Slow(f"does not answer within {seconds:g} s") from error
         except SSLError as error:
             raise NotAdmitted(f"{_tls(error)}: look at {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET}") from error
         except PrometheusApiClientException as error:
             raise PrometheusApiClientException(self._hidden(str(error))) from None
+        except TooMuch as error:
+            raise TooMuch(self._hidden(str(error))) from None
         except RequestException:
             raise
         except OSError as error:  # the files have gone since they were looked at
@@ -91,7 +112,7 @@ class _Access:
             session.verify = str(self._folder / AUTHORITY)
         if self._folder and CERTIFICATE in found:
             session.cert = str(self._folder / CERTIFICATE), str(self._folder / KEY)
-        return PrometheusConnect(self._url, session=session, retry=Retry(total=0), timeout=TIMEOUT_SECONDS)
+        return PrometheusConnect(self._url, session=session, retry=Retry(total=0, read=False))
 
     def _hidden(self, words: str) -> str:
         """An answer may repeat what it was asked with."""
@@ -151,10 +172,19 @@ def _admitted(response: Response, **_: object) -> None:
             f"refuses the operator (HTTP {response.status_code}): look at {TOKEN}, or {USERNAME} and {PASSWORD}, in "
             f"{SECRET}, at what they may read, and at prometheus.headers"
         )
+    if response.status_code in _TOO_MUCH or (response.status_code == 422 and _LIMIT.search(response.text)):
+        raise TooMuch(f"is asked for too much (HTTP {response.status_code}: {response.text[:MAX_WORDS]})")
+    if response.status_code == HTTPStatus.GATEWAY_TIMEOUT or _has_given_up(response):
+        raise Slow(f"has not found the answer in time (HTTP {response.status_code})")
     if response.is_redirect:
         response.close()
         place = urlsplit(response.headers["location"]).hostname or "another path"
         raise NotAdmitted(f"sends the operator on to {place}, where it does not go: set prometheus.url to what answers")
+
+
+def _has_given_up(response: Response) -> bool:
+    """Prometheus' own word that its time for a query is over, in place of a proxy's that nobody is there."""
+    return response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and '"errorType":"timeout"' in response.text
 
 
 def _tls(error: SSLError) -> str:

@@ -1,30 +1,65 @@
-"""The operator's own look at a worker and its node: is anybody there?"""
+"""The operator's own look at a worker and its node: is anybody there?
+
+"I could not try" is no answer: without a free file, a free port or a route of its own, or held up itself, the operator
+learns nothing of the other side, and says so (None).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+from weakref import WeakKeyDictionary
 
+from .. import files
 from ..api import METRICS_PORT
 
 TIMEOUT_SECONDS = 0.4
+LATE_SECONDS = 0.2
+"""A time-out that comes later than this was not looked after in time: an answer may lie there unread."""
 TRIES = 2
 """The second try is the retransmission that a lost packet deserves."""
+TURN_SECONDS = 15.0
+"""So long a probe may wait for its turn."""
 KUBELET_PORT = 10250
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.ENETDOWN})
+"""Errors that speak of this machine only."""
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""Of all probes of this process: what they share is its files."""
 
 
-async def reaches_worker(address: str, port: int = METRICS_PORT) -> bool:
-    """Whether the sidecar's port (`manifests.metrics_port`) can be connected to."""
-    return await _reaches(address, port)
+async def reaches_worker(address: str, port: int = METRICS_PORT) -> bool | None:
+    """Whether the sidecar's port (`manifests.metrics_port`) can be connected to; None: that could not be tried."""
+    return await _in_turn(address, port)
 
 
-async def reaches_node(address: str) -> bool:
-    """Whether the kubelet's port can be connected to."""
-    return await _reaches(address, KUBELET_PORT)
+async def reaches_node(address: str) -> bool | None:
+    """Whether the kubelet's port can be connected to; None: that could not be tried."""
+    return await _in_turn(address, KUBELET_PORT)
 
 
-async def _reaches(address: str, port: int) -> bool:
-    """A refused connection is an answer too: somebody is there."""
+async def _in_turn(address: str, port: int) -> bool | None:
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        turns = _turns[loop] = asyncio.Semaphore(files.now().probes)
+    try:
+        async with asyncio.timeout(TURN_SECONDS):
+            await turns.acquire()
+    except TimeoutError:
+        return None
+    try:
+        return await _reaches(address, port)
+    finally:
+        turns.release()
+
+
+async def _reaches(address: str, port: int) -> bool | None:
+    """A refused connection is an answer too: somebody is there. One try that came to nothing by the other side's fault
+    is an answer; where both were kept from being any, there is none."""
+    loop, answer = asyncio.get_running_loop(), None
     for _ in range(TRIES):
+        began = loop.time()
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 _, writer = await asyncio.open_connection(address, port)
@@ -32,6 +67,25 @@ async def _reaches(address: str, port: int) -> bool:
             return True
         except ConnectionRefusedError:
             return True
-        except (TimeoutError, OSError):
-            continue
+        except TimeoutError:
+            tried = loop.time() - began < TIMEOUT_SECONDS + LATE_SECONDS
+        except OSError as error:
+            tried = not _is_ours(error, address)
+        answer = False if tried else answer
+    return answer
+
+
+def _is_ours(error: OSError, address: str) -> bool:
+    """Whether it says nothing of the other side. That there is no route may be a router's word, who knows that the
+    place is gone; or this machine's, which then has none for datagrams either."""
+    if isinstance(error, socket.gaierror) or error.errno in _OURS:
+        return True
+    if error.errno != errno.ENETUNREACH:
+        return False
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asks:
+            asks.connect((address, KUBELET_PORT))  # sends nothing
+    except OSError:
+        return True
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
+from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -61,6 +62,7 @@ class Operator:
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     network: Network | None = None  # as services.fabrics has looked at it last
+    _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
@@ -127,6 +129,11 @@ class Operator:
         await self.pods.listed.wait()
         await self.nodes.listed.wait()
 
+    def stays(self, holder: Holder) -> bool:
+        """Whether that very pod is known to be there, and is not about to end."""
+        pod = self.pods.get((holder.namespace, holder.pod))
+        return pod is not None and pod.uid == holder.uid and not pod.deleting and not pod.ended
+
     def scraped(self, job: Job, now: float) -> Metrics:
         """What Prometheus has said of the job lately."""
         if now - self.sample.at > STALE_SECONDS:
@@ -173,7 +180,7 @@ class Operator:
                 if self.paused == PAUSE_UNKNOWN or now - paused_at > 2 * self.settings.sample_seconds:
                     await self._look_whether_paused()
                     paused_at = now
-                await self._ask_prometheus()
+                self._ask_prometheus()
                 if now - incidents_at > pause:
                     await incidents.look_after(self.cluster, self.settings.watch_namespaces, self.runtime.now())
                     pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
@@ -198,11 +205,19 @@ class Operator:
             self.paused = paused
             self.memory.wake_all()
 
-    async def _ask_prometheus(self) -> None:
-        if not any(job.phase in ACTIVE for _, job in self.memory):
-            return
-        self.sample = await self.prometheus.sample(self.runtime.now())
-        metrics.PROMETHEUS_UP.set(not self.sample.unavailable)
+    def _ask_prometheus(self) -> None:
+        """Beside everything else: an answer may take its time, and counts from when it was asked for."""
+        if self._asking is None or self._asking.done():
+            active = tuple(name for name, job in self.memory if job.phase in ACTIVE)
+            self._asking = self.runtime.start(self._sample(active), "question to Prometheus") if active else None
+
+    async def _sample(self, jobs: Sequence[JobName]) -> None:
+        now = self.runtime.now()
+        found = await self.prometheus.sample(now, jobs)
+        if found.slow and not self.sample.unavailable and now - self.sample.at <= STALE_SECONDS:
+            return  # what was heard before is not stale yet
+        self.sample = found
+        metrics.PROMETHEUS_UP.set(not found.unavailable)
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Probe, WorkerPlan
@@ -22,6 +23,12 @@ from ..runtime import Runtime
 from .tokens import Forbidden, Holder, Tokens, TooMany
 
 MAX_POLL_SECONDS = 30.0
+HOLDS = (3.0, 5.0, 8.0, 12.0, 20.0, MAX_POLL_SECONDS)
+POLLS_A_SECOND = 170.0
+"""Of all workers together: of those holds, the shortest that keeps them to so many. One of a worker with eight GPUs
+costs a millisecond, so that they take a fifth of a core."""
+GOLDEN = 0.6180339887498949
+"""Of a circle between one worker's moment and the next one's: however many there are, they lie far apart."""
 TAKE_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
 CALLS_AT_ONCE = 64
@@ -62,10 +69,17 @@ class Caller:
 class Sidecars:
     """Serves the sidecars of all jobs."""
 
-    def __init__(self, cluster: Cluster, memory: Memory, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        memory: Memory,
+        runtime: Runtime,
+        stays: Callable[[Holder], bool] = lambda _holder: False,
+    ) -> None:
+        """`stays`: see `Tokens`."""
         self._memory = memory
         self._runtime = runtime
-        self._tokens = Tokens(cluster, runtime)
+        self._tokens = Tokens(cluster, runtime, stays)
         self._calls = Rate[Caller](CALLS_PER_SECOND, CALLS_AT_ONCE)
         self._polls: dict[Caller, asyncio.Timeout] = {}
 
@@ -98,10 +112,18 @@ class Sidecars:
         job = self._job(caller).job
         return 1 if job is None else job.spec.nproc_per_node
 
-    async def poll(self, caller: Caller, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
-        """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds.
-
-        Raises Forbidden.
+    async def poll(
+        self,
+        caller: Caller,
+        heartbeat: Heartbeat,
+        after: int,
+        wait: float,
+        most: float = 0.0,
+        unheard: Callable[[], float] | None = None,
+    ) -> WorkerPlan | None:
+        """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds, or
+        within up to `most` where there are many workers. `unheard`: seconds since its machine has shown that it is
+        there, now or when the connection ended; None: only what it says shows that. Raises Forbidden.
         """
         _speaks_for_itself(caller, heartbeat.worker)
         job = self._job(caller)
@@ -109,14 +131,28 @@ class Sidecars:
         if wait <= 0:
             return _part(job, caller, after)
         contact.polling += 1
+        self._memory.hold(job, 1)
         try:
             async with self._only_poll(caller):
-                await self._runtime.within(min(wait, MAX_POLL_SECONDS), _news(job, after))
+                await self._runtime.within(self._hold(contact, wait, most), _news(job, after))
         except TimeoutError:
             return None
         finally:
             contact.polling -= 1
+            self._memory.hold(job, -1)
+            if unheard is not None:
+                contact.at = max(contact.at, self._runtime.now() - unheard())
         return _part(job, caller, after)
+
+    def _hold(self, contact: Contact, wait: float, most: float) -> float:
+        """Seconds. With few workers `wait`. With many, until the worker's own moment comes round: so the polls of one
+        job, whose steps are all the same, do not come together."""
+        hold = next((hold for hold in HOLDS if len(self._polls) <= hold * POLLS_A_SECOND), MAX_POLL_SECONDS)
+        hold = min(hold, most, MAX_POLL_SECONDS)
+        if hold <= wait:
+            return min(wait, MAX_POLL_SECONDS)
+        until = (contact.phase * hold - self._runtime.monotonic()) % hold
+        return until if until >= wait else min(until + hold, most)
 
     async def take_fault(self, caller: Caller, fault: Fault) -> None:
         """Returns once what was decided about the fault is written. Raises NotYet, TooMany, Forbidden, InputError."""
@@ -237,7 +273,8 @@ class Sidecars:
         contact = job.contacts.get(caller.worker)
         if contact is None:
             heard = _heartbeat_by_our_clock(said, None, now)
-            contact = Contact(heard, now, state_since=now, said=said, figures=figures)
+            phase = (crc32(f"{caller.namespace}/{caller.job}".encode()) / 2**32 + GOLDEN * len(job.contacts)) % 1
+            contact = Contact(heard, now, state_since=now, said=said, figures=figures, phase=phase)
             job.contacts[caller.worker] = contact
             job.wake.set()
             return contact

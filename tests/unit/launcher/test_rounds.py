@@ -18,6 +18,7 @@ from pacekeeper.launcher.rounds import (
     Start,
     Terminate,
     decide,
+    is_alone,
     report,
 )
 from pacekeeper.launcher.settings import LauncherSettings
@@ -253,6 +254,17 @@ def test_ranks_end_only_without_operator_and_peers(running: Machine, operator: f
     commands = running.see(operator_age=operator, peers_age=peers)
     assert (running.stage() is LauncherState.LOST) == lost
     assert (Kill() in commands) == lost
+
+
+def test_who_trains_and_hears_no_peer_is_alone(running: Machine) -> None:
+    for age, alone in ((1.0, False), (3.0, True)):
+        running.see(peers_age=age)
+        assert is_alone(running.state, running.seen) is alone
+    running.see(operator_age=9.0, peers_age=9.0)
+    assert is_alone(running.state, running.seen), "so that it hears of the operator's return"
+    waiting = Machine()
+    waiting.see(plan=PLAN, peers_age=99.0)
+    assert not is_alone(waiting.state, waiting.seen)
 
 
 def test_a_lost_launcher_comes_back_with_the_first_word_of_either(running: Machine) -> None:

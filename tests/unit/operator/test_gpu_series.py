@@ -164,7 +164,7 @@ async def test_the_figures_are_those_of_ten_minutes(signs: tuple[GpuValue, ...])
 async def test_they_are_asked_for_now_and_then_only(url: str) -> None:
     asked: list[str] = []
 
-    async def ask(query: str) -> list[Any]:
+    async def ask(query: str, _seconds: float) -> list[Any]:
         asked.append(query)
         return []
 
@@ -179,7 +179,7 @@ async def test_they_are_asked_for_now_and_then_only(url: str) -> None:
 
 
 async def test_that_they_cannot_be_had_costs_nothing_else(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def ask(query: str) -> list[Any]:
+    async def ask(query: str, _seconds: float) -> list[Any]:
         if "PCIE" in query:
             raise requests.ConnectionError("found duplicate series")
         return []

@@ -22,7 +22,7 @@ def row(leaf: object = "l1", spine: object = "s1", value: object = "4e11") -> di
 async def told(rows: Any) -> LinkAnswer:
     asked: list[str] = []
 
-    async def ask(text: str) -> Sequence[Mapping[str, Any]]:
+    async def ask(text: str, _seconds: float) -> Sequence[Mapping[str, Any]]:
         asked.append(text)
         if isinstance(rows, Exception):
             raise rows

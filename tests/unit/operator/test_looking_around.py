@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
+from pacekeeper_operator.network import JobName
 from pacekeeper_operator.observation import NOT_ASKED
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample
@@ -23,6 +25,7 @@ from pacekeeper_operator.services.operator import (
     STALE_SECONDS,
     Operator,
 )
+from pacekeeper_operator.services.tokens import Holder
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -57,17 +60,20 @@ class Asked(Prometheus):
     def __init__(self) -> None:
         super().__init__("", "", "")
         self.times: list[float] = []
-        self.trouble = ""
+        self.trouble, self.slow, self.takes = "", False, 0.0
+        self.runtime: VirtualRuntime
 
-    async def sample(self, now: float) -> Sample:
+    async def sample(self, now: float, jobs: Collection[JobName] = ()) -> Sample:  # noqa: ARG002
         self.times.append(now)
-        return Sample(now, unavailable=self.trouble)
+        if self.takes:
+            await self.runtime.sleep(self.takes)
+        return Sample(now, unavailable=self.trouble, slow=self.slow)
 
 
 class Place:
     def __init__(self, **settings: Any) -> None:
         self.cluster, self.prometheus, self.timeline = Cluster(), Asked(), Timeline()
-        self.runtime = VirtualRuntime(self.timeline)
+        self.runtime = self.prometheus.runtime = VirtualRuntime(self.timeline)
         self.memory = Memory(self.runtime.now())
         values = {"namespace": "system", "sample_seconds": SAMPLE_SECONDS, **settings}
         self.operator = Operator(
@@ -172,6 +178,32 @@ class TestPrometheus:
         async with Watching(place):
             await place.timeline.run(4 * SAMPLE_SECONDS + 1)
         assert len(place.prometheus.times) == (5 if asked else 0)
+
+    async def test_slow_is_not_away_until_what_was_heard_is_stale(self, place: Place) -> None:
+        place.job(JobPhase.RUNNING)
+        async with Watching(place):
+            await place.timeline.run(1)
+            heard = place.operator.sample
+            assert not heard.unavailable
+            place.prometheus.trouble, place.prometheus.slow = "it does not answer within 3 s", True
+            await place.timeline.run(STALE_SECONDS - 2)
+            assert place.operator.sample is heard
+            assert not place.operator.scraped(training().job, place.runtime.now()).unavailable
+            await place.timeline.run(4)
+            assert place.operator.sample.unavailable == "it does not answer within 3 s"
+
+    async def test_an_answer_that_takes_its_time_holds_nothing_up_and_is_as_old_as_its_question(
+        self, place: Place
+    ) -> None:
+        place.job(JobPhase.RUNNING)
+        place.prometheus.takes = 10.0
+        asked_at = place.runtime.now()
+        async with Watching(place):
+            await place.timeline.run(9)
+            assert len(place.prometheus.times) == 1
+            assert place.cluster.looks.count(CONFIG_MAPS.plural) >= 2
+            await place.timeline.run(2)
+            assert place.operator.sample.at == asked_at
 
     @pytest.mark.parametrize(("trouble", "up"), [("", 1.0), ("it does not answer", 0.0)])
     async def test_whether_it_answers_is_measured(self, place: Place, trouble: str, up: float) -> None:
@@ -292,3 +324,20 @@ class TestOrphans:
     async def test_those_that_it_knows_stay(self, found: Place) -> None:
         await incidents.supersede(found.cluster, replace(job(), uid="there"), ("open",))
         assert self.outcomes(found)["open"] == ""
+
+
+async def test_a_token_is_believed_for_longer_only_while_its_very_pod_stays(place: Place) -> None:
+    def pod(**metadata: Any) -> Object:
+        named = {"namespace": "ns", "name": "j-w0-0", "uid": "u1", "labels": {LABEL_JOB: "j"}, **metadata}
+        named["creationTimestamp"] = "2026-01-01T00:00:00Z"
+        return {"metadata": named, "spec": {}, "status": {"phase": "Running"}}
+
+    stays, pods = place.operator.stays, place.operator.pods
+    assert not stays(Holder("ns", "j-w0-0", "u1"))
+    pods.hear(pod(resourceVersion="1"), deleted=False)
+    assert stays(Holder("ns", "j-w0-0", "u1"))
+    assert not stays(Holder("ns", "j-w0-0", "u0")), "an earlier one of that name"
+    pods.hear(pod(resourceVersion="2", deletionTimestamp="2026-01-01T00:00:00Z"), deleted=False)
+    assert not stays(Holder("ns", "j-w0-0", "u1"))
+    pods.hear(pod(resourceVersion="3"), deleted=True)
+    assert not stays(Holder("ns", "j-w0-0", "u1"))

@@ -32,11 +32,12 @@ class Lives:
         self.memory = Memory(0.0)
         self.jobs: dict[Key, JobMemory] = {}
         self.heard: dict[str, float] = {}  # by UID
+        self.held = Counter[str]()  # the same
         self.now, self.made = NOW, 0
 
     def go_on(self) -> None:
         self.now += self.dice.choice((0.0, 0.5, 4.0, 30.0, 900.0))
-        act = self.dice.choice((self.make, self.change, self.change, self.change, self.phase, self.speak, self.drop))
+        act = self.dice.choice((self.make, self.change, self.change, self.change, self.phase, self.speak, self.hold, self.drop))
         act()
 
     def make(self) -> None:
@@ -87,6 +88,13 @@ class Lives:
             self.memory.hear(one, self.now)
             self.heard[one.job.uid] = self.now
 
+    def hold(self) -> None:
+        """A poll is held, or ends."""
+        if (one := self.one()) is not None and one.job is not None and one.draft is not None:
+            polls = -1 if self.held[one.job.uid] and self.dice.random() < 0.7 else 1
+            self.memory.hold(one, polls)
+            self.held[one.job.uid] += polls
+
     def drop(self) -> None:
         if (one := self.one()) is not None and one.job is not None and self.dice.random() < 0.5:
             self.memory.forget(one.job)
@@ -109,7 +117,8 @@ class Lives:
                 for past in incidents.past
                 if past.cause is Cause.HANG and past.node and self.now - past.at < HUNG_SECONDS and another
             ]
-            heard = heard or (another and self.now - self.heard.get(other.job.uid, -9e9) < HEARD_SECONDS)
+            lately = self.now - self.heard.get(other.job.uid, -9e9) < HEARD_SECONDS
+            heard = heard or (another and (lately or self.held[other.job.uid] > 0))
             if other.job.namespace != mine.namespace:
                 hung_elsewhere |= set(hangs)
                 continue
@@ -178,10 +187,12 @@ def test_a_job_that_nobody_knows_any_more_is_not_heard_for_ever() -> None:
         other = memory.of(replace(job(), name="other", uid=f"uid-{n}", created_at=NOW + n))
         other.draft = training().draft
         memory.hear(other, NOW)
+        memory.hold(other, 1)
     assert memory.around(mine, training().draft, NOW).reached_elsewhere
     assert other.job is not None
     memory.forget(other.job)
     memory.hear(other, NOW)
+    memory.hold(other, -1)
     assert not memory.around(mine, training().draft, NOW).reached_elsewhere
 
 

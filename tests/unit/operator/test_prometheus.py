@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from prometheus_api_client.exceptions import PrometheusApiClientException
 
 import testcluster.prometheus
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample, gpu_signs_query, query
+from pacekeeper_operator.observe.prometheus import (
+    EASES_SECONDS,
+    Prometheus,
+    Sample,
+    _any_of,
+    gpu_signs_query,
+    query,
+)
+from pacekeeper_operator.observe.prometheus_access import Slow, TooMuch, over_http
 from pacekeeper_operator.settings import Settings
 from tests.support import metric_names
 from tests.support.chart import CHART, helm_template
@@ -28,13 +39,15 @@ OTHER = {"namespace": "ns", "trainingjob": "k"}
 class FakePrometheus(BaseHTTPRequestHandler):
     rows: list[dict[str, Any]] = []  # noqa: RUF012  # set anew by each test
     status = 200
+    words = ""
     queries: list[str] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
         self.queries.append(parse_qs(urlparse(self.path).query)["query"][0])
         self.send_response(self.status)
         self.end_headers()
-        self.wfile.write(json.dumps({"status": "success", "data": {"result": self.rows}}).encode())
+        answer = json.dumps({"status": "success", "data": {"result": self.rows}})
+        self.wfile.write((self.words or answer).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -42,7 +55,7 @@ class FakePrometheus(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    FakePrometheus.status = 200
+    FakePrometheus.status, FakePrometheus.words = 200, ""
     FakePrometheus.queries.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakePrometheus)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -77,6 +90,89 @@ async def test_an_error_is_an_answer_too(url: str) -> None:
     FakePrometheus.status = 503
     sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
     assert "does not answer" in sample.unavailable
+
+
+class TestTooMuch:
+    """A Prometheus that needs more time, or has a limit on what it answers at once."""
+
+    @dataclass
+    class Limited:
+        """Answers about `most` jobs at once at most, all of which take a step."""
+
+        most: int
+        queries: list[str] = field(default_factory=list)
+        seconds: list[float] = field(default_factory=list)
+        needs: float = 0.0
+
+        async def __call__(self, query: str, seconds: float) -> list[dict[str, Any]]:
+            self.queries.append(query)
+            self.seconds.append(seconds)
+            if seconds < self.needs:
+                raise Slow(f"does not answer within {seconds:g} s")
+            if "rank_step" not in query:
+                return [row("named", 8)]
+            named = re.search(r'trainingjob=~"([^"]*)"', query)
+            asked = named[1].split("|") if named else [f"j{n}" for n in range(10)]
+            if len(asked) > self.most:
+                raise TooMuch("is asked for too much")
+            return [row("least_step", 7, namespace="ns", trainingjob=name) for name in asked]
+
+    JOBS = tuple(("ns", f"j{n}") for n in range(10))
+
+    async def test_is_asked_for_in_parts_until_it_fits(self) -> None:
+        ask = self.Limited(most=3)
+        prometheus = Prometheus("http://p", "gpus", "Hostname", ask, ('cluster="a"',))
+        samples = [await prometheus.sample(NOW + n, self.JOBS) for n in range(3)]
+        assert [sample.slow for sample in samples] == [True, True, False]
+        assert set(samples[2].figures["least_step"]) == set(self.JOBS)
+        assert not samples[2].unvouched, "the GPUs are asked about, too"
+        assert all('cluster="a"' in query for query in ask.queries)
+
+    async def test_is_tried_again_after_a_while(self) -> None:
+        ask = self.Limited(most=3)
+        prometheus = Prometheus("http://p", "", "", ask)
+        for after in (0, 1, 2, EASES_SECONDS + 3, EASES_SECONDS + 4):
+            ask.queries.clear()
+            ask.most = 3 if after < EASES_SECONDS else 100
+            await prometheus.sample(NOW + after, self.JOBS)
+            count = len(ask.queries)
+        assert count == 2, "half as many"
+
+    async def test_slow_is_given_more_time(self) -> None:
+        ask = self.Limited(most=100, needs=10.0)
+        prometheus = Prometheus("http://p", "", "", ask)
+        samples = [await prometheus.sample(NOW + n, self.JOBS) for n in range(3)]
+        assert ask.seconds == [3.0, 6.0, 12.0]
+        assert [bool(sample.unavailable) for sample in samples] == [True, True, False]
+
+    async def test_a_real_one_that_does_not_answer_is_slow_and_nobody_is_away(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            with pytest.raises(Slow, match=r"within 0\.1 s"):
+                await over_http(url)("up", 0.1)
+        sample = await Prometheus(url, "", "").sample(NOW)
+        assert (bool(sample.unavailable), sample.slow) == (True, False)
+
+    @pytest.mark.parametrize(
+        ("status", "words", "error"),
+        [
+            (422, "query processing would load too many samples into memory", TooMuch),
+            (414, "", TooMuch),
+            (413, "", TooMuch),
+            (504, "", Slow),
+            (503, '{"status":"error","errorType":"timeout"}', Slow),
+            (503, "no upstream", PrometheusApiClientException),
+            (422, "found duplicate series", PrometheusApiClientException),
+        ],
+    )
+    async def test_what_an_error_means(self, url: str, status: int, words: str, error: type[Exception]) -> None:
+        FakePrometheus.status, FakePrometheus.words = status, words
+        with pytest.raises(error):
+            await over_http(url)("up", 3.0)
+
+    def test_only_names_are_selected(self) -> None:
+        (first,) = re.findall(r'trainingjob=~"[^"]*"', query("", _any_of([("a.b", "x.y"), ("c", "z")])))[:1]
+        assert first == 'trainingjob=~"x[.]y|z"'
 
 
 async def test_nobody_there_is_an_answer_too() -> None:

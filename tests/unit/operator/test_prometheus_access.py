@@ -134,7 +134,7 @@ async def test_a_bearer_token_an_authority_and_headers(gateway: Gateway, tmp_pat
     gateway.context = ours.server_context()
     gateway.wanted = {"Authorization": f"Bearer {TOKEN}", **dict(HEADERS)}
     folder = mount(tmp_path / "secret", token=f"{TOKEN}\n", ca_crt=ours.pem)
-    assert await over_http(gateway.url, folder, HEADERS)("up") == []
+    assert await over_http(gateway.url, folder, HEADERS)("up", 3.0) == []
     sample = await Prometheus(gateway.url, "gpus", "", over_http(gateway.url, folder, HEADERS)).sample(1.0)
     assert not sample.unavailable
 
@@ -143,7 +143,7 @@ async def test_a_name_and_a_password_of_any_language(gateway: Gateway, tmp_path:
     wanted = base64.b64encode("jürgen:pass:wörd ✓".encode()).decode()
     gateway.wanted = {"Authorization": f"Basic {wanted}"}
     folder = mount(tmp_path / "secret", username="jürgen\n", password="pass:wörd ✓\n")
-    assert await over_http(gateway.url, folder)("up") == []
+    assert await over_http(gateway.url, folder)("up", 3.0) == []
 
 
 async def test_a_client_certificate(gateway: Gateway, tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ async def test_a_client_certificate(gateway: Gateway, tmp_path: Path) -> None:
     gateway.context.load_verify_locations(cadata=clients.pem)
     key = (tmp_path / "clients/server.key").read_bytes()
     folder = mount(tmp_path / "secret", ca_crt=ours.pem, tls_crt=clients.pem, tls_key=key)
-    assert await over_http(gateway.url, folder)("up") == []
+    assert await over_http(gateway.url, folder)("up", 3.0) == []
     without = over_http(gateway.url, mount(tmp_path / "without", ca_crt=ours.pem))
     with pytest.raises(RequestException):
-        await without("up")
+        await without("up", 3.0)
 
 
 async def test_renewed_credentials_count_at_the_next_question(gateway: Gateway, tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ async def test_renewed_credentials_count_at_the_next_question(gateway: Gateway, 
     gateway.wanted = {"Authorization": f"Bearer {TOKEN}"}
     folder = mount(tmp_path / "secret", token=TOKEN, ca_crt=old.pem)
     ask = over_http(gateway.url, folder)
-    await ask("up")
+    await ask("up", 3.0)
     gateway.context, gateway.wanted = new.server_context(), {"Authorization": "Bearer next"}
     with pytest.raises(NotAdmitted, match=r"certificate verify failed.*look at ca\.crt"):
-        await ask("up")
+        await ask("up", 3.0)
     mount(folder, token=TOKEN, ca_crt=new.pem)
     with pytest.raises(NotAdmitted, match="HTTP 401"):
-        await ask("up")
+        await ask("up", 3.0)
     mount(folder, token="next", ca_crt=new.pem)
-    assert await ask("up") == []
+    assert await ask("up", 3.0) == []
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -224,7 +224,7 @@ async def test_credentials_do_not_follow_a_redirect(gateway: Gateway, elsewhere:
     gateway.redirect = f"{elsewhere.url}/login?next=1"
     ask = over_http(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
     with pytest.raises(NotAdmitted, match="sends the operator on to localhost, where it does not go"):
-        await ask("up")
+        await ask("up", 3.0)
     assert len(gateway.seen) == 1
     assert not elsewhere.seen
 
@@ -248,7 +248,7 @@ async def test_a_secret_that_can_be_none_is_said_and_not_sent(
     gateway: Gateway, tmp_path: Path, keys: dict[str, str], words: str
 ) -> None:
     with pytest.raises(NotAdmitted, match=words) as refused:
-        await over_http(gateway.url, mount(tmp_path / "secret", **keys))("up")
+        await over_http(gateway.url, mount(tmp_path / "secret", **keys))("up", 3.0)
     assert not any(str(value) in str(refused.value) for value in keys.values() if len(value) > 1)
     assert not gateway.seen
 

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,8 +41,9 @@ from pacekeeper_analysis.reports import (
 from pacekeeper_operator import certificates, connections, server
 from pacekeeper_operator.cluster import Cluster, Kind, Object
 from pacekeeper_operator.connections import Connections
+from pacekeeper_operator.files import Files
 from pacekeeper_operator.observe import faults
-from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.server import MAX_EVIDENCE_BYTES, MAX_FAULT_BYTES, MAX_HEARTBEAT_BYTES, application, serve
 from pacekeeper_operator.services import sidecars, tokens
@@ -450,6 +452,50 @@ async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) 
     assert job.contacts["j-w0-0"].heartbeat.step == 5
 
 
+class TestHolds:
+    @pytest.mark.parametrize(
+        ("workers", "hold"),
+        [(1, 3.0), (510, 3.0), (511, 5.0), (2_000, 12.0), (3_000, 20.0), (5_000, 30.0), (20_000, 30.0)],
+    )
+    async def test_are_as_long_as_all_workers_together_need(self, served: Sidecars, workers: int, hold: float) -> None:
+        served._polls = cast(Any, dict.fromkeys(range(workers)))
+        contact = Contact(Heartbeat(), NOW)
+        longest = max(served._hold(replace(contact, phase=part / 100), 3.0, 30.0) for part in range(100))
+        assert hold <= longest <= (3.0 if hold == 3.0 else min(30.0, hold + 3.0))
+        assert served._hold(contact, 3.0, 0.0) == 3.0, "an older sidecar's"
+        assert served._hold(contact, 3.0, 4.0) <= 4.0
+
+    async def test_come_to_an_end_one_after_the_other(self, served: Sidecars, clock: Clock) -> None:
+        """So that the steps of a job are heard of more often than each worker's."""
+        served._polls = cast(Any, dict.fromkeys(range(3_000)))
+        for number in range(4):
+            caller = sidecars.Caller("ns", "j", f"j-w{number}-0")
+            with suppress(TimeoutError):
+                await served.poll(caller, Heartbeat(caller.worker), WORLD.plan.version, 0.0)
+        job = served._job(sidecars.Caller("ns", "j", "j-w0-0"))
+        ends = sorted((clock.monotonic() + served._hold(c, 3.0, 30.0)) % 20 for c in job.contacts.values())
+        gaps = [(after - before) % 20 for before, after in zip(ends, [*ends[1:], ends[0]], strict=True)]
+        assert 2 < min(gaps) <= max(gaps) < 8
+
+    async def test_a_worker_is_heard_until_its_machine_was_heard_last(self, served: Sidecars, clock: Clock) -> None:
+        caller = sidecars.Caller("ns", "j", "j-w0-0")
+        job = served._job(caller)
+        poll = asyncio.create_task(
+            served.poll(caller, Heartbeat("j-w0-0"), WORLD.plan.version, 30.0, 30.0, lambda: 6.0)
+        )
+        await asyncio.wait_for(job.wake.wait(), 5)
+        contact = job.contacts["j-w0-0"]
+        clock.at += 20.0
+        assert contact.heard(clock.now(), 10.0)
+        poll.cancel()  # its connection has ended
+        await asyncio.gather(poll, return_exceptions=True)
+        assert contact.at == clock.now() - 6.0
+        clock.at += 3.0
+        assert contact.heard(clock.now(), 10.0)
+        clock.at += 2.0
+        assert not contact.heard(clock.now(), 10.0)
+
+
 class TestPolls:
     async def test_a_new_one_ends_the_older_one_of_its_worker(self, client: Client, job: JobMemory) -> None:
         path = f"/v1/plan?after={WORLD.plan.version}&wait=30"
@@ -488,6 +534,31 @@ class TestTokens:
         clock.at += tokens.REVIEW_SECONDS
         await client.post("/v1/plan", json=BEAT, **W0)
         assert reviews.asked == 2
+
+    @pytest.mark.parametrize("there", [True, False])
+    async def test_of_a_pod_that_is_known_to_stay_it_is_seldom_reviewed(
+        self, memory: Memory, job: JobMemory, reviews: Reviews, clock: Clock, there: bool
+    ) -> None:
+        assert job.draft is not None
+        stays = there
+        served = Sidecars(cast(Cluster, reviews), memory, clock, lambda holder: stays and holder.uid == "uid-0")
+        proof = token("j-w0-0", "uid-0")
+        for _ in range(10):
+            await served.authenticate(proof, "192.0.2.1")
+            clock.at += 14.0
+        assert reviews.asked == (1 if there else 2)
+        clock.at += tokens.KNOWN_SECONDS
+        await served.authenticate(proof, "192.0.2.1")
+        assert reviews.asked == (2 if there else 3), "for ever is never"
+        clock.at += tokens.REVIEW_SECONDS
+        stays, asked, reviews.error = False, reviews.asked, None
+        await served.authenticate(proof, "192.0.2.1")
+        assert reviews.asked == asked + 1, "its pod has gone: whether the token has, too, says the API server"
+
+    async def test_those_that_came_together_are_not_due_together(self) -> None:
+        parts = [tokens._part(bytes([n])) for n in range(256)]
+        assert min(parts) * tokens.KNOWN_SECONDS > tokens.REVIEW_SECONDS
+        assert max(parts) <= 1 < len(set(parts))
 
     async def test_many_calls_share_one_review(self, client: Client, reviews: Reviews) -> None:
         reviews.gate.clear()
@@ -735,7 +806,7 @@ class TestConnections:
             f"POST /v1/plan HTTP/1.1\r\nHost: x\r\nAuthorization: {W0['headers']['Authorization']}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
-        held = Connections(most_at_the_door=2)
+        held = Connections(most_at_the_door=2, patience=0.0)
         async with serve(served, clock, 0, shown() if secure else None, address="127.0.0.1", connections=held) as port:
             reader, known = await asyncio.open_connection("127.0.0.1", port, ssl=trusting() if secure else None)
             known.write(request)
@@ -771,10 +842,17 @@ class TestConnections:
         told = tmp_path / "memory.max"
         if limit:
             told.write_text(f"{limit}\n")
-        assert connections.most_connections(told) == most
+        assert connections.most_by_memory(told) == most
+
+    def test_are_no_more_than_there_are_files_for(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        few = Files(1_024)
+        assert connections.most_connections(tmp_path / "none", Files(2**20)) == 3072
+        assert connections.most_connections(tmp_path / "none", few) == few.connections < 3072
+        Connections(most=few.connections).say_room()
+        assert f"room for {few.connections} connections" in caplog.text
 
     def test_and_bodies_take_less_than_half_of_the_usual_memory(self, tmp_path: Path) -> None:
-        held = connections.most_connections(tmp_path / "none") * connections.CONNECTION_BYTES
+        held = connections.most_by_memory(tmp_path / "none") * connections.CONNECTION_BYTES
         assert held + server.MAX_BODIES_BYTES < connections.USUAL_MEMORY / 2
         values = yaml.safe_load((Path(__file__).parents[3] / "charts/pacekeeper/values.yaml").read_text())
         assert values["resources"]["limits"]["memory"] == f"{connections.USUAL_MEMORY // 2**20}Mi"
@@ -826,6 +904,73 @@ class TestConnections:
                 writer.write(begun)
                 assert await closed(reader), begun
                 writer.close()
+
+    async def test_at_a_full_door_each_has_its_time(self, served: Sidecars, clock: Clock) -> None:
+        held = Connections(most_at_the_door=2, patience=30.0)
+        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+            first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            await until(lambda: held.total == 2)
+            reader, third = await asyncio.open_connection("127.0.0.1", port)
+            third.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(first[0][0].read(), 0.2)
+            assert held.total == 2
+            first[0][1].close()  # it makes room by itself
+            assert b"200" in await asyncio.wait_for(reader.readline(), 5)
+            for writer in (first[1][1], third):
+                writer.close()
+            await until(lambda: held.total == 0)
+            assert not held._at_the_door
+
+    async def test_who_crowds_the_door_makes_room_at_once(
+        self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connections, "DOOR_OF_ADDRESS", 2)
+        held = Connections(most_at_the_door=4, patience=30.0)
+        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+            patient = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            await until(lambda: held.total == 1)
+            crowd = [await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.3", 0)) for _ in range(4)]
+            assert await closed(crowd[0][0])
+            await until(lambda: held.total == 4)
+            assert held.of_address == {"127.0.0.2": 1, "127.0.0.3": 3}
+            for _, writer in (patient, *crowd):
+                writer.close()
+            await until(lambda: held.total == 0)
+
+    async def test_thousands_at_once_are_all_served_in_turn(self, served: Sidecars, clock: Clock) -> None:
+        async def call(port: int, number: int) -> bytes:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=trusting(), local_addr=(f"127.0.1.{1 + number % 50}", 0)
+            )
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+            return status
+
+        held = Connections(most_at_the_door=8)
+        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+            answers = await asyncio.gather(*(call(port, number) for number in range(200)))
+        assert {answer.split()[1] for answer in answers} == {b"200"}
+
+    async def test_the_kernel_asks_after_the_other_side(self, served: Sidecars, clock: Clock) -> None:
+        """So a machine that is gone does not hold its poll for longer than a short one would last."""
+        held = Connections()
+        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            await until(lambda: held.total == 1)
+            (connection,) = held._open.values()
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT):
+                assert connection.getsockopt(socket.IPPROTO_TCP, option)
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            await asyncio.sleep(0.2)
+            assert 0.2 <= connection.unheard_seconds < 2
+            writer.close()
+            await until(lambda: held.total == 0)
+            at_the_end = connection.unheard_seconds
+            assert at_the_end < 2
+            await asyncio.sleep(0.1)
+            assert connection.unheard_seconds == at_the_end
 
     async def test_a_poll_ends_with_its_connection(self, served: Sidecars, clock: Clock, job: JobMemory) -> None:
         body = json.dumps(BEAT).encode()

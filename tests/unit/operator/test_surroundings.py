@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
+import socket
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +14,9 @@ import pytest
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
+from pacekeeper_operator import files
 from pacekeeper_operator.api import Cause, Class, JobPhase, Verdict
+from pacekeeper_operator.files import Files
 from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import HEARD_SECONDS, Metrics, PodView, Ruling, Surroundings
 from pacekeeper_operator.observe import reachability
@@ -243,7 +249,7 @@ class TestReachability:
         await server.wait_closed()
         assert await reachability.reaches_worker("127.0.0.1", port), "refused: the host answers"
 
-    @pytest.mark.parametrize("error", [TimeoutError(), OSError("no route to host")])
+    @pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EHOSTUNREACH, "no route to host")])
     async def test_who_does_not_answer_is_asked_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
@@ -252,5 +258,93 @@ class TestReachability:
             raise error
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
-        assert not await reachability.reaches_node("192.0.2.1")
+        assert await reachability.reaches_node("192.0.2.1") is False
         assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.TRIES
+
+    async def test_without_a_free_file_nothing_is_known(self) -> None:
+        server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            assert await reachability.reaches_worker("127.0.0.1", port) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert await reachability.reaches_worker("127.0.0.1", port) is True
+        server.close()
+
+    @pytest.mark.parametrize(("route", "answer"), [(False, None), (True, False)], ids=["ours", "a router's word"])
+    async def test_a_missing_route_of_ones_own_tells_nothing(
+        self, route: bool, answer: bool | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Datagrams:
+            def __init__(self, *_: object) -> None: ...
+
+            def __enter__(self) -> Datagrams:
+                return self
+
+            def __exit__(self, *_: object) -> None: ...
+
+            def connect(self, _address: object) -> None:
+                if not route:
+                    raise OSError(errno.ENETUNREACH, "no route")
+
+        async def open_connection(_address: str, _port: int) -> Any:
+            raise OSError(errno.ENETUNREACH, "no route")
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        monkeypatch.setattr(socket, "socket", Datagrams)
+        assert await reachability.reaches_node("192.0.2.1") is answer
+
+    async def test_an_operator_that_was_held_up_has_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.001)
+        monkeypatch.setattr(reachability, "LATE_SECONDS", 0.01)
+
+        async def open_connection(_address: str, _port: int) -> Any:
+            asyncio.get_running_loop().call_soon(time.sleep, 0.05)
+            await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        assert await reachability.reaches_node("192.0.2.1") is None
+
+    async def test_no_more_are_under_way_than_there_are_files_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "now", lambda: Files(files.RESERVED + 2 * files.PROBES_SHARE))
+        monkeypatch.setattr(reachability, "TURN_SECONDS", 0.2)
+        under_way, most, gate = 0, 0, asyncio.Event()
+
+        async def open_connection(_address: str, _port: int) -> Any:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            try:
+                await gate.wait()
+            finally:
+                under_way -= 1
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 5.0)
+        asked = [asyncio.create_task(reachability.reaches_node(f"192.0.2.{number}")) for number in range(3)]
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in done] == [None], "there was no turn for it"
+        gate.set()
+        assert sorted(map(str, await asyncio.gather(*asked))) == ["None", "True", "True"]
+        assert most == 2
+
+
+class TestFiles:
+    @pytest.mark.parametrize("limit", [1, 256, 1024, 20_000, 2**30])
+    def test_shares_fit_the_limit_and_nobody_has_none(self, limit: int) -> None:
+        shares = Files(limit)
+        assert shares.probes >= 1
+        assert shares.connections >= 1
+        assert shares.probes + shares.connections + files.RESERVED <= max(limit, files.RESERVED + 2)
+
+    def test_the_limit_is_raised_to_what_is_allowed(self) -> None:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        try:
+            assert files.now().limit == 512
+            assert files.raise_limit().limit == (2**30 if before[1] == resource.RLIM_INFINITY else before[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -28,7 +28,7 @@ JOB = (NAMESPACE, "j")
 
 
 def sample(team: Team, dcgm: str = "") -> Sample:
-    async def ask(query: str) -> Rows:
+    async def ask(query: str, _seconds: float) -> Rows:
         rows: Rows = team.world.prometheus.rows(query)
         return rows
 

@@ -33,7 +33,7 @@ from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
 from .ranks import RankProcesses
-from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, report
+from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, is_alone, report
 from .settings import LauncherSettings
 from .shim import why_missing
 from .sockets import SocketFile
@@ -150,7 +150,10 @@ class Launcher:
         self._ranks.take_news()
         plan = self._plan.read()
         before = self._state
-        self._state, commands = decide(before, self._see(plan), time.monotonic(), self._settings)
+        seen = self._see(plan)
+        self._state, commands = decide(before, seen, time.monotonic(), self._settings)
+        if is_alone(self._state, seen):
+            self._runtime.alone.touch()
         if self._state.stage is not before.stage:
             log.info("%s (membership %d, round %d)", self._state.stage, self._state.membership, self._state.round)
         for command in commands:

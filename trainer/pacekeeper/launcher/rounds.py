@@ -15,6 +15,8 @@ from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from .meeting import Ending, MeetingStage, Report, Status, View
 from .settings import LauncherSettings
 
+ALONE_SECONDS = 2.0
+"""Peers are heard once a second: who hears none for so long may have to end its ranks by the operator's silence."""
 LEFT_EXIT_CODE = 143
 """Exit code of a rank, and of the launcher, that has left because it was told to: 128 + SIGTERM. It is not success."""
 
@@ -372,6 +374,11 @@ def _is_out_of_contact(turn: _Turn) -> bool:
     if turn.seen.operator_age <= limit or turn.seen.peers_age <= limit:
         return False
     return turn.state.running > 0 or turn.state.stage is LauncherState.LOST
+
+
+def is_alone(state: RoundState, seen: Seen) -> bool:
+    """Whether its contact to the operator decides on its ranks, or will soon."""
+    return seen.peers_age > ALONE_SECONDS and (state.running > 0 or state.stage is LauncherState.LOST)
 
 
 def _is_current(view: View, running: int) -> bool:

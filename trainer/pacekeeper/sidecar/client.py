@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +23,11 @@ ANSWER_SECONDS = 5.0
 """How long an answer may take beyond the time that the operator was allowed to hold the call."""
 
 
+KEEPALIVE_SECONDS, KEEPALIVE_TRIES = 3, 3
+"""The kernel asks so often whether the operator's machine is still there; without an answer to so many questions, a
+second apart, the connection has ended: a poll may be held for much longer."""
+
+
 class Unavailable(Exception):
     """The operator does not answer, or asks to be called again: worth another try."""
 
@@ -37,11 +43,12 @@ class OperatorClient:
         self._session = session
         self._settings = settings
 
-    async def plan(self, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
-        """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds."""
-        query = {"after": str(after), "wait": f"{wait:g}"}
+    async def plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
+        """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds, or
+        within up to `hold` where the operator has very many workers."""
+        query = {"after": str(after), "wait": f"{wait:g}", "hold": f"{hold:g}"}
         beat = replace(heartbeat, sent_at=time.time())
-        answer = await self._post("/v1/plan", beat.to_json(), query, wait + ANSWER_SECONDS)
+        answer = await self._post("/v1/plan", beat.to_json(), query, max(wait, hold) + ANSWER_SECONDS)
         return None if answer is None else WorkerPlan.from_json(answer)
 
     async def fault(self, fault: Fault) -> None:
@@ -82,6 +89,20 @@ class OperatorClient:
 @asynccontextmanager
 async def connect(settings: SidecarSettings) -> AsyncIterator[OperatorClient]:
     context = ssl.create_default_context(cadata=settings.authority or None)
-    connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60)
+    connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector) as session:
         yield OperatorClient(session, settings)
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, KEEPALIVE_TRIES),
+        (socket.TCP_USER_TIMEOUT, 1000 * (KEEPALIVE_SECONDS + KEEPALIVE_TRIES)),  # of what is on its way
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made

@@ -24,7 +24,9 @@ class SidecarSettings:
     metrics_port: int = 9464
     window_steps: int = 32
     poll_seconds: float = 3.0
-    """How long the operator may hold a poll. Its answers are the signs of life of both sides."""
+    """How long the operator holds a poll. Its answers are the signs of life of both sides."""
+    hold_seconds: float = 30.0
+    """How long it may hold one where it has very many workers; what is news is sent beside it."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> SidecarSettings:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 import time
 from dataclasses import replace
@@ -40,6 +41,10 @@ RANKS_LOOK_SECONDS = 1.0
 """How often the ranks' rings are looked at: the least time between two heartbeats that only tell of figures."""
 SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
 """Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
+ALONE_SECONDS = 3.0
+"""A launcher that is alone says so more often than that."""
+CONTACT_SECONDS = 2.0
+"""The operator's last answer is to be no older for such a launcher."""
 PARTING_SECONDS = 3.0
 """How long the operator may take to hear of the end."""
 
@@ -108,11 +113,14 @@ class Sidecar:
             await asyncio.sleep(connections.LOOK_SECONDS)
 
     async def _follow_plan(self) -> None:
-        """Poll the plan; each poll carries the heartbeat."""
-        backoff = Backoff()
+        """Poll the plan; each poll carries the heartbeat. It may be held for twice as long as the one before was, so
+        that an operator that stands still is soon given up where it has few workers."""
+        backoff, wait, held = Backoff(), self._settings.poll_seconds, 0.0
         while True:
+            began = time.monotonic()
             try:
-                await self._poll(self._settings.poll_seconds)
+                news = await self._poll(wait, min(self._settings.hold_seconds, max(wait, 2 * held)))
+                held = held if news else time.monotonic() - began
                 backoff.reset()
             except (Unavailable, Rejected, InputError) as error:
                 await backoff.sleep("no plan", error)
@@ -124,13 +132,17 @@ class Sidecar:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._loud()
-            if now == self._told:
+            if now == self._told and not self._is_asked_for_contact():
                 continue
             try:
                 await self._tell(now)
                 backoff.reset()
             except (Unavailable, Rejected, InputError) as error:
                 await backoff.sleep("heartbeat not sent", error)
+
+    def _is_asked_for_contact(self) -> bool:
+        """A launcher without peers ends its ranks by the age of the operator's last answer."""
+        return _age(self._runtime.alone) < ALONE_SECONDS and _age(self._runtime.contact) > CONTACT_SECONDS
 
     async def _tell(self, loud: dict[str, object]) -> None:
         await self._poll(wait=0)
@@ -229,14 +241,16 @@ class Sidecar:
                     log.error("pattern %s is dropped: %s", path.stem, error)
                 _forget(path)
 
-    async def _poll(self, wait: float) -> None:
+    async def _poll(self, wait: float, hold: float = 0.0) -> bool:
+        """Whether there was an answer before it was due."""
         after = -1 if self._plan is None else self._plan.version
         beat = replace(self._launcher.heartbeat, figures=self._figures.tell())
-        plan = await self._client.plan(beat, after, wait)
+        plan = await self._client.plan(beat, after, wait, hold)
         self._in_contact()
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
             write_plan(self._runtime.plan, plan)
             self._plan = plan
+        return plan is not None
 
     def _reported(self) -> list[Path]:
         return sorted(self._runtime.faults.glob("*.json"))
@@ -298,6 +312,14 @@ def _pattern_in(path: Path) -> bytes:
     if path.stat().st_size > MOST_ANSWER_BYTES:
         raise InputError(f"{path.name}: must be {MOST_ANSWER_BYTES} bytes at most")
     return path.read_bytes()
+
+
+def _age(path: Path) -> float:
+    """Seconds since the file was touched; infinity: there is none."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _forget(path: Path) -> None:

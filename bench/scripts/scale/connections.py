@@ -1,0 +1,116 @@
+"""5,000 sidecars on one endpoint: what a connection and a poll cost, and how soon all are back after a restart.
+
+The real server with TLS and the real service in one process, all sidecars' polls in another (`endpoint`, `crowd`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .figure import Figure
+
+WORKERS, RANKS = 5_000, 8
+QUICK_WORKERS = 300
+HOLD_SECONDS = 30.0
+"""What the sidecars allow; how long it really holds a poll is the endpoint's to say."""
+CONNECT_SECONDS = 120.0
+LIMIT_SECONDS = 30.0
+"""Goal for all to be back."""
+
+
+def measured(quick: bool) -> Sequence[Figure]:
+    workers = QUICK_WORKERS if quick else WORKERS
+    with _endpoint(0, workers) as (first, look):
+        empty = first["resident"]
+        with _crowd(first["port"], workers):
+            _until_all_poll(look, workers)
+            _settle(look, workers)
+            before = look()
+            time.sleep(10 if quick else 45)
+            after = look()
+            yielded = _idle_figures(workers, empty, before, after)
+            first["process"].kill()  # as a pod that is gone; the crowd goes on
+            first["process"].wait()
+            began = time.monotonic()
+            with _endpoint(first["port"], workers) as (_, look_again):
+                _until_all_poll(look_again, workers)
+                back = time.monotonic() - began
+                spent = look_again()["seconds"]
+    return (
+        *yielded,
+        Figure(f"all of {workers} connected again after a restart", back, LIMIT_SECONDS, "s"),
+        Figure("processor time of that, a worker", 1e3 * spent / workers, 4.0, "ms"),
+    )
+
+
+def _idle_figures(workers: int, empty: float, before: dict[str, float], after: dict[str, float]) -> tuple[Figure, ...]:
+    seconds, polls = after["at"] - before["at"], after["polls"] - before["polls"]
+    used = after["seconds"] - before["seconds"]
+    each = (after["resident"] - empty) / workers
+    return (
+        Figure("memory of a worker, with its connection", each / 2**10, 70, "KiB", "322 KiB with asyncio as it is"),
+        Figure(f"memory of the endpoint, {workers} connected", after["resident"] / 1e6, 450, "MB"),
+        Figure(f"processor, {workers} connected and idle", used / seconds, 0.2, "cores"),
+        Figure("processor time of a poll", 1e3 * used / polls, 1.2, "ms", f"{polls / seconds:.0f} polls a second"),
+    )
+
+
+def _until_all_poll(look: Callable[[], dict[str, float]], workers: int) -> None:
+    """Raises TimeoutError."""
+    until = time.monotonic() + CONNECT_SECONDS
+    while (held := look()["held"]) < workers:
+        if time.monotonic() > until:
+            raise TimeoutError(f"only {held} of {workers} sidecars' polls are held after {CONNECT_SECONDS:.0f} s")
+        time.sleep(0.2)
+
+
+def _settle(look: Callable[[], dict[str, float]], workers: int) -> None:
+    """Until everyone's first poll has ended and the next one is held: then each costs what it will."""
+    while look()["polls"] < 2 * workers:
+        time.sleep(0.5)
+
+
+@contextmanager
+def _endpoint(port: int, workers: int) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
+    """What it has said first, with its process; and how to ask it how it fares."""
+    command = [sys.executable, "-m", "bench.scripts.scale.endpoint", str(port), str(workers), str(RANKS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def look() -> dict[str, float]:
+            asked.write("look\n")
+            asked.flush()
+            answer: dict[str, float] = json.loads(told.readline())
+            return answer
+
+        try:
+            yield json.loads(told.readline()) | {"process": process}, look
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _crowd(port: int, workers: int) -> Iterator[None]:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.scripts.scale.crowd",
+        str(port),
+        str(workers),
+        str(RANKS),
+        str(HOLD_SECONDS),
+    ]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}) as process:
+        try:
+            yield
+        finally:
+            process.kill()

@@ -1,0 +1,97 @@
+"""The operator's endpoint alone, in a process of its own: its server with TLS and its service, without the passes.
+
+    python -m bench.scripts.scale.endpoint <port> <workers> <ranks a worker>
+
+Says the authority that callers are to trust, then `look` on standard input has it say how it fares; all in lines of
+JSON. The API server's review of tokens is left out: whoever says that he is a worker is one. Hidden from this are the
+calls that a review costs (see decision 29).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import resource
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from pacekeeper_analysis.plan import Member, Plan
+from pacekeeper_operator import certificates, files
+from pacekeeper_operator.api import Job, JobSpec
+from pacekeeper_operator.cluster import Cluster
+from pacekeeper_operator.connections import Connections
+from pacekeeper_operator.observe.memory import JobMemory, Memory
+from pacekeeper_operator.runtime import Runtime, seldom_look_for_garbage
+from pacekeeper_operator.server import serve
+from pacekeeper_operator.services.sidecars import Sidecars
+from pacekeeper_operator.state import Draft, Placement, State, Worker
+
+HOST = "127.0.0.1"
+NAMESPACE, JOB, VERSION = "bench", "large", 100
+ROOM = 32_768
+"""Connections: this process has no memory limit to go by."""
+
+
+class Believing:
+    """The API server, as far as tokens are concerned."""
+
+    async def create(self, _kind: object, body: dict[str, Any]) -> dict[str, Any]:
+        payload = body["spec"]["token"].split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
+        extra = {f"authentication.kubernetes.io/pod-{name}": [claims[name]] for name in ("name", "uid")}
+        user = {"username": f"system:serviceaccount:{NAMESPACE}:default", "extra": extra}
+        return {"status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
+
+
+async def main(port: int, workers: int, ranks: int) -> None:
+    runtime, memory = Runtime(), Memory(time.time())
+    job = memory.of(Job(NAMESPACE, JOB, "uid", 1, JobSpec(template={}, replicas=workers, nproc_per_node=ranks)))
+    await job.publish(_draft(workers, ranks), "1")
+    sidecars = Sidecars(cast(Cluster, Believing()), memory, runtime)
+    shown = certificates.create(datetime.now(UTC)).serving((HOST,), datetime.now(UTC))
+    connections = Connections(most=ROOM)
+    async with serve(sidecars, runtime, port, shown.context(), address=HOST, connections=connections) as served:
+        _say({"port": served, "trusted": shown.trusted, **_look(job, connections)})
+        while await asyncio.to_thread(sys.stdin.readline):
+            _say(_look(job, connections))
+
+
+def _draft(workers: int, ranks: int) -> Draft:
+    records = tuple(Worker(f"{JOB}-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(workers))
+    members = tuple(
+        Member(record.name, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", tuple(range(n * ranks, (n + 1) * ranks)))
+        for n, record in enumerate(records)
+    )
+    plan = Plan(version=VERSION, membership=1, round=1, members=members)
+    return Draft(plan, State(placement=Placement(workers=records)))
+
+
+def _look(job: JobMemory, connections: Connections) -> dict[str, float]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "held": sum(contact.polling > 0 for contact in job.contacts.values()),
+        "polls": sum(contact.heartbeat.step for contact in job.contacts.values()),
+        "connections": connections.total,
+        "resident": _resident(),
+        "seconds": usage.ru_utime + usage.ru_stime,
+        "at": time.monotonic(),
+    }
+
+
+def _resident() -> int:
+    """Bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _say(words: dict[str, Any]) -> None:
+    print(json.dumps(words), flush=True)
+
+
+if __name__ == "__main__":
+    files.raise_limit()
+    seldom_look_for_garbage()
+    asyncio.run(main(*map(int, sys.argv[1:4])))

@@ -1,0 +1,28 @@
+"""A machine that is gone without a word, behind a connection on which nobody says anything: by real kernels."""
+
+from __future__ import annotations
+
+import time
+
+from pacekeeper_operator.connections import UNHEARD_SECONDS
+from tests.support.namespaces import network
+
+
+def test_the_connection_of_a_machine_that_is_gone_ends_and_says_since_when() -> None:
+    with network(2) as between:
+        operator, worker = between.hosts
+        with operator.python("tests.support.held_connection") as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "listens\n"
+            with worker.python("tests.support.held_connection", operator.address) as other:
+                try:
+                    assert holder.stdout.readline() == "holds\n"
+                    time.sleep(UNHEARD_SECONDS + 2)  # that it only says nothing ends nothing
+                    between.lose(operator, worker)
+                    began = time.monotonic()
+                    unheard = float(holder.stdout.readline())
+                    assert time.monotonic() - began < UNHEARD_SECONDS + 2
+                    assert UNHEARD_SECONDS - 1 < unheard < UNHEARD_SECONDS + 2
+                finally:
+                    other.kill()
+                    holder.kill()
