@@ -25,6 +25,7 @@ from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
+from .fleet import Fleet
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -64,6 +65,7 @@ class Operator:
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
     fabrics: Shelf[Fabric] = field(init=False)
+    fleet: Fleet = field(init=False)
 
     def __post_init__(self) -> None:
         self.pods = Shelf(
@@ -78,6 +80,7 @@ class Operator:
             lambda body: view_node(body, self.settings.node_health, self.levels),
             changed=lambda _key, _node: self.memory.wake_all(),
         )
+        self.fleet = Fleet(self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
 
     def must_lead(self) -> None:
