@@ -28,9 +28,3 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 async def quarantine_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
     operator: Operator = memo.operator
     operator.fleet.quarantines.hear(body, deleted=type == "DELETED")
-
-
-@kopf.on.event("", "v1", "nodes")
-async def node_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
-    operator: Operator = memo.operator
-    operator.fleet.nodes.hear(body, deleted=type == "DELETED")

@@ -31,6 +31,11 @@ PAUSE_SECONDS = 1.0
 """So old the word about the pause may be. For an approval it is asked anew."""
 
 
+FRESH_SECONDS = 0.5
+"""So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
+except people, of whom the watch tells; a thousand nodes that fail at once would else have all read a thousand times."""
+
+
 @dataclass(frozen=True)
 class Known:
     """A NodeQuarantine."""
@@ -74,7 +79,7 @@ class Fleet:
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
         self._asking = asyncio.Lock()
-        self._asked = self._answered = 0
+        self._read_at = -math.inf  # when the last reading for an approval began, by the monotonic clock
 
     async def read(self) -> None:
         """List both. Raises what the cluster does."""
@@ -114,18 +119,16 @@ class Fleet:
         return decide(quarantine, None if seen is None else seen.node, pod, around, self.runtime.now())
 
     async def approval(self, name: str) -> tuple[QuarantineStep, Known]:
-        """What is to be done, by what is read of all NodeQuarantines after this was called: once for all who ask at the
-        time, who are judged one by one. An approval counts from here on, see `settled`. Raises Conflict where there is
-        nothing to approve any more."""
-        self._asked += 1
-        mine = self._asked
+        """What is to be done, by what all NodeQuarantines are like: as they were read just now, and as has been heard
+        and written since. Who asks at the same time is judged one by one, and an approval counts from here on, see
+        `settled`. Raises Conflict where there is nothing to approve any more."""
         async with self._asking:
-            if self._answered < mine:
-                asked = self._asked
+            if self.runtime.monotonic() - self._read_at > FRESH_SECONDS:
+                began = self.runtime.monotonic()
                 await self.quarantines.read(self.cluster, ())
                 await self._count_nodes()
                 await self._look_whether_paused()
-                self._answered = asked
+                self._read_at = began
             known, seen = self.quarantines.get(("", name)), await self.node(name)
             if known is None or known.quarantine is None or seen is None:
                 raise Conflict(f"the NodeQuarantine or the node {name} has changed", delay=1)
