@@ -171,8 +171,11 @@ def _begin(plane: ControlPlane) -> None:
         f"--authentication-kubeconfig={admin}", f"--authorization-kubeconfig={admin}",
         "--leader-elect=false", "--secure-port=0", "--kube-api-qps=400", "--kube-api-burst=800",
     )  # fmt: skip
-    plane.start("kwok", programs.kwok(), f"--kubeconfig={admin}", "--manage-all-nodes=true", "-v=WARN", f"--config={_STAGES}",
-                "--node-lease-duration-seconds=0", environment=os.environ | {"HOME": str(plane.folder)})  # fmt: skip
+    plane.start(
+        "kwok", programs.kwok(), f"--kubeconfig={admin}", f"--config={_STAGES}",
+        "--manage-all-nodes=true", "--node-lease-duration-seconds=0", "-v=WARN",
+        environment=os.environ | {"HOME": str(plane.folder)},
+    )  # fmt: skip
 
 
 _STAGES = Path(__file__).with_name("stages.yaml")

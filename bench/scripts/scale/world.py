@@ -1,6 +1,6 @@
-"""A cluster of nodes that kwok plays, jobs whose sidecars speak, and the operator as a process: what parts measure on.
+"""A cluster of nodes that kwok plays, jobs whose sidecars speak, the operator as a process: what parts measure on.
 
-Everything, the measurement itself included, has this machine's processors; figures are of two cores where there are two.
+Everything, the measurement itself included, has this machine's processors: figures are of two cores where those are two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class World:
 
     plane: ControlPlane
     api: Api
-    stand_in: prometheus.StandIn
     prometheus_url: str
     ports: tuple[int, int, int]
     kubeconfig: Path
@@ -50,7 +49,8 @@ class World:
     def start_operator(self, settings: Mapping[str, str]) -> None:
         """`settings`: variables beside those that it needs here."""
         endpoint, liveness, metrics = self.ports
-        environment = os.environ | {
+        environment = {name: value for name, value in os.environ.items() if name != "NETRC"} | {
+            "HOME": str(self.plane.folder),  # a pod has no .netrc, which would be read for each call
             "KUBECONFIG": str(self.kubeconfig),
             "POD_NAME": "operator-0",
             "PACEKEEPER_NAMESPACE": SYSTEM,
@@ -119,18 +119,16 @@ def say(words: str) -> None:
 @asynccontextmanager
 async def made(nodes: int) -> AsyncIterator[World]:
     """With so many nodes, and no jobs and no operator yet."""
-    names = [node_name(i) for i in range(nodes)]
     async with AsyncExitStack() as stack:
         plane = stack.enter_context(running())
         api = await stack.enter_async_context(connect(plane.url, plane.admin_token, plane.context()))
-        stand_in = prometheus.StandIn(names)
-        url = await stack.enter_async_context(prometheus.serve(stand_in, free_port()))
+        url = await stack.enter_async_context(prometheus.serve(prometheus.StandIn(nodes), free_port()))
         await _install(api)
         say(f"{nodes} nodes are made")
         await api.all(api.call("POST", "/api/v1/nodes", _node(i)) for i in range(nodes))
         token = await _token(api)
         kubeconfig = plane.kubeconfig("pacekeeper", token)
-        world = World(plane, api, stand_in, url, (free_port(), free_port(), free_port()), kubeconfig)
+        world = World(plane, api, url, (free_port(), free_port(), free_port()), kubeconfig)
         await stack.enter_async_context(_speaking(world))
         yield world
 

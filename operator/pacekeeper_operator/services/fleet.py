@@ -75,6 +75,8 @@ class Fleet:
         self.nodes: Shelf[Seen] = Shelf(NODES, self._see, changed=self._node_changed)
         self.probes = asyncio.Lock()
         """Held by whoever begins a probe of a suspicion."""
+        self.busy_until = -math.inf
+        """The API server has asked for so long a pause, by the monotonic clock."""
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
@@ -85,6 +87,10 @@ class Fleet:
         """List both. Raises what the cluster does."""
         await self.nodes.read(self.cluster, ())
         await self.quarantines.read(self.cluster, ())
+
+    def busy(self, seconds: float) -> None:
+        """The API server wants to be left alone for so long."""
+        self.busy_until = max(self.busy_until, self.runtime.monotonic() + seconds)
 
     async def quarantine(self, name: str) -> Known | None:
         if not self.quarantines.listed.is_set():

@@ -29,7 +29,7 @@ from ..api import (
     Verdict,
     Witness,
 )
-from ..cluster import NODES, QUARANTINES, Cluster, Conflict, NotFound, Object
+from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
 from ..decide.node_circle import Seat, launches
 from ..decide.node_quarantine import RESYNC_SECONDS, ruling
 from ..decide.node_steps import (
@@ -203,7 +203,7 @@ class _Round:
             self._waiting[name] = None
         for queue, words in ((self._waiting, False), (self._words, True)):
             for name in [name for name in queue if name not in self._under_way]:
-                if len(self._under_way) >= AT_ONCE:
+                if len(self._under_way) >= AT_ONCE or now < fleet.busy_until:
                     break
                 del queue[name]
                 work = self._attend(name, words=words or not self._waiting)
@@ -211,6 +211,8 @@ class _Round:
         if now >= self._shown_at + SHOW_SECONDS:
             fleet.show()
             self._shown_at = now
+        if now < fleet.busy_until:
+            return fleet.busy_until - now
         next_ = min([self._listed_at + RESYNC_SECONDS, self._shown_at + SHOW_SECONDS, *self._due.values()])
         return max(0.0, next_ - now)
 
@@ -302,6 +304,10 @@ async def _try_reconcile(fleet: Fleet, name: str, *, words: bool = True) -> floa
     """One that fails does not hold up the others."""
     try:
         return await reconcile(fleet, name, words=words)
+    except Busy as error:
+        log.warning("quarantine of %s: %s", name, error)
+        fleet.busy(error.delay or RETRY_SECONDS)
+        return error.delay or RETRY_SECONDS
     except kopf.TemporaryError as error:
         log.warning("quarantine of %s: %s", name, error)
         return max(RETRY_SECONDS, error.delay or 0.0)

@@ -9,7 +9,7 @@ import kopf
 import pytest
 
 from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Conflict, Kind, Object
+from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
 from pacekeeper_operator.services.fleet import Fleet
 from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
@@ -211,6 +211,18 @@ class TestManyAtOnce:
         await place.restart()
         await place.run(60)
         assert len(place.approved()) == len(place.held()) == 6
+
+    async def test_an_api_server_that_asks_for_a_pause_gets_it(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.cluster.refusals[QUARANTINES.plural] = [Busy("too many requests", delay=7)] * AT_ONCE
+        place.breaks(*range(1, 33))
+        await place.run(1)
+        before = place.cluster.calls
+        await place.run(5)
+        assert place.cluster.calls == before
+        await place.run(10)
+        assert len(place.held()) == 32
 
     async def test_four_writes_to_a_held_node_so_many_at_a_time_and_words_come_last(self) -> None:
         place = Place()
