@@ -183,7 +183,8 @@ async def _breaker(world: World, seen: Seen, count: int) -> list[Figure]:
     shown = world.metrics().count('reason="Breaker"')
     first, last = (told[0], told[-1]) if told else (math.inf, math.inf)
     say(
-        f"{cordoned} of {count} nodes cordoned; said of {len(told)} after {first:.2f} to {last:.2f} s, {shown} in metrics"
+        f"{cordoned} of {count} nodes cordoned; said of {len(told)} after {first:.2f} to {last:.2f} s, "
+        f"of {shown} in the metrics"
     )
     return [
         Figure(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),

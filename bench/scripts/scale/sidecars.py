@@ -74,6 +74,7 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
         beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         fleet.counts["sidecars"] += 1
+        trains = False
         try:
             while plan.role is not Role.LEAVE:
                 try:
@@ -87,11 +88,12 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
                 fleet.counts["polls"] += 1
                 backoff = FIRST_BACKOFF
                 if news is not None:
-                    fleet.counts["training"] += (news.role is Role.MEMBER) - (plan.role is Role.MEMBER)
+                    trains, before = news.role is Role.MEMBER, trains
+                    fleet.counts["training"] += trains - before
                     plan, beat = news, _follow(beat, plan, news)
         finally:
             fleet.counts["sidecars"] -= 1
-            fleet.counts["training"] -= plan.role is Role.MEMBER
+            fleet.counts["training"] -= trains
 
 
 def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:

@@ -1,6 +1,6 @@
 """A cluster of nodes that kwok plays, jobs whose sidecars speak, the operator as a process: what parts measure on.
 
-Everything, the measurement itself included, has this machine's processors: figures are of two cores where those are two.
+Everything, the measurement itself included, has this machine's processors: figures are of two cores where it has two.
 """
 
 from __future__ import annotations
