@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import connections, passes, whatif
+from .scripts.scale import connections, nodes, passes, whatif
 from .scripts.scale.figure import Figure
 
 PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
+    "nodes": nodes.measured,
     "connections": connections.measured,
     "passes": passes.measured,
     "whatif": whatif.measured,

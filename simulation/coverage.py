@@ -52,7 +52,7 @@ def everything() -> frozenset[str]:
 def _look_in() -> None:
     vars(think)["STEPS"] = tuple((name, _step(name, step)) for name, step in decide.STEPS)
     vars(reconcile)["carry_out"] = _said(doing.carry_out, "effect", 2)
-    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 3)
+    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 1)
 
 
 def _step(name: str, step: decide.Step) -> decide.Step:

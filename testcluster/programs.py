@@ -23,7 +23,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from testcluster.settings import CACHE, HELM_3_VERSION, HELM_VERSION, KUBERNETES_VERSION, PROMETHEUS_VERSION
+from testcluster.settings import (
+    CACHE,
+    HELM_3_VERSION,
+    HELM_VERSION,
+    KUBERNETES_VERSION,
+    KWOK_VERSION,
+    PROMETHEUS_VERSION,
+)
 from testcluster.shell import ClusterError, run, run_shown, say, step
 
 KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
@@ -49,13 +56,22 @@ _CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"), Path("/usr/libexec/c
 _CNI_PLUGINS = ("bridge", "host-local", "loopback")
 
 
+def kubernetes_server(name: str) -> Path:
+    """One of KUBERNETES_SERVERS alone, without what nodes need."""
+    return _kubernetes_servers()[name]
+
+
+def etcd() -> Path:
+    return _find("etcd", _knows_its_progress) or _build_kubernetes() / "etcd"
+
+
 class Programs:
     """Paths of all programs, each checked to exist."""
 
     def __init__(self) -> None:
         _install_packages()
         self._kubernetes = _kubernetes_servers()
-        self.etcd = _find("etcd", _knows_its_progress) or _build_kubernetes() / "etcd"
+        self.etcd = etcd()
         self.pause = _build_kubernetes() / "pause"
         self.prometheus = _find("prometheus", _discovers_pods) or _build_prometheus("prometheus", 4)
         self.kubectl = kubectl()
@@ -126,6 +142,16 @@ def _kubernetes_version() -> dict[str, str]:
 def promtool() -> Path:
     """Checks and tests Prometheus' rules. No part of a cluster."""
     return _build_prometheus("promtool", 2)
+
+
+def kwok() -> Path:
+    """Plays the kubelets of nodes that do not exist. No part of a cluster: of the bench of scale."""
+
+    def compile_into(target: Path) -> None:
+        module = _module(f"sigs.k8s.io/kwok@v{KWOK_VERSION}")
+        _go_build(module, "./cmd/kwok", target / "kwok", "-ldflags", _ldflags({}))
+
+    return _cached(f"kwok-{KWOK_VERSION}", compile_into, compiling(3)) / "kwok"
 
 
 def alertmanager() -> Path:

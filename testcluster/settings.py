@@ -10,6 +10,7 @@ KUBERNETES_VERSION = "1.36.3"
 HELM_VERSION = "4.2.4"  # of the versions whose libraries are those of KUBERNETES_VERSION; testcluster/go/clients/go.mod
 HELM_3_VERSION = "3.22.0"
 PROMETHEUS_VERSION = "3.15.0"
+KWOK_VERSION = "0.8.0"
 
 HOST_ADDRESS = "10.200.0.1"  # the machine's address on the bridge: the API server and Prometheus listen here
 SERVICE_SUBNET = "10.96.0.0/16"

@@ -264,7 +264,7 @@ class Witness(StrEnum):
     """Who says that a node is bad."""
 
     NONE = "None"  # a job, by what its workers say: nobody whom the platform trusts
-    NODE_CONDITION = "NodeCondition"  # the node is not Ready
+    NODE_CONDITION = "NodeCondition"  # the node is not Ready, or has a condition that the platform names
     GPU_SERIES = "GpuSeries"  # DCGM, from targets that the platform vouches for
     PROBE = "Probe"  # a pod of the operator's own on the node
     PERSON = "Person"  # whoever has made or approved the NodeQuarantine
@@ -625,14 +625,18 @@ class IncidentStatus:
 
 @dataclass(frozen=True)
 class Sign:
-    """What one namespace's jobs say against a node, last."""
+    """What one namespace's jobs say against a node, last; or the platform itself, in the operator's own namespace."""
 
     namespace: str
-    incident: str
+    incident: str  # "": no job's, but the platform's own
     reason: str
     at: float
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+
+    @property
+    def by_platform(self) -> bool:
+        return not self.incident
 
 
 @dataclass(frozen=True)

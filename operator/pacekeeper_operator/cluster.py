@@ -23,6 +23,8 @@ Object = api.Object
 Objects = list[Object]
 
 REQUEST_SECONDS = 15
+BUSY_SECONDS, LONGEST_BUSY_SECONDS = 2.0, 60.0
+"""Until the next call to an API server that has too much to do and does not say when; and at most."""
 FIELD_MANAGER = "pacekeeper"
 
 
@@ -40,6 +42,10 @@ class Refused(kopf.PermanentError):
 
 class Denied(kopf.TemporaryError):
     """The API server does not allow it now (quota, a policy, a missing right); the message is the server's."""
+
+
+class Busy(kopf.TemporaryError):
+    """The API server has more to do than it takes; `delay` is what it asks for."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Answer:
 
     status: int
     body: Object
+    retry_after: float = 0.0  # seconds, as the server asks; 0: it does not
 
 
 class Connection(Protocol):
@@ -199,7 +206,7 @@ class Cluster:
             raise kopf.TemporaryError(f"the API server does not answer {method} {path}: {error!r}", delay=2) from error
         if answer.status < 300:
             return answer.body
-        raise _error(answer.status, method, path, answer.body.get("message", ""))
+        raise _error(answer, method, path)
 
 
 class HttpConnection:
@@ -217,7 +224,8 @@ class HttpConnection:
         answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
             method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
         )
-        return Answer(answer.status, _parse(await answer.read()))
+        asked = answer.headers.get("Retry-After", "")
+        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
 
 
 @asynccontextmanager
@@ -249,8 +257,9 @@ def _parse(data: bytes) -> Object:
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
 
 
-def _error(status: int, method: str, path: str, message: str) -> Exception:
-    text = message or f"{method} {path}: status {status}"
+def _error(answer: Answer, method: str, path: str) -> Exception:
+    status = answer.status
+    text = answer.body.get("message", "") or f"{method} {path}: status {status}"
     match status:
         case 404:
             return NotFound(text)
@@ -262,6 +271,9 @@ def _error(status: int, method: str, path: str, message: str) -> Exception:
             return Refused(text)
         case 403:
             return Denied(text, delay=5)
+        case 429:
+            asked = answer.retry_after or BUSY_SECONDS
+            return Busy(f"{method} {path}: status {status}: {text}", delay=min(asked, LONGEST_BUSY_SECONDS))
         case 401:
             return kopf.TemporaryError(f"the API server does not know the operator: {method} {path}: {text}", delay=15)
         case _:

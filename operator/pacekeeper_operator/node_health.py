@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pacekeeper_analysis.errors import InputError
 
-from .api import TAINT_QUARANTINE
+from .api import TAINT_QUARANTINE, parse_time
 
 TAINTS = ("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted")
 CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
@@ -47,7 +47,7 @@ class NodeHealth:
         return next(self._marks(node), "")
 
     def _marks(self, node: Mapping[str, Any]) -> Iterator[str]:
-        spec, conditions = node.get("spec", {}), node.get("status", {}).get("conditions", ())
+        spec = node.get("spec", {})
         taints = [_Taint.of(taint) for taint in spec.get("taints") or ()]
         if self.cordons and spec.get("unschedulable") and all(taint.key != TAINT_QUARANTINE for taint in taints):
             yield "it is cordoned"
@@ -55,12 +55,28 @@ class NodeHealth:
             found = _TAINT.fullmatch(text)
             assert found is not None
             yield from (f"taint {taint.words}" for taint in taints if taint.fits(**found.groupdict()))
+        yield from (condition.words for condition in self.conditions_of(node))
+
+    def conditions_of(self, node: Mapping[str, Any]) -> Iterator[Condition]:
+        """Those that the platform names, and that the node has now."""
+        conditions = node.get("status", {}).get("conditions", ())
         for text in self.conditions:
             kind, _, status = text.partition("=")
             for condition in conditions:
                 if condition["type"] == kind and condition["status"] == (status or "True"):
                     reason = f" ({condition['reason']})" if condition.get("reason") else ""
-                    yield f"condition {kind} is {condition['status']}{reason}"
+                    since = condition.get("lastTransitionTime")
+                    yield Condition(
+                        f"condition {kind} is {condition['status']}{reason}", parse_time(since) if since else 0.0
+                    )
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Of a node. `since`: seconds since the epoch, as it says itself; 0: it does not."""
+
+    words: str
+    since: float
 
 
 @dataclass(frozen=True)

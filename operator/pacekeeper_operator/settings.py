@@ -75,6 +75,9 @@ class Settings:
     """Quarantined nodes over all nodes; one node is always allowed."""
     breaker_nodes: int = 3
     """So many nodes that are blamed at once are a network's or a power's fault, not theirs: no quarantines."""
+    quarantine_conditions: tuple[str, ...] = ()
+    """A node with one of these conditions (a type, or type=status) is quarantined on the platform's own word: no job
+    has to blame it, and no probe has to agree."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
     release_probes: int = 3
@@ -119,7 +122,7 @@ class Settings:
             raise InputError(
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
-        _ = self.node_health  # its own checks
+        _ = self.node_health, self.broken_nodes  # their own checks
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
@@ -131,6 +134,10 @@ class Settings:
     @cached_property
     def node_health(self) -> NodeHealth:
         return NodeHealth(self.leave_cordoned, self.leave_taints, self.leave_conditions)
+
+    @cached_property
+    def broken_nodes(self) -> NodeHealth:
+        return NodeHealth(cordons=False, taints=(), conditions=self.quarantine_conditions)
 
     @property
     def endpoint(self) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Witness, parse_time
-from pacekeeper_operator.decide.node_suspicion import AT_ONCE_SECONDS, SUSPICION_SECONDS, allowed_nodes
+from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS
+from pacekeeper_operator.decide.node_suspicion import SUSPICION_SECONDS, allowed_nodes
 from pacekeeper_operator.settings import Settings
 
 from .record import NEVER, by_operator, cordoned_by, is_cordoned, is_tainted

@@ -19,8 +19,8 @@ from ..api import (
 )
 from ..observation import Ruling
 from . import node_probes
+from .node_census import Around
 from .node_steps import (
-    Around,
     Delete,
     EndProbe,
     Guard,
@@ -40,11 +40,14 @@ from .node_steps import (
     unless_known,
     witnessed,
 )
-from .node_suspicion import consider
+from .node_suspicion import consider, said_by
 
 RESYNC_SECONDS = 60.0
 UNPROVEN_PROBES = 5
 """So many probes in a row without an image release the node: no quarantine is for ever for want of a pull secret."""
+
+
+_PERSON = (Witness.PERSON, "somebody has made or approved the NodeQuarantine")
 
 
 def decide(
@@ -135,7 +138,7 @@ def _begin(quarantine: Quarantine, node: Node, now: float) -> Report:
     since = replace(quarantine, status=replace(quarantine.status, cordoned_at=now))
     found = _held(since, node, now + quarantine.spec.expires_after, now)
     if not any(c.type == QuarantineCondition.WITNESSED and c.status == "True" for c in quarantine.status.conditions):
-        found = witnessed(quarantine, found, Witness.PERSON, "somebody has made or approved the NodeQuarantine", now)
+        found = witnessed(quarantine, found, *(said_by(quarantine) or _PERSON), now)
     return replace(found, event="NodeQuarantined", warning=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pacekeeper_analysis.errors import InputError
@@ -26,9 +26,11 @@ from ..api import (
     Witness,
     format_time,
 )
+from ..node_health import NodeHealth
 from .node_figures import read_figures
 
 MAX_MESSAGE = 1000
+NO_HEALTH = NodeHealth(cordons=False, taints=(), conditions=())
 IMAGE_REASONS = frozenset(
     {
         "ErrImagePull",
@@ -140,10 +142,12 @@ class Node:
     cordoned_by_others: bool = False
     opted_out: bool = False
     ready: bool = True
+    broken: str = ""  # by a condition that the platform vouches for: which one, in words
+    broken_since: float = 0.0  # as that condition says; 0: it does not
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Self:
-        """`body`: the whole object, with its managed fields."""
+    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH) -> Self:
+        """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for."""
         metadata, spec = body["metadata"], body["spec"]
         owners = [
             (entry["manager"], entry["operation"])
@@ -153,6 +157,7 @@ class Node:
         cordoned = spec.get("unschedulable", False)
         ours = cordoned and (FIELD_MANAGER_CORDON, "Apply") in owners
         conditions = {c["type"]: c["status"] for c in body.get("status", {}).get("conditions", ())}
+        broken = next(health.conditions_of(body), None)
         return cls(
             uid=metadata["uid"],
             tainted=any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ())),
@@ -160,6 +165,8 @@ class Node:
             cordoned_by_others=cordoned and (not ours or len(owners) > 1),
             opted_out=LABEL_NO_QUARANTINE in metadata.get("labels", {}),
             ready=conditions.get("Ready") == "True",
+            broken=broken.words if broken else "",
+            broken_since=broken.since if broken else 0.0,
         )
 
     @property
@@ -226,16 +233,6 @@ class Rules:
     breaker_nodes: int = 3
     probe_timeout: float = 60.0
     release_probes: int = 3  # that must pass in a row
-
-
-@dataclass(frozen=True)
-class Around:
-    """The cluster around one NodeQuarantine."""
-
-    rules: Rules = field(default_factory=Rules)
-    others: tuple[Quarantine, ...] = ()
-    nodes: int = 0  # of the whole cluster
-    paused: str = ""  # why remedies are paused; "": they are not
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..api import Inconclusive, QuarantinePhase, Sign, Verdict, Witness
+from ..api import Inconclusive, ProbeResult, QuarantinePhase, Sign, Verdict, Witness
 from . import node_probes
+from .node_census import Around, worth_a_look
 from .node_steps import (
     Approve,
-    Around,
     Delete,
     EndProbe,
     Node,
@@ -33,8 +33,6 @@ from .node_steps import (
 
 HOLD_SECONDS = 10.0
 """A confirmed suspicion waits so long from its first sign: others of the same power or network fault come meanwhile."""
-AT_ONCE_SECONDS = 60.0
-"""Nodes that are blamed within so long of each other fail at once."""
 SUSPICION_SECONDS = 600.0
 """What has come to nothing so long after its last sign is dropped."""
 CLEARED_SECONDS = 600.0
@@ -58,10 +56,10 @@ def consider(quarantine: Quarantine, node: Node, pod: ProbePod | None, around: A
         return Release("its quarantine is not approved")
     witness = witness_of(quarantine, node)
     if quarantine.probe_runs:
-        return _watch(quarantine, pod, witness, around.rules.probe_timeout, now)
+        return _watch(quarantine, node, pod, witness, around.rules.probe_timeout, now)
     if quarantine.last_probe is not None and pod is not None:
         return EndProbe(quarantine.last_probe.pod)
-    return _look(quarantine, around, now) if witness is None else _judge(quarantine, around, witness, now)
+    return _look(quarantine, around, now) if witness is None else _judge(quarantine, node, around, witness, now)
 
 
 def witness_of(quarantine: Quarantine, node: Node) -> Witness | None:
@@ -69,11 +67,25 @@ def witness_of(quarantine: Quarantine, node: Node) -> Witness | None:
     signs, word = quarantine.open_signs, quarantine.last_word
     if any(sign.witness is Witness.GPU_SERIES for sign in signs):
         return Witness.GPU_SERIES
-    if signs and not node.ready:
+    if signs and (node.broken or not node.ready):
         return Witness.NODE_CONDITION
     if any(sign.witness is Witness.PROBE for sign in signs):  # before a job's start: decide.preflight
         return Witness.PROBE
     return Witness.PROBE if word is not None and word.passed is False else None
+
+
+def said_by(quarantine: Quarantine) -> tuple[Witness, str] | None:
+    """The witness that stands in a sign itself, and its words; None: it has none, so the status has to name it."""
+    signs = quarantine.open_signs
+    vouched = next((sign for sign in signs if sign.by_platform or sign.witness is Witness.GPU_SERIES), None)
+    return None if vouched is None else (vouched.witness, vouched.reason)
+
+
+def begins_a_probe(quarantine: Quarantine, step: QuarantineStep) -> bool:
+    """Of a suspicion: only so many may run at once."""
+    if not quarantine.suspicion or quarantine.probe_runs or not isinstance(step, Report):
+        return False
+    return replace(quarantine, status=step.status).probe_runs
 
 
 def with_sign(signs: tuple[Sign, ...], sign: Sign) -> tuple[Sign, ...]:
@@ -85,16 +97,6 @@ def with_sign(signs: tuple[Sign, ...], sign: Sign) -> tuple[Sign, ...]:
     if len(others) == MAX_SIGNS:
         others.remove(next((known for known in others if known.witness is Witness.NONE), others[0]))
     return (*others, sign)
-
-
-def failing_at_once(quarantine: Quarantine, others: tuple[Quarantine, ...]) -> int:
-    """How many nodes are blamed at about the same time as this one, itself included. One that a probe has cleared is
-    blamed by words only."""
-    return 1 + sum(
-        any(abs(sign.at - quarantine.last_sign) <= AT_ONCE_SECONDS for sign in other.open_signs)
-        for other in others
-        if not other.over and other.cleared_at is None and _worth_a_look(other)
-    )
 
 
 def allowed_nodes(nodes: int, max_nodes: int, max_share: float) -> int:
@@ -111,32 +113,26 @@ def _is_news(before: Sign, sign: Sign) -> bool:
     return stronger or sign.at >= before.at + REPEAT_SECONDS
 
 
-def _worth_a_look(quarantine: Quarantine) -> bool:
-    """The platform looks at a node for one strong sign, or for weak ones of two namespaces."""
-    signs = quarantine.open_signs
-    return any(not sign.weak for sign in signs) or len(signs) > 1
-
-
 def _look(quarantine: Quarantine, around: Around, now: float) -> QuarantineStep:
     """Nobody has confirmed it: a probe pod shall decide."""
     if quarantine.cleared_at is not None:
         return _keep_cleared(quarantine, quarantine.cleared_at, now)
     if now >= quarantine.last_sign + SUSPICION_SECONDS:
         return _drop(quarantine, "nobody has confirmed the suspicion", now)
-    if not _worth_a_look(quarantine):
+    if not worth_a_look(quarantine):
         return _wait(quarantine, "waits for the word of a second namespace", SUSPICION_SECONDS, now)
     due = node_probes.due_after(quarantine.probes_in_vain)
     if now < due:
         last = node_probes.in_words(quarantine.probes_in_vain[0])
         return _wait(quarantine, f"the last probe {last}; the next one comes at {clock(due)}", due - now, now)
-    if sum(other.suspicion and other.probe_runs for other in around.others) >= PROBES_AT_ONCE:
+    if around.census.probing(quarantine.name) >= PROBES_AT_ONCE:
         return _wait(quarantine, "waits for its turn to be probed", LOOK_SECONDS, now)
     probing = replace(quarantine, status=node_probes.begun(quarantine, now))
     return _suspected(probing, "a probe pod on the node decides whether it is quarantined", now)
 
 
 def _watch(
-    quarantine: Quarantine, pod: ProbePod | None, witness: Witness | None, timeout: float, now: float
+    quarantine: Quarantine, node: Node, pod: ProbePod | None, witness: Witness | None, timeout: float, now: float
 ) -> QuarantineStep:
     """A probe is under way."""
     probe = quarantine.last_probe
@@ -144,49 +140,56 @@ def _watch(
     slow_before = any(before.inconclusive is Inconclusive.SLOW for before in quarantine.status.probes[-2:-1])
     ended = node_probes.overtaken(probe, now)
     if witness is None:
-        found = node_probes.result(probe, pod, timeout, now, slow_before=slow_before)
-        if found is None:
+        result = node_probes.result(probe, pod, timeout, now, slow_before=slow_before)
+        if result is None:
             made = pod is not None and pod.phase
             return Wait(node_probes.PROBE_POLL_SECONDS) if made else StartProbe(probe.pod, share=True)
-        ended = found
+        ended = result
     after = replace(quarantine, status=node_probes.finished(quarantine, ended))
     if ended.passed:
         return replace(_cleared(after, now), event="NodeCleared")
     event = {None: "ProbeFailed", Inconclusive.OVERTAKEN: ""}.get(ended.inconclusive, "ProbeInconclusive")
     words = f"the probe pod {node_probes.in_words(ended)}"
-    return replace(_suspected(after, words, now, witness), event=event, warning=True)
+    if witness is None:
+        found = _suspected(after, words, now)
+    else:
+        found = _confirmed(after, words, witness, _evidence(after, node, witness), now)
+    return replace(found, event=event, warning=True)
 
 
-def _judge(quarantine: Quarantine, around: Around, witness: Witness, now: float) -> QuarantineStep:
-    """A witness has spoken."""
+def _judge(quarantine: Quarantine, node: Node, around: Around, witness: Witness, now: float) -> QuarantineStep:
+    """A witness has spoken. That too many fail at once is said at once; that they do not shows only after a while."""
     if quarantine.status.phase is QuarantinePhase.PENDING:
         return Wait(RESYNC_SECONDS)
+    evidence, tripped = _evidence(quarantine, node, witness), _tripped(quarantine, around, now)
     first_sign = min((sign.at for sign in quarantine.open_signs), default=0.0)
-    if now < first_sign + HOLD_SECONDS:
+    if now < first_sign + HOLD_SECONDS and not tripped and not around.unbroken:
         words = f"is held back for {HOLD_SECONDS:.0f} s, in which a fault of many nodes would show"
-        return unless_known(
-            quarantine, _suspected(quarantine, words, now, witness), max(0.0, first_sign + HOLD_SECONDS - now)
-        )
-    verdict, words = _verdict(quarantine, around, now)
+        found = _confirmed(quarantine, words, witness, evidence, now)
+        return unless_known(quarantine, found, max(0.0, first_sign + HOLD_SECONDS - now))
+    verdict, words = _verdict(quarantine, around, tripped)
     if verdict is Verdict.QUARANTINED:
-        approving = _suspected(quarantine, "is to be quarantined", now, witness)
+        if said_by(quarantine) == (witness, evidence):  # that is written: nobody has to be told by whom it was approved
+            return Approve()
+        approving = _confirmed(quarantine, "is to be quarantined", witness, evidence, now)
         return Approve() if approving.status == quarantine.status else approving
     if verdict is Verdict.AWAITS_APPROVAL:
-        return _await(quarantine, witness, words, now)
+        found = told(quarantine, QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL, words, now)
+        return replace(witnessed(quarantine, found, witness, evidence, now), event="ApprovalNeeded")
     if now >= quarantine.last_sign + SUSPICION_SECONDS:
         return _drop(quarantine, words, now)
     found = told(quarantine, QuarantinePhase.HELD, verdict, words, now)
-    held = witnessed(quarantine, found, witness, _evidence(quarantine, witness), now)
+    held = witnessed(quarantine, found, witness, evidence, now)
     fresh = quarantine.verdict is not verdict
     return unless_known(
         quarantine, replace(held, event="QuarantineHeldBack" if fresh else "", warning=True), LOOK_SECONDS
     )
 
 
-def _verdict(quarantine: Quarantine, around: Around, now: float) -> tuple[Verdict, str]:
+def _verdict(quarantine: Quarantine, around: Around, tripped: bool) -> tuple[Verdict, str]:
     """What becomes of a confirmed suspicion, and the words for it."""
     rules = around.rules
-    if _tripped(quarantine, around, now):
+    if tripped:
         return (
             Verdict.BREAKER,
             f"the breaker has tripped at {rules.breaker_nodes} nodes: many fail at once, by no fault of their own",
@@ -194,7 +197,7 @@ def _verdict(quarantine: Quarantine, around: Around, now: float) -> tuple[Verdic
     if around.paused:
         return Verdict.PAUSED, around.paused
     # A request to a person takes nothing from the budget, but people are not to be flooded with requests either.
-    spent = sum(_counts(other, asked_too=not rules.acts) for other in around.others)
+    spent = around.census.spent(quarantine.name, asked_too=not rules.acts)
     allowed = allowed_nodes(around.nodes, rules.max_nodes, rules.max_share)
     if spent >= allowed:
         return Verdict.BUDGET_SPENT, f"the budget of {allowed} of {around.nodes} nodes is spent"
@@ -205,37 +208,36 @@ def _verdict(quarantine: Quarantine, around: Around, now: float) -> tuple[Verdic
 
 
 def _tripped(quarantine: Quarantine, around: Around, now: float) -> bool:
-    if failing_at_once(quarantine, around.others) >= around.rules.breaker_nodes:
+    if around.census.failing_at_once(quarantine) >= around.rules.breaker_nodes:
         return True
     return quarantine.verdict is Verdict.BREAKER and now >= quarantine.last_sign + STAYS_TRIPPED_SECONDS
 
 
-def _counts(other: Quarantine, asked_too: bool) -> bool:
-    return other.spec.approved or (asked_too and other.status.phase is QuarantinePhase.PENDING)
-
-
-def _await(quarantine: Quarantine, witness: Witness, words: str, now: float) -> QuarantineStep:
-    found = told(quarantine, QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL, words, now)
-    return replace(witnessed(quarantine, found, witness, _evidence(quarantine, witness), now), event="ApprovalNeeded")
-
-
-def _suspected(quarantine: Quarantine, words: str, now: float, witness: Witness | None = None) -> Report:
-    """Where a probe that has just failed is in it, that is the witness."""
-    word = quarantine.last_word
-    if witness is None and word is not None and word.passed is False:
-        witness = Witness.PROBE
+def _confirmed(quarantine: Quarantine, words: str, witness: Witness, evidence: str, now: float) -> Report:
     found = told(quarantine, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, words, now)
-    evidence = words if witness is None else _evidence(quarantine, witness)
     return witnessed(quarantine, found, witness, evidence, now)
 
 
-def _evidence(quarantine: Quarantine, witness: Witness) -> str:
+def _suspected(quarantine: Quarantine, words: str, now: float) -> Report:
+    """Without a witness, unless a probe that has just failed is in it."""
+    word = quarantine.last_word
+    if word is not None and word.passed is False:
+        return _confirmed(quarantine, words, Witness.PROBE, _by_probe(word), now)
+    found = told(quarantine, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, words, now)
+    return witnessed(quarantine, found, None, words, now)
+
+
+def _evidence(quarantine: Quarantine, node: Node, witness: Witness) -> str:
     word = quarantine.last_word
     if witness is Witness.PROBE and word is not None and not word.passed:
-        return f"a probe pod {node_probes.in_words(word)}"
+        return _by_probe(word)
     if witness is Witness.NODE_CONDITION:
-        return "the node is not Ready"
+        return node.broken or "the node is not Ready"
     return next((s.reason for s in quarantine.open_signs if s.witness is witness), "")
+
+
+def _by_probe(word: ProbeResult) -> str:
+    return f"a probe pod {node_probes.in_words(word)}"
 
 
 def _wait(quarantine: Quarantine, words: str, seconds: float, now: float) -> QuarantineStep:

@@ -7,7 +7,7 @@ from typing import Any
 
 import kopf
 
-from ..api import GROUP, TAINT_QUARANTINE, VERSION
+from ..api import GROUP, VERSION
 from ..services.operator import Operator
 from ..services.quarantine import watch_over
 
@@ -15,9 +15,7 @@ from ..services.quarantine import watch_over
 @kopf.on.startup()
 async def start(memo: kopf.Memo, **_: Any) -> None:
     operator: Operator = memo.operator
-    memo.quarantines_changed = asyncio.Event()
-    work = watch_over(operator.cluster, operator.runtime, operator.settings, memo.quarantines_changed)
-    memo.quarantines = operator.runtime.start(work, "quarantines")
+    memo.quarantines = operator.runtime.start(watch_over(operator.fleet), "quarantines")
 
 
 @kopf.on.cleanup()
@@ -27,16 +25,6 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 @kopf.on.event(GROUP, VERSION, "nodequarantines")
-async def quarantine_changed(memo: kopf.Memo, **_: Any) -> None:
-    memo.quarantines_changed.set()
-
-
-def _concerns_quarantines(spec: kopf.Spec, status: kopf.Status, **_: Any) -> bool:
-    """It carries our taint, or is not Ready, which may be what a suspicion waits for."""
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
-    return not ready or any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ()))
-
-
-@kopf.on.event("", "v1", "nodes", when=_concerns_quarantines)
-async def node_changed(memo: kopf.Memo, **_: Any) -> None:
-    memo.quarantines_changed.set()
+async def quarantine_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
+    operator: Operator = memo.operator
+    operator.fleet.quarantines.hear(body, deleted=type == "DELETED")

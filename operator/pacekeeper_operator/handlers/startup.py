@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -15,10 +15,25 @@ LOOK_SECONDS = 60.0
 """An operator that has not looked around for so long is stuck."""
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """kopf would copy every object that a watch tells of three times over, to find what has changed for handlers of
+    changes. There are none: that took 2 ms an event, of 3 in all."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return cast(kopf.BodyEssence, {})
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:
+        return cast(kopf.BodyEssence, {})
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
 @kopf.on.startup()
 async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.peering.standalone = True  # leadership is by our own Lease
     settings.persistence.finalizer = FINALIZER_JOB
+    settings.persistence.diffbase_storage = _NoDifferences()
     settings.networking.request_timeout = 15
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 3] + [

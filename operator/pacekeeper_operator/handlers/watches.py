@@ -20,3 +20,4 @@ async def pod_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: A
 async def node_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
     operator: Operator = memo.operator
     operator.nodes.hear(body, deleted=type == "DELETED")
+    operator.fleet.nodes.hear(body, deleted=type == "DELETED")

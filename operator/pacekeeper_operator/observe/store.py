@@ -46,6 +46,9 @@ class Shelf(Generic[View]):
     _ordered: dict[object, tuple[Key, ...]] = field(default_factory=dict)  # groups that were asked for, by their names
     _gone: dict[Key, int] = field(default_factory=dict)  # at which resourceVersion, since the last list
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[View]:
         return iter([entry.view for entry in self._entries.values()])
 
@@ -69,6 +72,16 @@ class Shelf(Generic[View]):
             self._remove(_key(body), _version(body))
         else:
             self._put(body)
+
+    def take(self, body: Mapping[str, Any]) -> None:
+        """The API server's own answer, which may be ahead of the watch."""
+        self._put(body)
+
+    def drop(self, key: Key) -> None:
+        """It was asked for, and is not there."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._remove(key, entry.version)
 
     async def read(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
         """Prove what is known by lists, of the given namespaces (none: of all). Raises what `Cluster.list` does, and
@@ -103,10 +116,11 @@ class Shelf(Generic[View]):
 
     def _put(self, body: Mapping[str, Any]) -> bool:
         """Whether this is news to decisions."""
-        key, version, view = _key(body), _version(body), self.reduce(body)
+        key, version = _key(body), _version(body)
         before = self._entries.get(key)
         if version < max(self._gone.get(key, 0), before.version if before else 0):
             return False  # a list that was taken before a watch told better
+        view = self.reduce(body)
         group = self.group(key, view)
         if before is None or self.group(key, before.view) != group:
             if before is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..api import TAINT_QUARANTINE, ConditionStatus, format_duration
+from ..api import TAINT_QUARANTINE, ConditionStatus, Sign, format_duration
 from .seen import SeenQuarantine
 from .text import entries
 
@@ -27,7 +27,7 @@ def release(seen: SeenQuarantine) -> str:
 
 def _with(seen: SeenQuarantine, then: str) -> str:
     told, spec = seen.status, seen.spec
-    said = [f"{sign.namespace}/{sign.incident}: {sign.reason} ({sign.witness})" for sign in spec.signs]
+    said = [f"{_who(sign)}: {sign.reason} ({sign.witness})" for sign in spec.signs]
     pairs = [
         ("phase", f"{told.phase or 'not looked at yet'}{f': {told.message}' if told.message else ''}"),
         ("reason", spec.reason),
@@ -41,3 +41,7 @@ def _with(seen: SeenQuarantine, then: str) -> str:
 def _said(condition: ConditionStatus) -> str:
     words = f"{condition.status} ({condition.reason})"
     return f"{words}: {condition.message}" if condition.message else words
+
+
+def _who(sign: Sign) -> str:
+    return "the platform" if sign.by_platform else f"{sign.namespace}/{sign.incident}"

@@ -141,7 +141,7 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         wanted.weak,
         wanted.raised,
     )
-    ruling = await quarantine.suspect(operator.cluster, operator.runtime, operator.settings, blame)
+    ruling = await quarantine.suspect(operator.fleet, blame)
     if desk.memory.rulings.get(wanted.incident) != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import kopf
 
 from ..api import API_VERSION, Job, format_time
 from ..cluster import EVENTS, Cluster, Object
 from ..runtime import Runtime
-from .operator import Operator
+
+if TYPE_CHECKING:
+    from .operator import Operator
 
 MAX_NOTE = 1024
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
 from . import incidents
+from .fleet import Fleet
 from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
@@ -68,6 +69,7 @@ class Operator:
     nodes: Shelf[NodeView] = field(init=False)
     known_nodes: KnownNodes = field(init=False, default_factory=KnownNodes)
     fabrics: Shelf[Fabric] = field(init=False)
+    fleet: Fleet = field(init=False)
 
     def __post_init__(self) -> None:
         self.pods = Shelf(
@@ -82,6 +84,7 @@ class Operator:
             lambda body: view_node(body, self.settings.node_health, self.levels),
             changed=lambda _key, _node: self.memory.wake_all(),
         )
+        self.fleet = Fleet(self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
 
     def must_lead(self) -> None:

@@ -11,59 +11,57 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import kopf
 
 from pacekeeper_analysis.errors import InputError
 
-from .. import metrics
 from ..api import (
     API_VERSION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
-    PAUSE,
     TAINT_QUARANTINE,
-    Mode,
     ObjectRef,
     QuarantineSpec,
-    QuarantineStatus,
     Sign,
     Verdict,
     Witness,
 )
-from ..cluster import CONFIG_MAPS, NODES, QUARANTINES, Cluster, Conflict, NotFound, Object
+from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
 from ..decide.node_circle import Seat, launches
-from ..decide.node_quarantine import RESYNC_SECONDS, decide, ruling
+from ..decide.node_quarantine import RESYNC_SECONDS, ruling
 from ..decide.node_steps import (
     Approve,
-    Around,
     Delete,
     EndProbe,
     Guard,
     Hold,
-    Node,
     ProbePod,
     Quarantine,
     QuarantineStep,
     Release,
     Report,
-    Rules,
     StartProbe,
     Unguard,
     Wait,
 )
-from ..decide.node_suspicion import SUSPICION_SECONDS, with_sign, witness_of
+from ..decide.node_suspicion import SUSPICION_SECONDS, begins_a_probe, with_sign
 from ..manifests import ProbeTask
 from ..observation import Ruling
 from ..runtime import Runtime
 from ..settings import Settings
 from . import events, probing
+from .fleet import Fleet, Known, Seen
 
 MAX_STEPS = 20
 """Of one call of `reconcile`: what is not done by then is done by the next."""
+AT_ONCE = 16
+"""Nodes that are looked after at the same time: so many calls the API server has to answer at once, at most."""
 AGAIN_SECONDS = 1.0
+SHOW_SECONDS = 1.0
+"""Between two looks at the metrics."""
 RETRY_SECONDS = 5.0
 MAX_REASON = 1024
 log = logging.getLogger(__name__)
@@ -76,14 +74,14 @@ class Blame:
     node: str
     uid: str
     reason: str
-    incident: ObjectRef  # its namespace is whose word it is
+    incident: ObjectRef  # its namespace is whose word it is; without a name it is the platform's own
     at: float  # when it was found, seconds since the epoch: what is said again does not become younger
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
     raised: bool = False  # it has stood in a NodeQuarantine
 
 
-async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling:
+async def suspect(fleet: Fleet, blame: Blame) -> Ruling:
     """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
 
     The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
@@ -91,120 +89,160 @@ async def suspect(cluster: Cluster, runtime: Runtime, settings: Settings, blame:
     """
     sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
     sign = replace(sign, witness=blame.witness, weak=blame.weak)
-    known = await cluster.find(QUARANTINES, blame.node)
+    known = await fleet.quarantine(blame.node)
     if known is None:
-        return await _refusal(cluster, runtime, settings, blame) or await _create(cluster, settings, blame, sign)
-    found = Quarantine.parse(known)
+        return await _refusal(fleet, blame) or await _create(fleet, blame, sign)
+    found = known.legible
     if found.over or found.node_uid not in (None, blame.uid):
         ending = Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
         return _ended(blame) or ending
     signs = with_sign(found.spec.signs, sign)
     if found.suspicion and signs != found.spec.signs:
-        version = {"resourceVersion": known["metadata"]["resourceVersion"]}
         spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
-        await cluster.patch(QUARANTINES, blame.node, {"metadata": version, "spec": spec})
+        await _patch(fleet, known, {"spec": spec})
     return replace(ruling(found, blame.uid), raised=found.suspicion)
 
 
-async def look(cluster: Cluster, node: str, node_uid: str) -> Ruling | None:
+async def look(fleet: Fleet, node: str, node_uid: str) -> Ruling | None:
     """What has become of a suspicion; None: there is none (any more)."""
-    body = await cluster.find(QUARANTINES, node)
-    return None if body is None else ruling(Quarantine.parse(body), node_uid)
+    known = await fleet.quarantine(node)
+    return None if known is None else ruling(known.legible, node_uid)
 
 
-class Fleet:
-    """What one look at all NodeQuarantines has read of the cluster, once for all of them."""
-
-    def __init__(self, cluster: Cluster, settings: Settings) -> None:
-        self._cluster = cluster
-        self._settings = settings
-        self._known: dict[str, Quarantine] | None = None
-        self._nodes: int | None = None
-        self._paused: str | None = None
-
-    async def around(self, found: Quarantine, node: Node | None) -> Around:
-        """Read as far as a decision needs it: all nodes, and the pause, only where this node may be touched now."""
-        rules = _rules(self._settings)
-        if not found.suspicion:
-            return Around(rules)
-        if self._known is None:
-            self._known = {other.name: other for other in await _all(self._cluster)}
-        self._known[found.name] = found
-        others = tuple(other for other in self._known.values() if other.name != found.name)
-        if node is None or witness_of(found, node) is None:
-            return Around(rules, others)
-        if self._nodes is None or self._paused is None:
-            self._nodes, self._paused = (
-                len(await self._cluster.list(NODES)),
-                await _paused(self._cluster, self._settings),
-            )
-        return Around(rules, others, self._nodes, self._paused)
-
-
-async def reconcile(
-    cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet | None = None
-) -> float:
+async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
-    Level-triggered and idempotent. math.inf: there is no such NodeQuarantine.
+    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: it ends as soon as the node is
+    held, which is written down by the next call.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
-    fleet, now = fleet or Fleet(cluster, settings), runtime.now()
     for _ in range(MAX_STEPS):
-        body = await cluster.find(QUARANTINES, name)
-        if body is None:
-            return math.inf
-        node = await cluster.find(NODES, name)
-        step = await _next(cluster, body, node, settings, now, fleet)
-        if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
-            step = await _next(cluster, body, node, settings, now, Fleet(cluster, settings))
-        if isinstance(step, Wait):
-            return step.seconds
+        known, seen = await fleet.quarantine(name), await fleet.node(name)
+        if known is None:
+            if seen is None or not fleet.broken(name, seen):
+                return math.inf
+            await _blame_by_condition(fleet, name, seen)
+            continue
         try:
-            await _carry_out(cluster, runtime, settings, step, body, node)
+            step = await _next(fleet, known, seen)
+            if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
+                step, known = await fleet.approval(name)
+            if isinstance(step, Wait):
+                return step.seconds
+            if begins_a_probe(known.legible, step):
+                async with fleet.probes:  # one after the other, so that no more run than may
+                    await _carry_out(fleet, await _next(fleet, known, seen), known, seen)
+            else:
+                await _carry_out(fleet, step, known, seen)
         except (Conflict, NotFound) as error:
             log.info("quarantine of %s: looking anew: %s", name, error)
+            await fleet.quarantine_anew(name)
+            await fleet.node_anew(name)
+            continue
         if isinstance(step, StartProbe):
             return AGAIN_SECONDS  # pods of its circle wait for each other's addresses
+        if isinstance(step, Hold) and not words:
+            return 0.0
     return AGAIN_SECONDS
 
 
-async def watch_over(cluster: Cluster, runtime: Runtime, settings: Settings, changed: asyncio.Event) -> None:
-    """Reconciles all NodeQuarantines until it is cancelled: when `changed` is set, and when one of them wants it."""
-    swept = False
-    while True:
-        changed.clear()
+async def look_at_all(fleet: Fleet) -> float:
+    """Reads them all, and does what all of them want; seconds until one of them wants it again."""
+    await fleet.read()
+    fleet.show()
+    waits = [await _try_reconcile(fleet, name) for name in list(fleet.names())]
+    return min([RESYNC_SECONDS, *waits])
+
+
+async def watch_over(fleet: Fleet) -> None:
+    """Brings all nodes to what their NodeQuarantines say, until it is cancelled: whenever something is new about one,
+    and when one wants it."""
+    round_ = _Round(fleet)
+    try:
+        while True:
+            fleet.news.clear()
+            try:
+                delay = await round_.begin()
+            except (kopf.TemporaryError, kopf.PermanentError) as error:
+                delay = RETRY_SECONDS
+                log.warning("quarantines cannot be looked at, and are tried again: %s", error)
+            except Exception:
+                delay = RETRY_SECONDS
+                log.exception("quarantines cannot be looked at, and are tried again")
+            try:
+                await fleet.runtime.within(delay, fleet.news.wait())
+            except TimeoutError:
+                continue
+    finally:
+        await round_.end()
+
+
+@dataclass
+class _Round:
+    """Who is looked after now, and who waits for it. Nodes that are not held yet go before words about those that
+    are."""
+
+    fleet: Fleet
+    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _waiting: dict[str, None] = field(default_factory=dict)
+    _words: dict[str, None] = field(default_factory=dict)
+    _due: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
+    _listed_at: float = -math.inf
+    _shown_at: float = -math.inf
+
+    async def begin(self) -> float:
+        """Whatever is due, as far as there is room; seconds until more may be."""
+        fleet, now = self.fleet, self.fleet.runtime.monotonic()
+        if now >= self._listed_at + RESYNC_SECONDS:
+            await self._list()
+            self._listed_at = now
+        self._waiting |= fleet.changed
+        fleet.changed.clear()
+        for name in [name for name, at in self._due.items() if at <= now]:
+            del self._due[name]
+            self._waiting[name] = None
+        for queue, words in ((self._waiting, False), (self._words, True)):
+            for name in [name for name in queue if name not in self._under_way]:
+                if len(self._under_way) >= AT_ONCE or now < fleet.busy_until:
+                    break
+                del queue[name]
+                work = self._attend(name, words=words or not self._waiting)
+                self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
+        if now >= self._shown_at + SHOW_SECONDS:
+            fleet.show()
+            self._shown_at = now
+        if now < fleet.busy_until:
+            return fleet.busy_until - now
+        next_ = min([self._listed_at + RESYNC_SECONDS, self._shown_at + SHOW_SECONDS, *self._due.values()])
+        return max(0.0, next_ - now)
+
+    async def end(self) -> None:
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+
+    async def _list(self) -> None:
+        """Nodes once: of them watches tell, and what is a moment old is refused when it is written."""
+        fleet = self.fleet
+        if not fleet.nodes.listed.is_set():
+            await fleet.nodes.read(fleet.cluster, ())
+            await fleet.quarantines.read(fleet.cluster, ())
+            await _sweep(fleet)
+        else:
+            await fleet.quarantines.read(fleet.cluster, ())
+        self._waiting |= dict.fromkeys(fleet.names())
+
+    async def _attend(self, name: str, *, words: bool) -> None:
         delay = RETRY_SECONDS
         try:
-            if not swept:
-                await _sweep(cluster, runtime)
-                swept = True
-            delay = await _look_at_all(cluster, runtime, settings)
-        except (kopf.TemporaryError, kopf.PermanentError) as error:
-            log.warning("quarantines cannot be looked at, and are tried again: %s", error)
-        except Exception:
-            log.exception("quarantines cannot be looked at, and are tried again")
-        try:
-            await runtime.within(delay, changed.wait())
-        except TimeoutError:
-            continue
-
-
-async def _look_at_all(cluster: Cluster, runtime: Runtime, settings: Settings) -> float:
-    """Seconds until one of them wants to be looked at again."""
-    fleet = Fleet(cluster, settings)
-    bodies = await cluster.list(QUARANTINES)
-    names = [body["metadata"]["name"] for body in bodies]
-    metrics.show_quarantines({body["metadata"]["name"]: _status(body) for body in bodies})
-    return min([RESYNC_SECONDS, *[await _try_reconcile(cluster, runtime, settings, name, fleet) for name in names]])
-
-
-def _status(body: Object) -> QuarantineStatus:
-    """As it was last said; one that cannot be read says nothing."""
-    try:
-        return QuarantineStatus.parse(body.get("status") or {})
-    except InputError:
-        return QuarantineStatus()
+            delay = await _try_reconcile(self.fleet, name, words=words)
+        finally:
+            del self._under_way[name]
+            if delay <= 0 and not words:
+                self._words[name] = None
+            elif delay < math.inf:
+                self._due[name] = self.fleet.runtime.monotonic() + delay
+            self.fleet.news.set()
 
 
 async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:
@@ -231,6 +269,7 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> Non
 
 async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
     """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
+    fleet = Fleet(cluster, runtime, Settings())
     try:
         quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
     except NotFound:  # the definitions are gone, and all NodeQuarantines with them
@@ -238,50 +277,69 @@ async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
     for metadata in quarantines:
         await cluster.delete(QUARANTINES, metadata["name"], uid=metadata["uid"])
     for metadata in quarantines:
-        await _try_reconcile(cluster, runtime, Settings(), metadata["name"], Fleet(cluster, Settings()))
+        await _try_reconcile(fleet, metadata["name"])
     if not quarantines:
-        await _sweep(cluster, runtime)
+        await fleet.nodes.read(cluster, ())
+        await _sweep(fleet)
     return [metadata["name"] for metadata in quarantines]
 
 
-async def _sweep(cluster: Cluster, runtime: Runtime) -> None:
+async def _sweep(fleet: Fleet) -> None:
     """Releases nodes with our marks and no NodeQuarantine: somebody has taken a finalizer away by force."""
-    for body in await cluster.list(NODES):
-        name = body["metadata"]["name"]
-        if Node.parse(body).marked and not await _exists(cluster, name):
-            await _release(cluster, body)
-            await _tell(
-                cluster, runtime, None, body, "NodeReleased", "it carried our marks, but there is no NodeQuarantine"
-            )
+    for seen in fleet.nodes:
+        name = seen.body["metadata"]["name"]
+        if seen.node.marked and await _quarantine_of(fleet, name) is None:
+            await _release(fleet, seen)
+            await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
 
 
-async def _exists(cluster: Cluster, name: str) -> bool:
-    return await cluster.find(QUARANTINES, name) is not None
+async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
+    try:
+        return await fleet.cluster.find(QUARANTINES, name)
+    except NotFound:
+        return None
 
 
-async def _try_reconcile(cluster: Cluster, runtime: Runtime, settings: Settings, name: str, fleet: Fleet) -> float:
+async def _try_reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     """One that fails does not hold up the others."""
     try:
-        return await reconcile(cluster, runtime, settings, name, fleet)
-    except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
+        return await reconcile(fleet, name, words=words)
+    except Busy as error:
+        log.warning("quarantine of %s: %s", name, error)
+        fleet.busy(error.delay or RETRY_SECONDS)
+        return error.delay or RETRY_SECONDS
+    except kopf.TemporaryError as error:
+        log.warning("quarantine of %s: %s", name, error)
+        return max(RETRY_SECONDS, error.delay or 0.0)
+    except (kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
         log.exception("quarantine of %s: a pass failed", name)
     return RETRY_SECONDS
 
 
-async def _refusal(cluster: Cluster, runtime: Runtime, settings: Settings, blame: Blame) -> Ruling | None:
+async def _blame_by_condition(fleet: Fleet, name: str, seen: Seen) -> None:
+    """The platform's own word against a node."""
+    said = ObjectRef("", fleet.settings.namespace)
+    blame = Blame(name, seen.node.uid, seen.node.broken, said, fleet.broken_since(seen), Witness.NODE_CONDITION)
+    ruling = await suspect(fleet, blame)
+    if ruling.verdict is Verdict.PAUSED:
+        raise kopf.TemporaryError(ruling.words, delay=RETRY_SECONDS)
+    fleet.told(name, seen)
+
+
+async def _refusal(fleet: Fleet, blame: Blame) -> Ruling | None:
     """Why no suspicion is raised; None: it may be."""
     if ended := _ended(blame):
         return ended
-    if runtime.now() >= blame.at + SUSPICION_SECONDS:
+    if fleet.runtime.now() >= blame.at + SUSPICION_SECONDS:
         return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
-    node = await cluster.find(NODES, blame.node)
-    if node is None or node["metadata"]["uid"] != blame.uid:
+    seen = await fleet.node(blame.node)
+    if seen is None or seen.node.uid != blame.uid:
         return Ruling(Verdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
-    if Node.parse(node).opted_out:
+    if seen.node.opted_out:
         return Ruling(Verdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
-    paused = await _paused(cluster, settings)
+    paused = await fleet.paused()
     return Ruling(Verdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
 
 
@@ -291,44 +349,31 @@ def _ended(blame: Blame) -> Ruling | None:
     return Ruling(Verdict.CLEARED, words) if blame.raised else None
 
 
-async def _create(cluster: Cluster, settings: Settings, blame: Blame, sign: Sign) -> Ruling:
-    expiry = settings.quarantine_expires_after
-    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident, expiry, signs=(sign,))
+async def _create(fleet: Fleet, blame: Blame, sign: Sign) -> Ruling:
+    expiry, of_job = fleet.settings.quarantine_expires_after, not sign.by_platform
+    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident if of_job else None, expiry, signs=(sign,)).to_json()
+    if of_job:
+        spec["incidentRef"] = {"namespace": blame.incident.namespace, "name": blame.incident.name}
     body: Object = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
         "metadata": {"name": blame.node, "finalizers": [FINALIZER_QUARANTINE]},
-        "spec": {**spec.to_json(), "incidentRef": _reference(blame.incident)},
+        "spec": spec,
     }
     try:
-        return replace(ruling(Quarantine.parse(await cluster.create(QUARANTINES, body)), blame.uid), raised=True)
+        made = await fleet.cluster.create(QUARANTINES, body)
     except Conflict:  # somebody was faster: what is said here is said again if it stays so
-        return ruling(Quarantine.parse(await cluster.get(QUARANTINES, blame.node)), blame.uid)
+        there = await fleet.cluster.get(QUARANTINES, blame.node)
+        fleet.quarantines.take(there)
+        return ruling(Quarantine.parse(there), blame.uid)
+    fleet.quarantines.take(made)
+    return replace(ruling(Quarantine.parse(made), blame.uid), raised=True)
 
 
-def _reference(incident: ObjectRef) -> Object:
-    return {"namespace": incident.namespace, "name": incident.name}
-
-
-async def _paused(cluster: Cluster, settings: Settings) -> str:
-    """Why no node may be touched; "": one may. Where that cannot be read, none may."""
-    if settings.paused:
-        return "remedies are paused by the operator's settings"
-    try:
-        found = await cluster.find(CONFIG_MAPS, PAUSE, settings.namespace)
-    except (kopf.TemporaryError, kopf.PermanentError):
-        return f"whether ConfigMap {settings.namespace}/{PAUSE} pauses remedies cannot be read"
-    return "" if found is None else f"remedies are paused by ConfigMap {settings.namespace}/{PAUSE}"
-
-
-async def _next(
-    cluster: Cluster, body: Object, node: Object | None, settings: Settings, now: float, fleet: Fleet
-) -> QuarantineStep:
-    found = Quarantine.parse(body)
-    seen = None if node is None else Node.parse(node)
-    probe = found.last_probe
-    pod = None if probe is None else _probe(probe.pod, await probing.pods_of(cluster, settings, probe.pod))
-    return decide(found, seen, pod, await fleet.around(found, seen), now)
+async def _next(fleet: Fleet, known: Known, seen: Seen | None) -> QuarantineStep:
+    probe = known.legible.last_probe
+    pods = () if probe is None else await probing.pods_of(fleet.cluster, fleet.settings, probe.pod)
+    return await fleet.next_step(known, seen, None if probe is None else _probe(probe.pod, pods))
 
 
 def _probe(name: str, bodies: Sequence[Object]) -> ProbePod | None:
@@ -338,120 +383,113 @@ def _probe(name: str, bodies: Sequence[Object]) -> ProbePod | None:
     return replace(own, others=tuple(pods.values())) if own.phase or pods else None
 
 
-def _rules(settings: Settings) -> Rules:
-    return Rules(
-        acts=settings.mode is Mode.ACT and settings.quarantine_mode is Mode.ACT,
-        max_nodes=settings.quarantine_max_nodes,
-        max_share=settings.quarantine_max_share,
-        breaker_nodes=settings.breaker_nodes,
-        probe_timeout=settings.probe_timeout,
-        release_probes=settings.release_probes,
-    )
-
-
-async def _all(cluster: Cluster) -> list[Quarantine]:
-    """Those that can be read."""
-    found = []
-    for body in await cluster.list(QUARANTINES):
-        try:
-            found.append(Quarantine.parse(body))
-        except InputError as error:
-            log.warning("quarantine of %s: %s", body["metadata"]["name"], error)
-    return found
-
-
-async def _carry_out(
-    cluster: Cluster, runtime: Runtime, settings: Settings, step: QuarantineStep, body: Object, node: Object | None
-) -> None:
-    """One step. It is based upon `body` and `node` as they were read: Conflict, where one of them has changed since."""
-    name, finalizers = body["metadata"]["name"], body["metadata"].get("finalizers", [])
+async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: Seen | None) -> None:
+    """One step. It is based upon both as they were read: Conflict, where one of them has changed since."""
+    metadata = known.body["metadata"]
+    name, finalizers = metadata["name"], metadata.get("finalizers", [])
     match step:
         case Guard():
-            await _patch(cluster, body, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
+            await _patch(fleet, known, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
         case Unguard():
             left = [finalizer for finalizer in finalizers if finalizer != FINALIZER_QUARANTINE]
-            await _patch(cluster, body, {"metadata": {"finalizers": left}})
+            await _patch(fleet, known, {"metadata": {"finalizers": left}})
+            await fleet.quarantine_anew(name)
         case Approve():
-            await _patch(cluster, body, {"spec": {"approved": True}})
-        case Hold(again) if node is not None:
-            await _hold(cluster, node)
+            await _approve(fleet, known)
+        case Hold(again) if seen is not None:
+            await _hold(fleet, seen)
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
-                await _tell(cluster, runtime, body, node, "QuarantineRestored", note, warning=True)
-        case Release(reason) if node is not None:
-            await _release(cluster, node)
-            await _tell(cluster, runtime, body, node, "NodeReleased", reason)
+                await _tell(fleet, known, seen, "QuarantineRestored", note, warning=True)
+        case Release(reason) if seen is not None:
+            await _release(fleet, seen)
+            await _tell(fleet, known, seen, "NodeReleased", reason)
         case Report():
-            await _report(cluster, runtime, step, body, node)
-        case StartProbe(pod, share) if node is not None:
-            await _start_probe(cluster, runtime, pod, body, node, settings, share)
+            await _report(fleet, step, known, seen)
+        case StartProbe(pod, share) if seen is not None:
+            await _start_probe(fleet, pod, known, share)
         case EndProbe(pod):
-            await probing.end(cluster, settings, pod)
+            await probing.end(fleet.cluster, fleet.settings, pod)
         case Delete():
-            await cluster.delete(QUARANTINES, name, uid=body["metadata"]["uid"])
+            await fleet.cluster.delete(QUARANTINES, name, uid=metadata["uid"])
+            await fleet.quarantine_anew(name)
+        case _:  # a wait, or what is for a node that has gone
+            return
 
 
-async def _report(cluster: Cluster, runtime: Runtime, report: Report, body: Object, node: Object | None) -> None:
-    await _patch(cluster, body, {"status": report.status.to_patch()}, subresource="status")
+async def _approve(fleet: Fleet, known: Known) -> None:
+    """Whatever becomes of it, it counts as one until that is known."""
+    written = False
+    try:
+        await _patch(fleet, known, {"spec": {"approved": True}})
+        written = True
+    finally:
+        await fleet.settled(known.body["metadata"]["name"], written=written)
+
+
+async def _report(fleet: Fleet, report: Report, known: Known, seen: Seen | None) -> None:
+    await _patch(fleet, known, {"status": report.status.to_patch()}, subresource="status")
     if report.event:
-        why = f" ({body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
+        why = f" ({known.body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
         note = f"{report.status.message}{why}"
-        await _tell(cluster, runtime, body, node, report.event, note, warning=report.warning)
+        await _tell(fleet, known, seen, report.event, note, warning=report.warning)
 
 
-async def _patch(cluster: Cluster, body: Object, changes: Object, subresource: str = "") -> None:
+async def _patch(fleet: Fleet, known: Known, changes: Object, subresource: str = "") -> None:
     """Of the NodeQuarantine as it was read."""
-    metadata = {"resourceVersion": body["metadata"]["resourceVersion"], **changes.get("metadata", {})}
-    name = body["metadata"]["name"]
-    await cluster.patch(QUARANTINES, name, {**changes, "metadata": metadata}, subresource=subresource)
+    before = known.body["metadata"]
+    metadata = {"resourceVersion": before["resourceVersion"], **changes.get("metadata", {})}
+    changes = {**changes, "metadata": metadata}
+    fleet.quarantines.take(await fleet.cluster.patch(QUARANTINES, before["name"], changes, subresource=subresource))
 
 
-async def _hold(cluster: Cluster, node: Object) -> None:
-    state = Node.parse(node)
-    if not state.tainted:
-        await _patch_taints(cluster, node, [*_taints(node), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}])
-    if not state.cordoned:
-        await cluster.apply(NODES, _applied(node) | {"spec": {"unschedulable": True}}, manager=FIELD_MANAGER_CORDON)
+async def _hold(fleet: Fleet, seen: Seen) -> None:
+    if not seen.node.tainted:
+        await _patch_taints(fleet, seen, [*_taints(seen), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}])
+    if not seen.node.cordoned:
+        await _apply(fleet, seen, {"spec": {"unschedulable": True}})
 
 
-async def _release(cluster: Cluster, node: Object) -> None:
-    state = Node.parse(node)
-    if state.tainted:
-        await _patch_taints(cluster, node, [taint for taint in _taints(node) if taint["key"] != TAINT_QUARANTINE])
-    if state.cordoned:
-        await cluster.apply(NODES, _applied(node), manager=FIELD_MANAGER_CORDON)
+async def _release(fleet: Fleet, seen: Seen) -> None:
+    if seen.node.tainted:
+        await _patch_taints(fleet, seen, [taint for taint in _taints(seen) if taint["key"] != TAINT_QUARANTINE])
+    if seen.node.cordoned:
+        await _apply(fleet, seen, {})
 
 
-def _taints(node: Object) -> list[Object]:
-    taints: list[Object] = node["spec"].get("taints", [])
+def _taints(seen: Seen) -> list[Object]:
+    taints: list[Object] = seen.body["spec"]["taints"]
     return taints
 
 
-async def _patch_taints(cluster: Cluster, node: Object, taints: list[Object]) -> None:
+async def _patch_taints(fleet: Fleet, seen: Seen, taints: list[Object]) -> None:
     """By compare-and-swap: the API server knows the list only as a whole, and other controllers write it, too.
 
     Server-side apply would take the others' taints away, and would leave ours when we give up the list.
     """
-    version = {"resourceVersion": node["metadata"]["resourceVersion"]}
-    await cluster.patch(NODES, node["metadata"]["name"], {"metadata": version, "spec": {"taints": taints or None}})
+    name, version = seen.body["metadata"]["name"], seen.body["metadata"]["resourceVersion"]
+    changes = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints or None}}
+    fleet.nodes.take(await fleet.cluster.patch(NODES, name, changes))
 
 
-def _applied(node: Object) -> Object:
-    """What we apply to release the cordon. With the UID, or applying to a node that has gone would create one."""
-    metadata = {"name": node["metadata"]["name"], "uid": node["metadata"]["uid"]}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
+async def _apply(fleet: Fleet, seen: Seen, wanted: Object) -> None:
+    """What we want of the cordon. With the UID, or applying to a node that has gone would create one."""
+    metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
+    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=FIELD_MANAGER_CORDON))
 
 
-async def _start_probe(
-    cluster: Cluster, runtime: Runtime, pod: str, body: Object, node: Object, settings: Settings, share: bool
-) -> None:
+async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> None:
     """With two other nodes beside it, where the cluster has some of its kind: alone no node is slow."""
+    cluster, settings, runtime = fleet.cluster, fleet.settings, fleet.runtime
+    name = known.body["metadata"]["name"]
+    node = await cluster.get(NODES, name)
     bodies = await probing.pods_of(cluster, settings, pod)
     company = probing.company(node, await cluster.list(NODES), pod)
-    known = {found["metadata"]["name"]: found["spec"]["nodeName"] for found in bodies}
-    hosts = [known.get(f"{pod}-{i}", other) for i, other in enumerate(company)]
-    circle = [*(Seat(f"{pod}-{i}", other) for i, other in enumerate(hosts)), Seat(pod, node["metadata"]["name"])]
-    probe = Quarantine.parse(body).last_probe
+    there = {found["metadata"]["name"]: found["spec"]["nodeName"] for found in bodies}
+    hosts = [there.get(f"{pod}-{i}", other) for i, other in enumerate(company)]
+    circle = [*(Seat(f"{pod}-{i}", other) for i, other in enumerate(hosts)), Seat(pod, name)]
+    probe = known.legible.last_probe
     waited = 0.0 if probe is None else runtime.now() - probe.started
     secret = probing.secret_of(bodies) or runtime.identifier()
     for launch in launches(circle, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
@@ -460,26 +498,15 @@ async def _start_probe(
             continue
         gpus = await probing.gpus(cluster, place, share=share) if launch.seat.pod == pod else 0
         task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
-        await probing.start(cluster, settings, launch.seat.pod, place, body, "NodeQuarantine", task)
+        await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
 
 
 async def _tell(
-    cluster: Cluster,
-    runtime: Runtime,
-    body: Object | None,
-    node: Object | None,
-    reason: str,
-    note: str,
-    *,
-    warning: bool = False,
+    fleet: Fleet, known: Known | None, seen: Seen | None, reason: str, note: str, *, warning: bool = False
 ) -> None:
     """Events about the node and its quarantine, which `kubectl describe` shows."""
-    for regarding in (body, node):
-        if regarding is not None:
-            reference = {
-                "apiVersion": "v1" if regarding is node else API_VERSION,
-                "kind": "Node" if regarding is node else "NodeQuarantine",
-                "name": regarding["metadata"]["name"],
-                "uid": regarding["metadata"]["uid"],
-            }
-            await events.tell_about(cluster, runtime, reference, reason, note, reason, warning=warning)
+    about = [] if known is None else [(API_VERSION, "NodeQuarantine", known.body["metadata"])]
+    about += [] if seen is None else [("v1", "Node", seen.body["metadata"])]
+    for version, kind, metadata in about:
+        reference = {"apiVersion": version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
+        await events.tell_about(fleet.cluster, fleet.runtime, reference, reason, note, reason, warning=warning)

@@ -37,7 +37,9 @@ class Lives:
 
     def go_on(self) -> None:
         self.now += self.dice.choice((0.0, 0.5, 4.0, 30.0, 900.0))
-        act = self.dice.choice((self.make, self.change, self.change, self.change, self.phase, self.speak, self.hold, self.drop))
+        act = self.dice.choice(
+            (self.make, self.change, self.change, self.change, self.phase, self.speak, self.hold, self.drop)
+        )
         act()
 
     def make(self) -> None:

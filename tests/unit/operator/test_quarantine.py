@@ -20,11 +20,11 @@ from pacekeeper_operator.api import (
     QuarantineSpec,
     QuarantineStatus,
 )
+from pacekeeper_operator.decide.node_census import Around
 from pacekeeper_operator.decide.node_figures import read_figures
 from pacekeeper_operator.decide.node_probes import CLEAN_PAUSE
 from pacekeeper_operator.decide.node_quarantine import decide
 from pacekeeper_operator.decide.node_steps import (
-    Around,
     Delete,
     EndProbe,
     Guard,

@@ -26,6 +26,7 @@ from pacekeeper_operator.cluster import (
 )
 from pacekeeper_operator.decide.node_steps import Node, Quarantine
 from pacekeeper_operator.services import quarantine as service
+from pacekeeper_operator.services.fleet import Fleet
 from pacekeeper_operator.services.quarantine import Blame, release_all, suspect, watch_over
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
@@ -83,19 +84,22 @@ class Place:
         self.cluster, self.timeline = Cluster(), Timeline()
         self.runtime = VirtualRuntime(self.timeline)
 
+    def fleet(self, settings: Settings = SETTINGS) -> Fleet:
+        return Fleet(self.cluster, self.runtime, settings)
+
     def blame(self, node: str = "node-1", **changes: Any) -> Blame:
         said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
         return replace(said, **changes)
 
     async def suspect(self, blame: Blame | None = None, settings: Settings = SETTINGS) -> Verdict:
-        return (await suspect(self.cluster, self.runtime, settings, blame or self.blame())).verdict
+        return (await suspect(self.fleet(settings), blame or self.blame())).verdict
 
     async def by_hand(self, name: str = "node-1", *, approved: bool = True, reason: str = "it smells") -> None:
         spec = {"reason": reason, "approved": approved}
         await self.cluster.create(QUARANTINES, {"metadata": {"name": name}, "spec": spec})
 
     async def reconcile(self, name: str = "node-1", settings: Settings = SETTINGS) -> float:
-        return await service.reconcile(self.cluster, self.runtime, settings, name)
+        return await service.reconcile(self.fleet(settings), name)
 
 
 @pytest.fixture
@@ -112,12 +116,12 @@ class TestSuspect:
 
     async def test_whoever_deletes_a_suspicion_has_ended_it(self, place: Place) -> None:
         """While it goes, and when it has gone. What was held back before is none that somebody has deleted."""
-        paused = await suspect(place.cluster, place.runtime, replace(SETTINGS, paused=True), place.blame())
+        paused = await suspect(place.fleet(replace(SETTINGS, paused=True)), place.blame())
         assert (paused.verdict, paused.raised) == (Verdict.PAUSED, False)
-        ruling = await suspect(place.cluster, place.runtime, SETTINGS, place.blame())
+        ruling = await suspect(place.fleet(), place.blame())
         assert (ruling.verdict, ruling.raised) == (Verdict.SUSPECTED, True)
         raised = place.blame(raised=ruling.raised)
-        assert (await suspect(place.cluster, place.runtime, SETTINGS, raised)) == ruling, "it stands"
+        assert (await suspect(place.fleet(), raised)) == ruling, "it stands"
 
         await place.cluster.delete(QUARANTINES, "node-1")
         assert await place.suspect(raised) is Verdict.CLEARED
@@ -129,7 +133,7 @@ class TestSuspect:
     async def test_one_by_hand_is_no_word_of_the_job(self, place: Place) -> None:
         await place.by_hand(approved=False)
         await place.reconcile()
-        ruling = await suspect(place.cluster, place.runtime, SETTINGS, place.blame())
+        ruling = await suspect(place.fleet(), place.blame())
         assert (ruling.verdict, ruling.raised) == (Verdict.AWAITS_APPROVAL, False)
 
     async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:
@@ -283,8 +287,8 @@ class TestReleaseAll:
 
 
 class TestWatchOver:
-    async def run(self, place: Place, seconds: float, changed: asyncio.Event | None = None) -> None:
-        watching = watch_over(place.cluster, place.runtime, SETTINGS, changed or asyncio.Event())
+    async def run(self, place: Place, seconds: float) -> None:
+        watching = watch_over(place.fleet())
         task = place.runtime.start(watching, "quarantines")
         await place.timeline.run(seconds)
         assert not task.done()
@@ -312,13 +316,13 @@ class TestWatchOver:
         assert place.cluster.lists.count("nodes") > 2
 
     async def test_a_change_is_looked_at_at_once(self, place: Place) -> None:
-        changed = asyncio.Event()
-        watching = place.runtime.start(watch_over(place.cluster, place.runtime, SETTINGS, changed), "quarantines")
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
         await place.timeline.run(1)
         await place.by_hand()
         await place.timeline.run(1)
         assert place.cluster.marked() == set(), "nobody has told of it"
-        changed.set()
+        fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-1"], deleted=False)
         await place.timeline.run(1)
         assert place.cluster.marked() == {"node-1"}
         watching.cancel()
@@ -328,16 +332,13 @@ class TestWatchOver:
         await place.by_hand()
         await place.by_hand("node-2", approved=True)
         place.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
-        changed = asyncio.Event()
-        watching = place.runtime.start(watch_over(place.cluster, place.runtime, SETTINGS, changed), "quarantines")
-        await place.timeline.run(1)
-        changed.set()
-        await place.timeline.run(1)
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        await place.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
         for name in ("node-1", "node-2"):
-            del place.cluster.objects["nodequarantines", "", name]
-        changed.set()
-        await place.timeline.run(1)
+            fleet.quarantines.hear(place.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
+        await place.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) is None
         watching.cancel()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import kopf
 import pytest
@@ -28,10 +28,10 @@ from pacekeeper_operator.api import (
     Witness,
 )
 from pacekeeper_operator.cluster import CONFIG_MAPS, EVENTS, NODES, PODS, QUARANTINES, Kind, Listing, Object, Objects
+from pacekeeper_operator.decide.node_census import Around, Census
 from pacekeeper_operator.decide.node_quarantine import decide
 from pacekeeper_operator.decide.node_steps import (
     Approve,
-    Around,
     Delete,
     EndProbe,
     Node,
@@ -44,10 +44,10 @@ from pacekeeper_operator.decide.node_steps import (
     Wait,
 )
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS, MAX_SIGNS, PROBES_AT_ONCE, with_sign
-from pacekeeper_operator.handlers.quarantines import _concerns_quarantines
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
 from pacekeeper_operator.services import quarantine as service
+from pacekeeper_operator.services.fleet import Fleet
 from pacekeeper_operator.services.quarantine import Blame, look, suspect
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
@@ -55,6 +55,7 @@ from tests.support.schema import faults, schema
 
 START = 1_000_000.0
 NODE, DOWN = Node("uid-1"), Node("uid-1", ready=False)
+HELD = Node("uid-1", tainted=True, cordoned=True)
 PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors")
 NO_IMAGE = ProbePod("Pending", "ErrImagePull", Inconclusive.IMAGE)
 
@@ -165,8 +166,11 @@ class TestWitnesses:
         cleared = after_a_probe(PASSED)
         later = with_sign(cleared.spec.signs, sign(START + 100, witness=Witness.GPU_SERIES))
         found, step = settle(replace(cleared, spec=replace(cleared.spec, signs=later)), now=START + 110)
-        assert step == Approve()
-        assert condition(found, QuarantineCondition.WITNESSED) == ("True", "GpuSeries")
+        assert step == Approve(), "the sign itself names the witness"
+        begun = decide(replace(found, spec=replace(found.spec, approved=True)), HELD, None, Around(), START + 111)
+        assert isinstance(begun, Report)
+        said = replace(found, status=begun.status)
+        assert condition(said, QuarantineCondition.WITNESSED) == ("True", "GpuSeries")
 
     def test_a_witness_that_withdraws_leaves_the_question_to_a_probe(self) -> None:
         held, step = settle(suspicion(), DOWN, now=START + 1)
@@ -202,8 +206,8 @@ class TestWitnesses:
             suspicion(sign(START - 300), name=f"node-{i + 2}", probes=(ProbeResult("p", START - 1),))
             for i in range(PROBES_AT_ONCE)
         )
-        assert isinstance(settle(suspicion(), around=Around(others=others[1:]))[1], StartProbe)
-        waiting, step = settle(suspicion(), around=Around(others=others))
+        assert isinstance(settle(suspicion(), around=Around(census=Census.of(others[1:])))[1], StartProbe)
+        waiting, step = settle(suspicion(), around=Around(census=Census.of(others)))
         assert isinstance(step, Wait)
         assert "its turn" in (waiting.status.message or "")
 
@@ -243,25 +247,25 @@ class TestHeldBack:
         held, step = settle(confirmed("node-1"), now=START + 1)
         assert step == Wait(9)
         others = (confirmed("node-2", START + 4), confirmed("node-3", START + 8))
-        tripped, _ = settle(held, around=Around(others=others, nodes=100), now=START + 10)
+        tripped, _ = settle(held, around=Around(census=Census.of(others), nodes=100), now=START + 10)
         assert (tripped.status.phase, tripped.verdict) == (QuarantinePhase.HELD, Verdict.BREAKER)
 
     def test_those_quarantined_earlier_do_not_trip_it(self) -> None:
         earlier = tuple(approved(confirmed(f"node-{i}", START - 3600 * i)) for i in (2, 3))
-        _, step = settle(confirmed("node-1"), around=Around(others=earlier, nodes=100), now=START + 10)
+        _, step = settle(confirmed("node-1"), around=Around(census=Census.of(earlier), nodes=100), now=START + 10)
         assert step == Approve()
 
     def test_those_that_were_marked_within_the_window_do(self) -> None:
         lately = tuple(approved(confirmed(f"node-{i}", START - 20)) for i in (2, 3))
-        tripped, _ = settle(confirmed("node-1"), around=Around(others=lately, nodes=100), now=START + 10)
+        tripped, _ = settle(confirmed("node-1"), around=Around(census=Census.of(lately), nodes=100), now=START + 10)
         assert tripped.verdict is Verdict.BREAKER
 
     def test_it_clears_where_the_others_turn_out_well(self) -> None:
         blamed = tuple(suspicion(sign(), name=f"node-{i}") for i in (2, 3))
-        tripped, _ = settle(confirmed("node-1"), around=Around(others=blamed, nodes=100), now=START + 10)
+        tripped, _ = settle(confirmed("node-1"), around=Around(census=Census.of(blamed), nodes=100), now=START + 10)
         assert tripped.verdict is Verdict.BREAKER
         cleared = tuple(replace(b, status=after_a_probe(PASSED, *b.spec.signs).status) for b in blamed)
-        assert settle(tripped, around=Around(others=cleared, nodes=100), now=START + 20)[1] == Approve()
+        assert settle(tripped, around=Around(census=Census.of(cleared), nodes=100), now=START + 20)[1] == Approve()
 
     def test_a_mass_fault_that_stays_drops_all_and_quarantines_none(self) -> None:
         """The first that is dropped must not make the others look like faults of their own."""
@@ -270,7 +274,7 @@ class TestHeldBack:
         for now in range(int(START) + 15, int(START) + 700, 5):
             for i, one in list(alive.items()):
                 others = tuple(other for j, other in alive.items() if j != i)
-                alive[i], step = settle(one, around=Around(others=others, nodes=100), now=float(now))
+                alive[i], step = settle(one, around=Around(census=Census.of(others), nodes=100), now=float(now))
                 assert not isinstance(step, Approve)
                 if isinstance(step, Delete):
                     del alive[i]
@@ -284,18 +288,18 @@ class TestHeldBack:
     def test_the_budget_counts_what_is_quarantined_not_what_is_suspected(self) -> None:
         rules = Rules(max_nodes=1)
         others = (confirmed("node-2", START - 300),)
-        assert settle(confirmed("node-1"), around=Around(rules, others, 100), now=START + 10)[1] == Approve()
-        spent = Around(rules, (approved(others[0]),), 100)
+        assert settle(confirmed("node-1"), around=Around(rules, Census.of(others), 100), now=START + 10)[1] == Approve()
+        spent = Around(rules, Census.of([approved(others[0])]), 100)
         held, _ = settle(confirmed("node-1"), around=spent, now=START + 10)
         assert held.verdict is Verdict.BUDGET_SPENT
         assert "1 of 100" in (held.status.message or "")
 
     def test_recommend_asks_a_person_and_does_not_flood_him(self) -> None:
         rules = Rules(acts=False, max_nodes=1)
-        asked, step = settle(confirmed("node-1"), around=Around(rules, (), 100), now=START + 10)
+        asked, step = settle(confirmed("node-1"), around=Around(rules, nodes=100), now=START + 10)
         assert (asked.status.phase, asked.verdict) == (QuarantinePhase.PENDING, Verdict.AWAITS_APPROVAL)
         assert isinstance(step, Wait)
-        second, _ = settle(confirmed("node-2"), around=Around(rules, (asked,), 100), now=START + 10)
+        second, _ = settle(confirmed("node-2"), around=Around(rules, Census.of([asked]), 100), now=START + 10)
         assert second.verdict is Verdict.BUDGET_SPENT
 
     def test_a_person_need_not_wait_for_a_witness(self) -> None:
@@ -421,16 +425,17 @@ async def run(world: World, clock: Clock, seconds: float, settings: Settings = S
     """The loop over all quarantines for so long; it looks again when one of them wants it."""
     end = clock.time + seconds
     while clock.time < end:
-        clock.time = min(end, clock.time + max(1.0, await service._look_at_all(world, clock, settings)))
+        clock.time = min(end, clock.time + max(1.0, await service.look_at_all(Fleet(world, clock, settings))))
 
 
 class TestService:
     async def test_a_forged_fault_touches_no_node(self, world: World, clock: Clock) -> None:
-        assert (await suspect(world, clock, SETTINGS, blame())).verdict is Verdict.SUSPECTED
+        assert (await suspect(Fleet(world, clock, SETTINGS), blame())).verdict is Verdict.SUSPECTED
         await run(world, clock, 30)
         assert not world.held()
         assert "NodeCleared" in world.events()
-        ruling = await suspect(world, clock, SETTINGS, blame(incident=ObjectRef("again", "team-a"), at=clock.now()))
+        again = blame(incident=ObjectRef("again", "team-a"), at=clock.now())
+        ruling = await suspect(Fleet(world, clock, SETTINGS), again)
         assert ruling.verdict is Verdict.CLEARED
         await run(world, clock, 600)
         assert world.quarantine() is None
@@ -439,7 +444,7 @@ class TestService:
     async def test_a_flood_of_faults_brings_one_probe_in_ten_minutes(self, world: World, clock: Clock) -> None:
         names = set()
         for i in range(300):
-            await suspect(world, clock, SETTINGS, blame(incident=ObjectRef(f"i-{i}", "team-a"), at=clock.now()))
+            await suspect(Fleet(world, clock, SETTINGS), blame(incident=ObjectRef(f"i-{i}", "team-a"), at=clock.now()))
             await run(world, clock, 2)
             found = world.quarantine()
             assert found is not None
@@ -450,18 +455,18 @@ class TestService:
     async def test_a_bad_node_is_quarantined_once_the_probe_says_so(self, world: World, clock: Clock) -> None:
         state = {"terminated": {"exitCode": 1, "message": "3 of 4 GPUs answer"}}
         world.kubelet["node-1"] = {"phase": "Failed", "containerStatuses": [{"name": "probe", "state": state}]}
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         await run(world, clock, 9)
         assert not world.held()
         await run(world, clock, 3)
         assert world.held() == {"node-1"}
-        found = await look(world, "node-1", "uid-node-1")
+        found = await look(Fleet(world, clock, SETTINGS), "node-1", "uid-node-1")
         assert found == Ruling(Verdict.QUARANTINED, "node-1 is quarantined")
         assert {"ProbeFailed", "NodeQuarantined"} <= set(world.events())
 
     async def test_a_node_that_is_not_ready_is_quarantined_without_a_probe(self, world: World, clock: Clock) -> None:
         world.node("node-1", ready="Unknown")
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         await run(world, clock, 12)
         assert world.held() == {"node-1"}
         assert not world.probes()
@@ -469,7 +474,7 @@ class TestService:
     async def test_a_private_registry_without_a_secret_quarantines_nobody(self, world: World, clock: Clock) -> None:
         waiting = {"name": "probe", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no basic auth"}}}
         world.kubelet["node-1"] = {"phase": "Pending", "containerStatuses": [waiting]}
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         await run(world, clock, 100)
         found = world.quarantine()
         assert found is not None
@@ -481,7 +486,7 @@ class TestService:
     async def test_power_lost_at_once_touches_no_node(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
             await run(world, clock, 2)
         await run(world, clock, 700)
         assert not world.held()
@@ -493,11 +498,11 @@ class TestService:
         for i, pause in ((1, 20), (2, 20), (3, 0)):
             world.node(f"node-{i}", ready="Unknown")
             said.append(blame(f"node-{i}", at=clock.now()))
-            await suspect(world, clock, SETTINGS, said[-1])
+            await suspect(Fleet(world, clock, SETTINGS), said[-1])
             clock.time += pause / 4
         rulings = []
         for _ in range(300):
-            rulings = [await suspect(world, clock, SETTINGS, words) for words in said]
+            rulings = [await suspect(Fleet(world, clock, SETTINGS), words) for words in said]
             await run(world, clock, 5)
             assert not world.held()
         assert {ruling.verdict for ruling in rulings} == {Verdict.CLEARED}
@@ -506,7 +511,7 @@ class TestService:
     async def test_the_third_node_after_two_earlier_ones_is_quarantined(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
             await run(world, clock, 90)
         assert world.held() == {"node-1", "node-2", "node-3"}
 
@@ -514,71 +519,70 @@ class TestService:
         tight = replace(SETTINGS, quarantine_max_nodes=1)
         for i in (1, 2):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, tight, blame(f"node-{i}", at=clock.now()))
+            await suspect(Fleet(world, clock, tight), blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 20, tight)
         assert world.held() == {"node-1"}
-        ruling = await look(world, "node-2", "uid-node-2")
+        ruling = await look(Fleet(world, clock, SETTINGS), "node-2", "uid-node-2")
         assert ruling is not None
         assert ruling.verdict is Verdict.BUDGET_SPENT
 
     @pytest.mark.parametrize("broken", [False, True])
     async def test_a_pause_that_cannot_be_read_is_a_pause(self, world: World, clock: Clock, broken: bool) -> None:
         world.node("node-1", ready="Unknown")
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         if broken:
             world.broken.add(CONFIG_MAPS.plural)
         else:
             world._store(("configmaps", SETTINGS.namespace, PAUSE), {"metadata": {"name": PAUSE}})
         await run(world, clock, 20)
         assert not world.held()
-        assert (await suspect(world, clock, SETTINGS, blame("node-2", at=clock.now()))).verdict is Verdict.PAUSED
+        assert (await suspect(Fleet(world, clock, SETTINGS), blame("node-2", at=clock.now()))).verdict is Verdict.PAUSED
         assert world.quarantine("node-2") is None
-        found = await look(world, "node-1", "uid-node-1")
+        found = await look(Fleet(world, clock, SETTINGS), "node-1", "uid-node-1")
         assert found is not None
         assert found.verdict is Verdict.PAUSED
 
     async def test_many_blamed_nodes_cost_one_look_at_the_cluster(self, world: World, clock: Clock) -> None:
         for i in range(7, 40):
             world.node(f"node-{i}", ready="Unknown")
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 15)
         world.lists.clear()
-        await service._look_at_all(world, clock, SETTINGS)
-        assert world.lists == ["nodequarantines", "nodequarantines", "nodes"]
+        await service.look_at_all(Fleet(world, clock, SETTINGS))
+        assert sorted(world.lists) == ["nodequarantines", "nodes"]
 
     async def test_no_node_is_touched_upon_what_a_look_had_read_before(self, world: World, clock: Clock) -> None:
         world.node("node-1", ready="Unknown")
-        await suspect(world, clock, SETTINGS, blame())
-        found, fleet = world.quarantine(), service.Fleet(world, SETTINGS)
-        assert found is not None
-        await fleet.around(found, DOWN)
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+        fleet = Fleet(world, clock, SETTINGS)
+        await fleet.read()
         for other in ("node-2", "node-3"):
-            await suspect(world, clock, SETTINGS, blame(other))
+            await suspect(Fleet(world, clock, SETTINGS), blame(other))
         clock.time = START + 10
-        await service.reconcile(world, clock, SETTINGS, "node-1", fleet)
+        await service.reconcile(fleet, "node-1")
         assert not world.held()
-        assert (await look(world, "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
+        assert (await look(Fleet(world, clock, SETTINGS), "node-1", "uid-node-1")).verdict is Verdict.BREAKER  # type: ignore[union-attr]
 
     async def test_probes_at_once_are_bounded_within_one_look(self, world: World, clock: Clock) -> None:
         for i in range(7, 40):
             world.node(f"node-{i}")
             world.kubelet[f"node-{i}"] = {"phase": "Running"}
-            await suspect(world, clock, SETTINGS, blame(f"node-{i}", at=clock.now()))
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
         await run(world, clock, 3)
         assert len({probe["metadata"]["labels"][LABEL_CIRCLE] for probe in world.probes()}) == PROBES_AT_ONCE
 
     async def test_what_is_not_even_suspected(self, world: World, clock: Clock) -> None:
         world.node("node-2", labels={LABEL_NO_QUARANTINE: ""})
-        assert (await suspect(world, clock, SETTINGS, blame("node-2"))).verdict is Verdict.OPTED_OUT
-        assert (await suspect(world, clock, SETTINGS, blame(uid="another"))).verdict is Verdict.UNKNOWN_NODE
-        assert (await suspect(world, clock, SETTINGS, blame("node-99"))).verdict is Verdict.UNKNOWN_NODE
+        assert (await suspect(Fleet(world, clock, SETTINGS), blame("node-2"))).verdict is Verdict.OPTED_OUT
+        assert (await suspect(Fleet(world, clock, SETTINGS), blame(uid="another"))).verdict is Verdict.UNKNOWN_NODE
+        assert (await suspect(Fleet(world, clock, SETTINGS), blame("node-99"))).verdict is Verdict.UNKNOWN_NODE
         assert await world.list(QUARANTINES) == []
 
     async def test_a_second_namespace_adds_its_word(self, world: World, clock: Clock) -> None:
-        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await suspect(Fleet(world, clock, SETTINGS), blame(weak=True))
         await run(world, clock, 5)
         assert not world.quarantine().status.probes  # type: ignore[union-attr]  # it is there
-        words = (await suspect(world, clock, SETTINGS, blame(namespace="team-b", weak=True))).words
+        words = (await suspect(Fleet(world, clock, SETTINGS), blame(namespace="team-b", weak=True))).words
         assert "team-a" not in words
         await run(world, clock, 1)
         assert world.quarantine().status.probes  # type: ignore[union-attr]
@@ -589,7 +593,7 @@ class TestService:
         spec = {"nodeName": "node-1", "containers": [limits]}
         world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
         world.kubelet["node-1"] = {"phase": "Running"}
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         await run(world, clock, 5)
         (probe,) = [pod for pod in world.probes() if pod["metadata"].get("labels") and on_node_1(pod)]
         assert probe["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
@@ -598,7 +602,7 @@ class TestService:
     async def test_probes_get_the_installations_pull_secrets(self, world: World, clock: Clock) -> None:
         private = replace(SETTINGS, image_pull_secrets="registry, other", image_pull_policy="Always")
         world.kubelet["node-1"] = {"phase": "Running"}
-        await suspect(world, clock, private, blame())
+        await suspect(Fleet(world, clock, private), blame())
         await run(world, clock, 5, private)
         (probe,) = [pod for pod in world.probes() if on_node_1(pod)]
         assert probe["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "other"}]
@@ -607,7 +611,7 @@ class TestService:
     async def test_an_operator_that_dies_goes_on_where_it_stood(self, world: World, clock: Clock) -> None:
         """Nothing is kept in memory: each look is that of another operator."""
         world.node("node-1", ready="Unknown")
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         step_by_step = service.MAX_STEPS
         service.MAX_STEPS = 1
         try:
@@ -618,32 +622,44 @@ class TestService:
 
     async def test_all_are_released_and_all_suspicions_end(self, world: World, clock: Clock) -> None:
         world.node("node-1", ready="Unknown")
-        await suspect(world, clock, SETTINGS, blame())
+        await suspect(Fleet(world, clock, SETTINGS), blame())
         await run(world, clock, 15)
         assert world.held() == {"node-1"}
-        await suspect(world, clock, SETTINGS, blame("node-2", weak=True))
+        await suspect(Fleet(world, clock, SETTINGS), blame("node-2", weak=True))
         await service.release_all(world, clock, 30)
         assert not world.held()
         assert await world.list(QUARANTINES) == []
 
     async def test_while_one_ends_nothing_new_is_said_into_it(self, world: World, clock: Clock) -> None:
-        await suspect(world, clock, SETTINGS, blame(weak=True))
+        await suspect(Fleet(world, clock, SETTINGS), blame(weak=True))
         await run(world, clock, 1)
         ended = world.quarantine()
         assert ended is not None
         dropped = {"phase": "Released", "message": "the suspicion is dropped"}
         await world.patch(QUARANTINES, "node-1", {"status": dropped})
-        ruling = await suspect(world, clock, SETTINGS, blame(namespace="team-b"))
+        ruling = await suspect(Fleet(world, clock, SETTINGS), blame(namespace="team-b"))
         assert ruling.verdict is Verdict.RELEASING
 
 
 @pytest.mark.parametrize(
-    ("ready", "tainted", "wakes"), [("True", False, False), ("Unknown", False, True), ("True", True, True)]
+    ("ready", "tainted", "suspected", "wakes"),
+    [
+        ("True", False, True, False),
+        ("Unknown", False, True, True),
+        ("True", True, False, True),
+        ("Unknown", False, False, False),
+    ],
 )
-def test_nodes_that_concern_quarantines_wake_the_loop(ready: str, tainted: bool, wakes: bool) -> None:
-    body: Any = {
-        "spec": {"taints": [{"key": TAINT_QUARANTINE}]} if tainted else {},
-        "status": {"conditions": [{"type": "Ready", "status": ready}]},
-    }
-    found = kopf.Body(cast(Any, body))
-    assert _concerns_quarantines(spec=found.spec, status=found.status) is wakes
+async def test_nodes_that_concern_quarantines_wake_the_loop(
+    world: World, clock: Clock, ready: str, tainted: bool, suspected: bool, wakes: bool
+) -> None:
+    if suspected:
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+    fleet = Fleet(world, clock, SETTINGS)
+    await fleet.read()
+    fleet.changed.clear()
+    world.node("node-1", ready=ready)
+    body = await world.get(NODES, "node-1")
+    body["spec"]["taints"] = [{"key": TAINT_QUARANTINE, "effect": "NoSchedule"}] if tainted else []
+    fleet.nodes.hear(body, deleted=False)
+    assert bool(fleet.changed) is wakes

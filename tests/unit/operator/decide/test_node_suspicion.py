@@ -18,9 +18,9 @@ from pacekeeper_operator.api import (
     Verdict,
     Witness,
 )
+from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS, Around, Census
 from pacekeeper_operator.decide.node_quarantine import decide, ruling
 from pacekeeper_operator.decide.node_steps import (
-    Around,
     Delete,
     Node,
     ProbePod,
@@ -32,12 +32,10 @@ from pacekeeper_operator.decide.node_steps import (
     witnessed,
 )
 from pacekeeper_operator.decide.node_suspicion import (
-    AT_ONCE_SECONDS,
     CLEARED_SECONDS,
     HOLD_SECONDS,
     STAYS_TRIPPED_SECONDS,
     SUSPICION_SECONDS,
-    failing_at_once,
     with_sign,
     witness_of,
 )
@@ -183,7 +181,7 @@ class TestHeldBack:
         again = replace(suspicion(sign(**VOUCHED)), status=paused.status)
         longer = judged(again, paused="remedies are still paused")
         assert (longer.event, said(longer, QuarantineCondition.QUARANTINED)[1]) == ("", "Paused")
-        spent = judged(again, nodes=0, others=(suspicion(name="node-2", approved=True),))
+        spent = judged(again, nodes=0, census=Census.of([suspicion(name="node-2", approved=True)]))
         assert spent.event == "QuarantineHeldBack"
 
     def test_a_budget_is_spent_by_what_is_approved_and_where_people_decide_by_what_they_are_asked(self) -> None:
@@ -193,7 +191,7 @@ class TestHeldBack:
         one = {"max_nodes": 1, "breaker_nodes": 9}
 
         def verdict(*others: Quarantine, acts: bool) -> str:
-            report = judged(suspicion(sign(**VOUCHED)), others=others, rules=Rules(acts=acts, **one))
+            report = judged(suspicion(), DOWN, census=Census.of(others), rules=Rules(acts=acts, **one))
             return said(report, QuarantineCondition.QUARANTINED)[1]
 
         assert verdict(asked, suspected, acts=True) == "Suspected", "it is to be quarantined"
@@ -210,7 +208,7 @@ class TestHeldBack:
 class TestBreaker:
     def test_counts_open_suspicions_of_the_same_time_that_are_worth_a_look(self) -> None:
         def count(*others: Quarantine) -> int:
-            return failing_at_once(suspicion(), others)
+            return Census.of(others).failing_at_once(suspicion())
 
         other = suspicion(name="node-2")
         assert count() == 1

@@ -1,0 +1,162 @@
+"""Sidecars of workers that do not run: one process that speaks for all of them as their own sidecars would.
+
+    python -m bench.scripts.scale.sidecars     # {"api", "authority", "token", "folder"} as JSON on its standard input
+
+Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
+client (`pacekeeper.sidecar.client`). Its worker is warm, follows the plan, and steps; its figures move a little. Prints
+a line of JSON a second: how many poll, how many train, and how many calls were refused so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pacekeeper.runtime import Runtime
+from pacekeeper.sidecar.client import OperatorClient, Rejected, Unavailable
+from pacekeeper.sidecar.settings import SidecarSettings
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.reports import Heartbeat, LauncherState, RankFigures
+
+from .api import Api, connect
+
+STEP_SECONDS = 1.0
+WOBBLE = 0.01
+"""By so much a rank's step times differ from one telling to the next."""
+LABEL_JOB = "pacekeeper.dev/job"
+AUDIENCE = "pacekeeper"
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 5.0
+
+
+@dataclass
+class Fleet:
+    api: Api
+    folder: Path
+    counts: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.time)
+    contexts: dict[str, ssl.SSLContext] = field(default_factory=dict)
+    lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by UID of a pod
+    made: int = 0
+
+    def hear(self, kind: str, pod: dict[str, Any]) -> None:
+        """A pod's sidecar lives as long as the pod does."""
+        uid, status = pod["metadata"]["uid"], pod.get("status", {})
+        over = kind == "DELETED" or "deletionTimestamp" in pod["metadata"]
+        if over and uid in self.lives:
+            self.lives.pop(uid).cancel()
+        elif not over and status.get("phase") == "Running" and uid not in self.lives:
+            self.made += 1
+            self.lives[uid] = asyncio.create_task(_live(self, pod, self.made))
+
+    def context(self, authority: str) -> ssl.SSLContext:
+        if authority not in self.contexts:
+            self.contexts[authority] = ssl.create_default_context(cadata=authority)
+        return self.contexts[authority]
+
+
+async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
+    settings = await _settings(fleet, pod)
+    source = f"127.{2 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
+    connector = aiohttp.TCPConnector(
+        ssl=fleet.context(settings.authority), keepalive_timeout=60, local_addr=(source, 0)
+    )
+    async with aiohttp.ClientSession(connector=connector) as session:
+        client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
+        beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
+        fleet.counts["sidecars"] += 1
+        trains = False
+        try:
+            while plan.role is not Role.LEAVE:
+                try:
+                    news = await client.plan(_now(beat, plan, fleet), plan.version, settings.poll_seconds)
+                except (Unavailable, Rejected) as error:
+                    fleet.counts["refused"] += 1
+                    print(error, file=sys.stderr, flush=True)
+                    await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                    backoff = min(LONGEST_BACKOFF, 2 * backoff)
+                    continue
+                fleet.counts["polls"] += 1
+                backoff = FIRST_BACKOFF
+                if news is not None:
+                    trains, before = news.role is Role.MEMBER, trains
+                    fleet.counts["training"] += trains - before
+                    plan, beat = news, _follow(beat, plan, news)
+        finally:
+            fleet.counts["sidecars"] -= 1
+            fleet.counts["training"] -= trains
+
+
+def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:
+    beat = replace(beat, plan_version=plan.version)
+    if plan.role is not Role.MEMBER:
+        return replace(beat, state=LauncherState.WARM, round=0, membership=plan.membership)
+    if (plan.membership, plan.round) != (before.membership, before.round) or before.role is not Role.MEMBER:
+        now = time.time()
+        return replace(
+            beat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, round_started_at=now,
+            first_step_at=now, steered=True, sync_mode=plan.sync_mode, restarts=0,
+        )  # fmt: skip
+    return beat
+
+
+def _now(beat: Heartbeat, plan: WorkerPlan, fleet: Fleet) -> Heartbeat:
+    """With the steps that it has taken by now."""
+    if beat.state is not LauncherState.RUNNING:
+        return beat
+    now = time.time()
+    figures = tuple(_figures(rank) for rank in plan.ranks)
+    in_round = int((now - beat.round_started_at) / STEP_SECONDS) + 1
+    return replace(beat, step=int((now - fleet.began) / STEP_SECONDS), steps_in_round=in_round, figures=figures)
+
+
+def _figures(rank: int) -> RankFigures:
+    step = STEP_SECONDS * random.uniform(1 - WOBBLE, 1 + WOBBLE)
+    return RankFigures(rank, 8, step, 0.8 * step, 0.8 * step / 8, 0.2 * step, 8, STEP_SECONDS)
+
+
+async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
+    """As the operator has written them into the pod, with a token as the kubelet would get it."""
+    metadata, spec = pod["metadata"], pod["spec"]
+    containers = [*spec.get("initContainers", ()), *spec["containers"]]
+    variables = {v["name"]: v.get("value", "") for c in containers for v in c.get("env", ())}
+    bound = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
+    account = spec.get("serviceAccountName", "default")
+    path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
+    request = {"spec": {"audiences": [AUDIENCE], "expirationSeconds": 7200, "boundObjectRef": bound}}
+    answer = await fleet.api.call("POST", path, request)
+    file = fleet.folder / f"{metadata['uid']}.token"
+    file.touch(mode=0o600)
+    file.write_text(answer["status"]["token"])
+    return SidecarSettings(
+        runtime=Runtime(fleet.folder),
+        job=metadata["labels"][LABEL_JOB],
+        worker=metadata["name"],
+        operator=variables["PACEKEEPER_OPERATOR"],
+        authority=variables["PACEKEEPER_CA"],
+        token_file=file,
+    )
+
+
+async def _main(said: dict[str, str]) -> None:
+    context = ssl.create_default_context(cafile=said["authority"])
+    async with connect(said["api"], said["token"], context) as api:
+        fleet = Fleet(api, Path(said["folder"]))
+        watching = asyncio.create_task(api.watch("/api/v1/pods", fleet.hear, LABEL_JOB))
+        while not watching.done():
+            print(json.dumps(fleet.counts), flush=True)
+            await asyncio.sleep(1)
+        await watching
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(json.loads(sys.stdin.readline())))

@@ -1,0 +1,201 @@
+"""A cluster of nodes that kwok plays, jobs whose sidecars speak, the operator as a process: what parts measure on.
+
+Everything, the measurement itself included, has this machine's processors: figures are of two cores where it has two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import prometheus
+from .api import Api, connect
+from .control_plane import ControlPlane, free_port, running
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SYSTEM, NAMESPACE = "pacekeeper-system", "training"
+GROUP = "/apis/pacekeeper.dev/v1alpha1"
+JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
+TOKEN_SECONDS = 7200
+START_SECONDS = 300.0
+OPERATOR, SIDECARS = "operator", "sidecars"
+
+
+@dataclass
+class World:
+    """Use `made()`."""
+
+    plane: ControlPlane
+    api: Api
+    prometheus_url: str
+    ports: tuple[int, int, int]
+    kubeconfig: Path
+    pid: int = 0
+    """Of the operator."""
+    sidecars: dict[str, int] = field(default_factory=dict)
+    """What the process of all sidecars has said last."""
+
+    def start_operator(self, settings: Mapping[str, str]) -> None:
+        """`settings`: variables beside those that it needs here."""
+        endpoint, liveness, metrics = self.ports
+        environment = {name: value for name, value in os.environ.items() if name != "NETRC"} | {
+            "HOME": str(self.plane.folder),  # a pod has no .netrc, which would be read for each call
+            "KUBECONFIG": str(self.kubeconfig),
+            "POD_NAME": "operator-0",
+            "PACEKEEPER_NAMESPACE": SYSTEM,
+            "PACEKEEPER_ADDRESS": f"127.0.0.1:{endpoint}",
+            "PACEKEEPER_PORT": str(endpoint),
+            "PACEKEEPER_LIVENESS_PORT": str(liveness),
+            "PACEKEEPER_METRICS_PORT": str(metrics),
+            "PACEKEEPER_PROMETHEUS_URL": self.prometheus_url,
+            "PACEKEEPER_DCGM_NAMESPACE": prometheus.DCGM_NAMESPACE,
+            "PACEKEEPER_NETWORK_POLICIES": "false",
+        }
+        profile = os.environ.get("PROFILE")  # a file for cProfile's figures, which end in it when the operator does
+        how = ["-m", "cProfile", "-o", profile, "-m"] if profile else ["-m"]
+        command = [sys.executable, *how, "pacekeeper_operator"]
+        self.pid = self.plane.start(OPERATOR, *command, environment=environment | dict(settings))
+        self.plane.wait_for("the operator", f"http://127.0.0.1:{liveness}/healthz")
+
+    def stop_operator(self) -> None:
+        self.plane.stop(OPERATOR)
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    async def make_job(self, name: str, workers: int, spares: int = 0) -> None:
+        body = {
+            "apiVersion": "pacekeeper.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {
+                "replicas": workers,
+                "spares": spares,
+                "schedulingTimeout": "30m",
+                "template": {"spec": {"containers": [{"name": "trainer", "image": "trainer", "command": ["pacekeeper"],
+                                                      "resources": {"requests": {"cpu": "40"}}}]}},
+            },
+        }  # fmt: skip
+        await self.api.call("POST", JOBS, body)
+
+    async def wait_until_training(self, workers: int) -> None:
+        """All workers of all jobs are members, and have stepped."""
+        deadline, said = time.monotonic() + START_SECONDS, 0.0
+        while self.sidecars.get("training", 0) < workers:
+            self.plane.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not {workers} workers train within {START_SECONDS:.0f} s: {self.sidecars}")
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                say(f"{self.sidecars}")
+            await asyncio.sleep(0.5)
+
+    def processor_seconds(self) -> float:
+        """Of the operator, since its start."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory_mb(self) -> float:
+        """Of the operator: what is resident now."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def say(words: str) -> None:
+    print(f"   {time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def made(nodes: int) -> AsyncIterator[World]:
+    """With so many nodes, and no jobs and no operator yet."""
+    async with AsyncExitStack() as stack:
+        plane = stack.enter_context(running())
+        api = await stack.enter_async_context(connect(plane.url, plane.admin_token, plane.context()))
+        url = await stack.enter_async_context(prometheus.serve(prometheus.StandIn(nodes), free_port()))
+        await _install(api)
+        say(f"{nodes} nodes are made")
+        await api.all(api.call("POST", "/api/v1/nodes", _node(i)) for i in range(nodes))
+        token = await _token(api)
+        kubeconfig = plane.kubeconfig("pacekeeper", token)
+        world = World(plane, api, url, (free_port(), free_port(), free_port()), kubeconfig)
+        await stack.enter_async_context(_speaking(world))
+        yield world
+
+
+def node_name(index: int) -> str:
+    return f"node-{index:05}"
+
+
+def _node(index: int) -> dict[str, Any]:
+    labels = {"kubernetes.io/hostname": node_name(index), "kubernetes.io/arch": "amd64"}
+    address = f"127.1.{index // 250}.{1 + index % 250}"
+    return {
+        "metadata": {"name": node_name(index), "labels": labels},
+        "status": {"addresses": [{"type": "InternalIP", "address": address}]},
+    }
+
+
+async def _install(api: Api) -> None:
+    """Resource definitions, namespaces, and the operator's account. Its rights are those of an administrator: that the
+    chart's suffice, tests on the test cluster show."""
+    for path in sorted((REPOSITORY / "crds").glob("*.yaml")):
+        definition = yaml.safe_load(path.read_text())
+        await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
+    for namespace in (SYSTEM, NAMESPACE):
+        await api.call("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
+        await api.call("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": "default"}})
+    await api.call("POST", f"/api/v1/namespaces/{SYSTEM}/serviceaccounts", {"metadata": {"name": "pacekeeper"}})
+    binding = {
+        "metadata": {"name": "pacekeeper"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+        "subjects": [{"kind": "ServiceAccount", "name": "pacekeeper", "namespace": SYSTEM}],
+    }
+    await api.call("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", binding)
+
+
+async def _token(api: Api) -> str:
+    """The operator's: the API server bounds it as any account's (priority and fairness), where an administrator's is
+    not bounded."""
+    path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/pacekeeper/token"
+    answer = await api.call("POST", path, {"spec": {"expirationSeconds": TOKEN_SECONDS}})
+    token: str = answer["status"]["token"]
+    return token
+
+
+@asynccontextmanager
+async def _speaking(world: World) -> AsyncIterator[None]:
+    """The process of all sidecars."""
+    plane, folder = world.plane, world.plane.folder / "tokens"
+    folder.mkdir(mode=0o700)
+    said = {"api": plane.url, "authority": str(plane.authority), "token": plane.admin_token, "folder": str(folder)}
+    with plane.log(SIDECARS).open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.scripts.scale.sidecars", cwd=REPOSITORY,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(f"{json.dumps(said)}\n".encode())
+    listening = asyncio.create_task(_listen(world, process))
+    try:
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+        listening.cancel()
+
+
+async def _listen(world: World, process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        world.sidecars = json.loads(line)

@@ -1,0 +1,241 @@
+"""Many nodes at once: who counts, who waits, and what it costs; and nodes that the platform itself says are broken."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness, format_time
+from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
+from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
+from pacekeeper_operator.services.fleet import Fleet
+from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
+from pacekeeper_operator.settings import Settings
+from tests.support.virtual_time import Timeline, VirtualRuntime
+
+from .test_quarantine_service import Cluster
+
+NODES_THERE = 40
+FAULT = "GpuFault"
+
+
+class Slow(Cluster):
+    """Each call takes a while, as long as others are under way; what is written is told, later, by watches."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self.timeline = timeline
+        self.calls = self.under_way = self.most = 0
+        self.fleet: Fleet | None = None
+        self.refuses: list[Exception] = []  # what the next patches raise, after they are done
+        for i in range(4, NODES_THERE + 1):
+            self.node(f"node-{i}")
+
+    async def _takes_time(self) -> None:
+        self.calls += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.timeline.after(0.01)
+        self.under_way -= 1
+
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        await self._takes_time()
+        return self._told(kind, await super().create(kind, body, dry_run=dry_run))
+
+    async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
+        await self._takes_time()
+        done = self._told(kind, await super().patch(kind, name, body, namespace, **named))
+        if kind is QUARANTINES and body.get("spec", {}).get("approved") and self.refuses:
+            raise self.refuses.pop(0)
+        return done
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+        await self._takes_time()
+        return self._told(kind, await super().apply(kind, body, manager=manager, subresource=subresource))
+
+    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+        self.calls += 1
+        return await super().find(kind, name, namespace)
+
+    def _told(self, kind: Kind, body: Object) -> Object:
+        if self.fleet is not None and kind in (NODES, QUARANTINES):
+            shelf = self.fleet.nodes if kind is NODES else self.fleet.quarantines
+            self.timeline.after(0.005).add_done_callback(lambda _: shelf.hear(body, deleted=False))  # type: ignore[attr-defined]
+        return body
+
+    def breaks(self, name: str, at: float) -> None:
+        """The platform writes its condition."""
+        body = self.objects["nodes", "", name]
+        condition = {"type": FAULT, "status": "True", "reason": "Xid79", "lastTransitionTime": format_time(at)}
+        body["status"]["conditions"].append(condition)
+        stored = self._store(("nodes", "", name), body)
+        if self.fleet is not None:
+            self.fleet.nodes.hear(stored, deleted=False)
+
+
+class Place:
+    def __init__(self, **settings: Any) -> None:
+        self.timeline = Timeline()
+        self.runtime, self.cluster = VirtualRuntime(self.timeline), Slow(self.timeline)
+        raised = {"quarantine_max_nodes": 1000, "quarantine_max_share": 1.0, "breaker_nodes": 1000}
+        named = {"namespace": "system", "quarantine_mode": Mode.ACT, "quarantine_conditions": (FAULT,)}
+        self.settings = Settings(**{**named, **raised, **settings})
+        self.fleet = self.cluster.fleet = Fleet(self.cluster, self.runtime, self.settings)
+        self._watching: asyncio.Task[Any] | None = None
+
+    async def run(self, seconds: float) -> None:
+        if self._watching is None:
+            self._watching = self.runtime.start(watch_over(self.fleet), "quarantines")
+        await self.timeline.run(seconds)
+        assert not self._watching.done()
+
+    async def restart(self) -> None:
+        """The operator dies where it stands, and another one begins."""
+        assert self._watching is not None
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        self.fleet = self.cluster.fleet = Fleet(self.cluster, self.runtime, self.settings)
+        self._watching = None
+
+    def breaks(self, *numbers: int) -> None:
+        for i in numbers:
+            self.cluster.breaks(f"node-{i}", self.runtime.now())
+
+    def approved(self) -> set[str]:
+        return {name for name, found in self.cluster.quarantines().items() if found.spec.approved}
+
+    def held(self) -> set[str]:
+        return self.cluster.marked()
+
+
+def names(*numbers: int) -> set[str]:
+    return {f"node-{i}" for i in numbers}
+
+
+class TestPlatform:
+    async def test_its_condition_quarantines_a_node_that_no_job_blames(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.breaks(7)
+        await place.run(1)
+        assert place.held() == names(7)
+        found = place.cluster.quarantines()["node-7"]
+        (sign,) = found.spec.signs
+        assert (sign.namespace, sign.incident, sign.witness) == ("system", "", Witness.NODE_CONDITION)
+        assert found.spec.incident_ref is None
+        witnessed = next(c for c in found.status.conditions if c.type == "Witnessed")
+        assert (witnessed.status, witnessed.reason) == ("True", "NodeCondition")
+        assert witnessed.message == "condition GpuFault is True (Xid79)"
+
+    async def test_where_the_breaker_may_trip_it_is_held_back_for_a_while(self) -> None:
+        place = Place(breaker_nodes=3)
+        await place.run(1)
+        place.breaks(7)
+        await place.run(HOLD_SECONDS - 1)
+        assert place.held() == set()
+        await place.run(2)
+        assert place.held() == names(7)
+
+    async def test_that_too_many_fail_is_said_at_once_and_none_is_touched(self) -> None:
+        place = Place(breaker_nodes=3)
+        await place.run(1)
+        place.breaks(*range(1, 31))
+        await place.run(2)
+        verdicts = [found.verdict for found in place.cluster.quarantines().values()]
+        assert verdicts.count(Verdict.BREAKER) >= 28, "the first ones were alone when they were looked at"
+        await place.run(60)
+        assert {found.verdict for found in place.cluster.quarantines().values()} == {Verdict.BREAKER}
+        assert place.held() == place.approved() == set()
+
+    async def test_what_somebody_has_deleted_is_not_told_again(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.breaks(7)
+        await place.run(1)
+        await place.cluster.delete(QUARANTINES, "node-7")
+        place.fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-7"], deleted=False)
+        await place.run(100)
+        assert place.held() == set()
+        assert place.cluster.quarantines() == {}
+
+    async def test_a_node_with_the_opt_out_label_is_left_alone_and_so_is_an_old_condition(self) -> None:
+        place = Place()
+        place.cluster.objects["nodes", "", "node-8"]["metadata"]["labels"][LABEL_NO_QUARANTINE] = ""
+        place.breaks(8)
+        place.cluster.breaks("node-9", place.runtime.now() - 700)
+        await place.run(30)
+        assert place.cluster.quarantines() == {}
+
+    async def test_while_remedies_are_paused_nothing_is_raised_and_afterwards_it_is(self) -> None:
+        place = Place()
+        await place.run(1)
+        pause = {"metadata": {"name": "pacekeeper-pause", "namespace": "system"}}
+        place.cluster._store((CONFIG_MAPS.plural, "system", "pacekeeper-pause"), pause)
+        await place.run(2)
+        place.breaks(7)
+        await place.run(20)
+        assert place.cluster.quarantines() == {}
+        del place.cluster.objects[CONFIG_MAPS.plural, "system", "pacekeeper-pause"]
+        await place.run(20)
+        assert place.held() == names(7)
+
+
+class TestManyAtOnce:
+    async def test_a_budget_holds_exactly_however_many_ask(self) -> None:
+        place = Place(quarantine_max_nodes=6)
+        await place.run(1)
+        place.breaks(*range(1, 31))
+        await place.run(60)
+        assert len(place.approved()) == len(place.held()) == 6
+        verdicts = [found.verdict for found in place.cluster.quarantines().values()]
+        assert verdicts.count(Verdict.BUDGET_SPENT) == 24
+
+    @pytest.mark.parametrize("error", [Conflict("has changed", delay=1), kopf.TemporaryError("no answer", delay=2)])
+    async def test_and_where_nobody_knows_whether_an_approval_was_written(self, error: Exception) -> None:
+        place = Place(quarantine_max_nodes=6)
+        place.cluster.refuses = [error] * 4
+        await place.run(1)
+        place.breaks(*range(1, 31))
+        await place.run(120)
+        assert len(place.approved()) == len(place.held()) == 6
+
+    @pytest.mark.parametrize("after", [0.012, 0.024, 0.036, 0.048, 0.06, 0.09, 0.15])
+    async def test_and_where_the_operator_dies_amid_it(self, after: float) -> None:
+        place = Place(quarantine_max_nodes=6)
+        await place.run(1)
+        place.breaks(*range(1, 31))
+        await place.run(after)
+        await place.restart()
+        await place.run(60)
+        assert len(place.approved()) == len(place.held()) == 6
+
+    async def test_an_api_server_that_asks_for_a_pause_gets_it(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.cluster.refusals[QUARANTINES.plural] = [Busy("too many requests", delay=7)] * AT_ONCE
+        place.breaks(*range(1, 33))
+        await place.run(1)
+        before = place.cluster.calls
+        await place.run(5)
+        assert place.cluster.calls == before
+        await place.run(10)
+        assert len(place.held()) == 32
+
+    async def test_four_writes_to_a_held_node_so_many_at_a_time_and_words_come_last(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.cluster.calls, place.cluster.most = 0, 0
+        place.cluster.lists.clear()
+        place.breaks(*range(1, 33))
+        while len(place.held()) < 32:
+            await place.run(0.01)
+        assert place.cluster.most <= AT_ONCE
+        assert place.cluster.calls <= 32 * 4 + AT_ONCE + 2, "made, approved, tainted, cordoned; and the pause is read"
+        told = [found for found in place.cluster.quarantines().values() if found.status.cordoned_at is not None]
+        assert len(told) <= AT_ONCE
+        assert place.cluster.lists == ["nodequarantines"]
+        await place.run(5)
+        assert all(found.status.cordoned_at is not None for found in place.cluster.quarantines().values())
