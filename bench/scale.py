@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import nodes
+from .scripts.scale import nodes, workers
 from .scripts.scale.figure import Figure
 
-PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {"nodes": nodes.measured}
+PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {"nodes": nodes.measured, "workers": workers.measured}
 """Measures, quick or not; what a part is doing it says on standard error."""
 
 
