@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import connections, nodes, passes, whatif
+from .scripts.scale import connections, nodes, passes, whatif, workers
 from .scripts.scale.figure import Figure
 
 PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
     "nodes": nodes.measured,
+    "workers": workers.measured,
     "connections": connections.measured,
     "passes": passes.measured,
     "whatif": whatif.measured,

@@ -24,6 +24,7 @@ from .world import GROUP, World, made, node_name, say
 
 CONDITION = "GpuFault"
 STAGGER_SECONDS = 30.0
+IDLE_SECONDS = 20.0
 PATIENCE_SECONDS = 180.0
 STAYS_SECONDS = 20.0
 """For so long no node may be cordoned where the breaker has tripped."""
@@ -66,7 +67,8 @@ async def _measure(size: Size) -> list[Figure]:
         await world.wait_until_training(size.nodes)
         world.plane.stop_placing()
         say(f"{size.nodes} workers train; the operator has {world.memory_mb():.0f} MB")
-        figures.append(await _idle(world))
+        share = await world.idle_share(IDLE_SECONDS)
+        say(f"while nothing fails, the operator takes {share:.3f} of a core")
         figures.append(await _single(world, seen, size.single))
         for stagger in (0.0, STAGGER_SECONDS):
             for count, goal in size.fail:
@@ -127,14 +129,6 @@ async def _watching(api: Api) -> AsyncIterator[Seen]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _idle(world: World) -> Figure:
-    """While nothing happens; no goal is set here."""
-    before, began = world.processor_seconds(), time.monotonic()
-    await asyncio.sleep(20)
-    share = (world.processor_seconds() - before) / (time.monotonic() - began)
-    return Figure("cores of the operator while nothing fails", share, math.inf, "cores")
-
-
 async def _single(world: World, seen: Seen, count: int) -> Figure:
     """One after the other; each from the moment before its condition is written."""
     seconds = []
@@ -189,7 +183,6 @@ async def _breaker(world: World, seen: Seen, count: int) -> list[Figure]:
     return [
         Figure(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),
         Figure("the breaker's word in the first NodeQuarantine", first, 6.0, "s"),
-        Figure("the breaker's word in the last but two", told[-3] if len(told) > 2 else math.inf, math.inf, "s"),
         Figure("nodes of which it is not said", count - len(told), 0, "nodes"),
     ]
 

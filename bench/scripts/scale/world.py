@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ SYSTEM, NAMESPACE = "pacekeeper-system", "training"
 GROUP = "/apis/pacekeeper.dev/v1alpha1"
 JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
 TOKEN_SECONDS = 7200
-START_SECONDS = 300.0
+START_SECONDS = 900.0
 OPERATOR, SIDECARS = "operator", "sidecars"
 
 
@@ -45,6 +45,7 @@ class World:
     """Of the operator."""
     sidecars: dict[str, int] = field(default_factory=dict)
     """What the process of all sidecars has said last."""
+    said: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start_operator(self, settings: Mapping[str, str]) -> None:
         """`settings`: variables beside those that it needs here."""
@@ -90,10 +91,10 @@ class World:
         }  # fmt: skip
         await self.api.call("POST", JOBS, body)
 
-    async def wait_until_training(self, workers: int) -> None:
-        """All workers of all jobs are members, and have stepped."""
+    async def wait_until_training(self, workers: int, sidecars: int = 0) -> None:
+        """So many workers of all jobs are members, and so many sidecars speak."""
         deadline, said = time.monotonic() + START_SECONDS, 0.0
-        while self.sidecars.get("training", 0) < workers:
+        while self.sidecars.get("training", 0) < workers or self.sidecars.get("sidecars", 0) < sidecars:
             self.plane.check()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not {workers} workers train within {START_SECONDS:.0f} s: {self.sidecars}")
@@ -101,6 +102,23 @@ class World:
                 said = time.monotonic()
                 say(f"{self.sidecars}")
             await asyncio.sleep(0.5)
+
+    async def until(self, condition: Callable[[dict[str, int]], bool], seconds: float) -> bool:
+        """Of what the process of all sidecars says; False: not within so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition(self.sidecars):
+                    self.said.clear()
+                    await self.said.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def idle_share(self, seconds: float) -> float:
+        """Of a core, that the operator takes while nothing happens for so long."""
+        before, began = self.processor_seconds(), time.monotonic()
+        await asyncio.sleep(seconds)
+        return (self.processor_seconds() - before) / (time.monotonic() - began)
 
     def processor_seconds(self) -> float:
         """Of the operator, since its start."""
@@ -199,3 +217,4 @@ async def _listen(world: World, process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
         world.sidecars = json.loads(line)
+        world.said.set()

@@ -148,7 +148,7 @@ class Node:
     @classmethod
     def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH) -> Self:
         """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for."""
-        metadata, spec = body["metadata"], body["spec"]
+        metadata, spec = body["metadata"], body.get("spec", {})
         owners = [
             (entry["manager"], entry["operation"])
             for entry in metadata.get("managedFields", ())

@@ -37,6 +37,7 @@ class Shelf(Generic[View]):
     """What objects are asked for by; by default each stands alone."""
     changed: Callable[[Key, View], None] = lambda *_: None
     """Called for every object that has appeared, gone, or become another to decisions."""
+    steady: bool = False  # what an object is reduced to hangs on the object alone: the same state is the same view
     unheard: int = 0  # changes in a row that lists have shown and no watch had told
     heard: bool = False  # some watch has told something
     changes: int = 0  # so many objects have appeared, gone, or become others to decisions
@@ -120,6 +121,8 @@ class Shelf(Generic[View]):
         before = self._entries.get(key)
         if version < max(self._gone.get(key, 0), before.version if before else 0):
             return False  # a list that was taken before a watch told better
+        if self.steady and before is not None and version == before.version > 0:
+            return False
         view = self.reduce(body)
         group = self.group(key, view)
         if before is None or self.group(key, before.view) != group:

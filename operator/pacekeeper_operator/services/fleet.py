@@ -71,8 +71,8 @@ class Fleet:
         self.news = asyncio.Event()
         self.changed: dict[str, None] = {}
         """Names of nodes about which something is new, in that order."""
-        self.quarantines: Shelf[Known] = Shelf(QUARANTINES, _known, changed=self._quarantine_changed)
-        self.nodes: Shelf[Seen] = Shelf(NODES, self._see, changed=self._node_changed)
+        self.quarantines: Shelf[Known] = Shelf(QUARANTINES, _known, changed=self._quarantine_changed, steady=True)
+        self.nodes: Shelf[Seen] = Shelf(NODES, self._see, changed=self._node_changed, steady=True)
         self.probes = asyncio.Lock()
         """Held by whoever begins a probe of a suspicion."""
         self.busy_until = -math.inf
@@ -229,7 +229,7 @@ class Fleet:
         kept = {key: metadata[key] for key in ("name", "uid", "resourceVersion") if key in metadata}
         return Seen(
             Node.parse(body, self.settings.broken_nodes),
-            {"metadata": kept, "spec": {"taints": body["spec"].get("taints") or []}},
+            {"metadata": kept, "spec": {"taints": body.get("spec", {}).get("taints") or []}},
         )
 
     def _quarantine_changed(self, key: Key, _known: Known) -> None:

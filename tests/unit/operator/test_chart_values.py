@@ -108,6 +108,9 @@ CHANGES: dict[str, Change] = {
     "policy.quarantine.maxNodes": Change(7, setting("QUARANTINE_MAX_NODES", "7")),
     "policy.quarantine.maxShare": Change(0.25, setting("QUARANTINE_MAX_SHARE", "0.25")),
     "policy.quarantine.breakerNodes": Change(4, setting("BREAKER_NODES", "4")),
+    "policy.quarantine.conditions": Change(
+        ["GpuFault", "Gpu=False"], setting("QUARANTINE_CONDITIONS", "GpuFault,Gpu=False")
+    ),
     "policy.quarantine.expiresAfter": Change("90m", setting("QUARANTINE_EXPIRES_AFTER", "90m")),
     "policy.quarantine.releaseProbes": Change(1, setting("RELEASE_PROBES", "1")),
     "policy.nodeHealth.cordons": Change(False, setting("LEAVE_CORDONED", "false")),
