@@ -1,4 +1,4 @@
-"""One operator process, put together: leadership first, then everything that acts, until it ends.
+"""One operator process, put together: it stands by, leads once the Lease is its own, and leaves in order.
 
 What lies beyond the process (the API server, Prometheus, the sockets, kopf's own machinery) comes in as `Edges`, so
 that the whole of it runs in a simulation as it does in a pod.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from . import certificates
 from .cluster import Cluster
@@ -22,6 +22,7 @@ from .observe.memory import Memory
 from .observe.prometheus import Prometheus
 from .runtime import Runtime
 from .services import leadership
+from .services.leadership import Lease
 from .services.operator import Operator
 from .services.sidecars import Sidecars
 from .settings import Settings
@@ -47,6 +48,9 @@ class Certificates(Protocol):
 class Edges(Protocol):
     """Where the process ends."""
 
+    told_to_end: asyncio.Event
+    """Set by a signal."""
+
     def connect(self) -> AbstractAsyncContextManager[Cluster]:
         """The API server."""
 
@@ -54,13 +58,20 @@ class Edges(Protocol):
 
     def prometheus(self, settings: Settings) -> Prometheus: ...
 
+    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[object]:
+        """Says whether the operator lives, until left."""
+
     def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext
+        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext, lease: Lease
     ) -> AbstractAsyncContextManager[object]:
-        """Serves sidecars, and the operator's own metrics, until left."""
+        """Serves sidecars, or sends them to whoever leads, and the operator's own metrics, until left."""
 
     async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
-        """Runs the handlers (kopf) until a signal ends them, or `stopped`."""
+        """Runs the handlers (kopf) until `stopped`."""
+
+
+class _Leaves(Exception):
+    """A signal has asked the process to end, or one of its tasks has died."""
 
 
 async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
@@ -76,38 +87,77 @@ async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
 
 
 async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
-    async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(edges.connect())
-        lease = await stack.enter_async_context(leadership.hold(api, settings, runtime))
-        api.before_write = lease.require
-        shown = edges.certificates(api, settings, runtime)
-        await shown.begin()
-        operator = Operator(
-            settings=settings,
-            cluster=api,
-            memory=Memory(runtime.now()),
-            installation=Installation(
-                operator_url=settings.endpoint,
-                authority=shown.trusted,
-                sidecar_image=settings.sidecar_image,
-                sidecar_pull_policy=settings.sidecar_pull_policy,
-            ),
-            prometheus=edges.prometheus(settings),
-            runtime=runtime,
-            leads=lease.holds,
-        )
-        shown.told = partial(_tell, operator)
-        sidecars = Sidecars(api, operator.memory, runtime)
-        await stack.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context))
-        logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
-        operator.memory.started_at = runtime.now()
-        beside = (
-            runtime.start(operator.watch_over(), "watch over"),
-            runtime.start(operator.resync(), "resync"),
-            runtime.start(shown.keep(), "the certificates' keeper"),
-        )
-        stack.push_async_callback(_end, beside)
-        await edges.handle(operator, runtime.failed)
+    try:
+        async with AsyncExitStack() as stack:
+            await _stand_by_and_lead(settings, runtime, edges, stack)
+    except _Leaves:
+        logging.info("%s has never led, and ends", settings.identity)
+
+
+async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
+    """Raises _Leaves where it ends before it leads."""
+    api = await stack.enter_async_context(edges.connect())
+    lease = await stack.enter_async_context(leadership.contend(api, settings, runtime))
+    api.before_write = lease.require
+    shown = edges.certificates(api, settings, runtime)
+    operator = Operator(
+        settings=settings,
+        cluster=api,
+        memory=Memory(runtime.now()),
+        installation=Installation(
+            operator_url=settings.endpoint,
+            authority=shown.trusted,
+            sidecar_image=settings.sidecar_image,
+            sidecar_pull_policy=settings.sidecar_pull_policy,
+        ),
+        prometheus=edges.prometheus(settings),
+        runtime=runtime,
+        leads=lease.holds,
+    )
+    shown.told = partial(_tell, operator)
+    await stack.enter_async_context(edges.answer_probes(operator, lease))
+    await _before_the_end(runtime, edges, shown.begin())
+    sidecars = Sidecars(api, operator.memory, runtime)
+    lease.turned = partial(_turn, operator, sidecars)
+    endpoint = await stack.enter_async_context(AsyncExitStack())
+    await endpoint.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context, lease))
+    logging.info("%s stands by at %s", settings.identity, settings.endpoint)
+    keeping = runtime.start(shown.keep(), "the certificates' keeper")
+    following = runtime.start(operator.resync(), "resync of a standby")
+    stack.push_async_callback(_end, (keeping, following))
+    await _before_the_end(runtime, edges, lease.begun.wait())
+    await _end((following,))
+    operator.begin()
+    logging.info("%s leads", settings.identity)
+    beside = runtime.start(operator.watch_over(), "watch over"), runtime.start(operator.resync(), "resync")
+    stack.push_async_callback(_end, beside)
+    stopped = asyncio.Event()
+    handling = runtime.start(edges.handle(operator, stopped), "the handlers")
+    await runtime.either(asyncio.wait([handling]), edges.told_to_end.wait(), runtime.failed.wait())
+    await lease.give_back()  # first of all: what is left to be done here, nobody needs to wait for
+    await endpoint.aclose()
+    stopped.set()
+    await handling
+
+
+async def _before_the_end(runtime: Runtime, edges: Edges, work: Coroutine[Any, Any, Any]) -> None:
+    """Raises _Leaves where the process is to end before `work` is done."""
+    doing = asyncio.create_task(work)
+    try:
+        await runtime.either(asyncio.wait([doing]), edges.told_to_end.wait(), runtime.failed.wait())
+        if not doing.done():
+            raise _Leaves
+        await doing
+    finally:
+        doing.cancel()
+
+
+def _turn(operator: Operator, sidecars: Sidecars, serves: bool) -> None:
+    """Sidecars come, and need a while to; or go to whoever leads."""
+    if serves:
+        operator.memory.started_at = operator.runtime.now()
+    else:
+        sidecars.let_go()
 
 
 def _tell(operator: Operator, trusted: str) -> None:

@@ -21,6 +21,7 @@ from tests.support.virtual_time import Timeline, VirtualRuntime
 SECONDS = 10.0
 SETTINGS = Settings(namespace="system", identity="one", lease_seconds=SECONDS)
 HOUR = 3600.0
+ADDRESSES = {"one": "192.0.2.1", "two": "fd00::2"}
 Trouble = Callable[[], Exception | None]
 
 
@@ -73,24 +74,24 @@ class Contender:
     shared: FakeCluster
     timeline: Timeline
     clock_off: float = 0.0
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    turns: list[bool] = field(default_factory=list)
+    """Whether it serves sidecars, as it was told."""
 
     def __post_init__(self) -> None:
         self.runtime = VirtualRuntime(self.timeline, self.clock_off)
         self.line = Line(self.shared, self.runtime)
-        self.lease = Lease(self.line, replace(SETTINGS, identity=self.identity), self.runtime)
+        settings = replace(SETTINGS, identity=self.identity, pod_ip=ADDRESSES.get(self.identity, ""))
+        self.lease = Lease(self.line, settings, self.runtime)
+        self.lease.turned = self.turns.append
 
     def start(self) -> Contender:
-        self.tasks.append(self.runtime.start(self._lead(), self.identity))
+        self.lease.start()
         return self
 
-    async def _lead(self) -> None:
-        await self.lease.acquire()
-        await self.lease.keep()
-
     def kill(self) -> None:
-        for task in self.tasks:
-            task.cancel()
+        keeper = self.lease._keeper
+        assert keeper is not None
+        keeper.cancel()
 
 
 @pytest.fixture
@@ -183,7 +184,8 @@ class TestTaking:
     ) -> None:
         await unused(cluster)
         runtime = VirtualRuntime(timeline)
-        async with leadership.hold(cluster, SETTINGS, runtime) as lease:
+        async with leadership.contend(cluster, SETTINGS, runtime) as lease:
+            await lease.begun.wait()
             assert lease.holds()
         assert not lease.holds()
         two = contend("two")
