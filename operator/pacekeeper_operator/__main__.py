@@ -72,7 +72,7 @@ class _Edges:
         matchers = settings.prometheus_matchers
         return Prometheus(url, settings.dcgm_namespace, settings.dcgm_node_label, ask, matchers)
 
-    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[int]:
+    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[None]:
         return health.serve(partial(health.ill, operator, lease), operator.settings.liveness_port)
 
     @asynccontextmanager

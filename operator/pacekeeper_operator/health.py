@@ -27,8 +27,8 @@ def ill(operator: Operator, lease: Lease) -> str:
 
 
 @asynccontextmanager
-async def serve(look: Callable[[], str], port: int) -> AsyncIterator[int]:
-    """Answers until left, and tells its port (`port` 0: any free one). `look`: what is wrong, in words; "": nothing."""
+async def serve(look: Callable[[], str], port: int) -> AsyncIterator[None]:
+    """Answers until left. `look`: what is wrong, in words; "": nothing."""
 
     async def answer(_request: web.Request) -> web.Response:
         trouble = look()
@@ -38,9 +38,8 @@ async def serve(look: Callable[[], str], port: int) -> AsyncIterator[int]:
     app.add_routes([web.get("/healthz", answer)])
     runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, None, port)
     try:
-        await site.start()
-        yield runner.addresses[0][1]
+        await web.TCPSite(runner, None, port).start()
+        yield
     finally:
         await runner.cleanup()

@@ -192,6 +192,103 @@ class TestTaking:
         await timeline.run(0)
         assert two.lease.holds()
 
+    async def test_one_that_is_given_back_is_taken_within_a_look(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        await one.lease.give_back()
+        assert not one.lease.holds()
+        await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        assert two.lease.holds()
+
+    async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        one.kill()
+        await timeline.run(SECONDS * (1 - leadership.RETRY_SHARE) - 0.1)
+        assert not two.lease.holds()
+        await timeline.run(SECONDS * (leadership.RETRY_SHARE + leadership.LOOK_SHARE) + 0.2)
+        assert two.lease.holds(), "it has looked within a look of the last renewal, and waits no longer than it lasts"
+
+    @pytest.mark.parametrize("asked", [False, True])
+    async def test_who_waits_knows_where_the_leader_is_until_it_acts_no_more(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any, asked: bool
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        assert two.lease.leader == ""
+        await timeline.run(20)
+        assert two.lease.leader == "192.0.2.1:8443"
+        assert one.lease.leader == "", "itself"
+        if asked:
+            await one.lease.give_back()
+            await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        else:
+            one.kill()
+            await timeline.run(SECONDS * leadership.RENEW_SHARE + 1)
+        assert two.lease.leader == "", "it is gone"
+        await timeline.run(SECONDS)
+        three = contend("three")
+        await timeline.run(1)
+        assert three.lease.leader == "[fd00::2]:8443"
+
+
+class TestServing:
+    """Sidecars are served until another may lead."""
+
+    async def test_a_short_absence_of_the_api_server_is_not_noticed(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * 0.7)
+        assert not one.lease.holds()
+        assert one.lease.serves()
+        one.line.before = lambda: None
+        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        assert one.lease.holds()
+        assert one.turns == [True]
+
+    async def test_a_long_one_is_and_whoever_is_alone_goes_on_as_soon_as_it_can(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * 5)
+        assert not one.lease.serves()
+        assert one.turns == [True, False]
+        one.line.before = lambda: None
+        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        assert one.lease.holds(), "nobody has written since it did, so the Lease is still its own"
+        assert one.turns == [True, False, True]
+
+    async def test_who_is_followed_serves_no_more(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        for _ in range(40):
+            await timeline.run(SECONDS / 20)
+            assert not (one.lease.serves() and two.lease.serves())
+        assert two.lease.serves()
+
+    async def test_who_leaves_does_not(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        await one.lease.give_back()
+        assert not one.lease.serves()
+        assert one.turns == [True, False]
+
 
 class TestKeeping:
     @pytest.mark.parametrize(

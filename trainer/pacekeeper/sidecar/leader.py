@@ -49,4 +49,4 @@ def named_leader(answer: Any) -> str | None:
         return ""
     written = f"[{address}]" if address.version == 6 else f"{address}"
     plain = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
-    return f"{written}:{int(port)}" if plain and host == written else ""
+    return f"{written}:{int(port)}" if plain and host == written and "%" not in host else ""
