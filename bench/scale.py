@@ -15,9 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from .scripts.scale import replicas
 from .scripts.scale.figure import Figure
 
-PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {}
+PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
+    "replicas": replicas.measured,
+}
 """Measures, quick or not; what a part is doing it says on standard error."""
 
 

@@ -116,9 +116,9 @@ class Lease:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        held, self._renewed_at = self.holds(), -math.inf
+        self._renewed_at, has_led, self._written = -math.inf, self._written, ""
         self._tell()
-        if held:
+        if has_led:  # and may be named still, even where it could not renew in time
             try:
                 await self._runtime.within(self._settings.lease_seconds, self._release())
             except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
@@ -138,7 +138,7 @@ class Lease:
             await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
             await self._try()
             if self._seen is not None and self._seen.holder not in ("", self._settings.identity):
-                self._renewed_at = -math.inf
+                self._renewed_at, self._written = -math.inf, ""
                 self._tell()
                 raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} is {self._seen.holder}'s now")
 

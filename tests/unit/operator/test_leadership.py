@@ -203,6 +203,33 @@ class TestTaking:
         await timeline.run(SECONDS * leadership.LOOK_SHARE)
         assert two.lease.holds()
 
+    async def test_one_that_could_not_renew_in_time_gives_back_what_is_still_its_own(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * leadership.RENEW_SHARE)
+        assert not one.lease.holds()
+        one.line.before = lambda: None
+        await one.lease.give_back()
+        await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        assert two.lease.holds()
+
+    async def test_nobody_gives_back_what_is_anothers(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        await timeline.run(2 * SECONDS)
+        one.line.before = lambda: None
+        await one.lease.give_back()
+        await timeline.run(SECONDS / 2)
+        assert two.lease.holds()
+
     async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(
         self, cluster: FakeCluster, timeline: Timeline, contend: Any
     ) -> None:

@@ -25,6 +25,12 @@ from tests.support.tls import Authority
 SERVICE, FIRST, SECOND = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 """The endpoints' certificate is for `localhost`, which is the first of them."""
 Serve = Callable[..., Any]
+NO_ADDRESSES: list[Any] = [
+    *("10.0.0.1", "evil.example:8443", "10.0.0.1:8443/x", "u@10.0.0.1:8443", ":8443", "1" * 100, "10.0.0.1\r\n:80"),
+    *("10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:+1", "10.0.0.1: 1", "10.0.0.1:٣"),
+    *("fd00::1:8443", "[10.0.0.1]:1", "[fd00::1%eth0]:1", "[fd00::1%@x]:1"),
+    *(None, 7, ["10.0.0.1:8443"], {}),
+]
 
 
 @dataclass
@@ -199,16 +205,7 @@ class TestNamed:
             ("10.0.0.1:8443", "10.0.0.1:8443"),
             ("[fd00::1]:8443", "[fd00::1]:8443"),
             ("", ""),
-            *(
-                (said, "")
-                for said in ("10.0.0.1", "evil.example:8443", "10.0.0.1:8443/x", "10.0.0.1:0", "10.0.0.1:65536")
-            ),
-            *(
-                (said, "")
-                for said in ("u@10.0.0.1:8443", "10.0.0.1:+1", "10.0.0.1: 1", "fd00::1:8443", ":8443", "[10.0.0.1]:1")
-            ),
-            *((said, "") for said in ("[fd00::1%eth0]:1", "1" * 100, "10.0.0.1:٣", "10.0.0.1\r\n:80")),
-            *((said, "") for said in (None, 7, ["10.0.0.1:8443"], {})),
+            *((said, "") for said in NO_ADDRESSES),
         ],
     )
     def test_only_the_address_of_a_machine_is_one(self, said: Any, found: str) -> None:
