@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from . import certificates
 from .cluster import Cluster
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
-from .runtime import Runtime
+from .runtime import Overtaken, Runtime
 from .services import leadership
 from .services.leadership import Lease
 from .services.operator import Operator
@@ -70,10 +70,6 @@ class Edges(Protocol):
         """Runs the handlers (kopf) until `stopped`."""
 
 
-class _Leaves(Exception):
-    """A signal has asked the process to end, or one of its tasks has died."""
-
-
 async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
     """Until a signal ends it, or one of its tasks dies: of a lost Lease, say. True: it has ended in order; else
     `runtime.failure` says of what it died."""
@@ -90,12 +86,12 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
     try:
         async with AsyncExitStack() as stack:
             await _stand_by_and_lead(settings, runtime, edges, stack)
-    except _Leaves:
+    except Overtaken:
         logging.info("%s has never led, and ends", settings.identity)
 
 
 async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
-    """Raises _Leaves where it ends before it leads."""
+    """Raises Overtaken where it is to end before it leads."""
     api = await stack.enter_async_context(edges.connect())
     lease = await stack.enter_async_context(leadership.contend(api, settings, runtime))
     api.before_write = lease.require
@@ -116,7 +112,7 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     )
     shown.told = partial(_tell, operator)
     await stack.enter_async_context(edges.answer_probes(operator, lease))
-    await _before_the_end(runtime, edges, shown.begin())
+    await runtime.unless(_over(runtime, edges), shown.begin())
     sidecars = Sidecars(api, operator.memory, runtime)
     lease.turned = partial(_turn, operator, sidecars)
     endpoint = await stack.enter_async_context(AsyncExitStack())
@@ -125,7 +121,7 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     keeping = runtime.start(shown.keep(), "the certificates' keeper")
     following = runtime.start(operator.resync(), "resync of a standby")
     stack.push_async_callback(_end, (keeping, following))
-    await _before_the_end(runtime, edges, lease.begun.wait())
+    await runtime.unless(_over(runtime, edges), lease.begun.wait())
     await _end((following,))
     operator.begin()
     logging.info("%s leads", settings.identity)
@@ -133,23 +129,16 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     stack.push_async_callback(_end, beside)
     stopped = asyncio.Event()
     handling = runtime.start(edges.handle(operator, stopped), "the handlers")
-    await runtime.either(asyncio.wait([handling]), edges.told_to_end.wait(), runtime.failed.wait())
+    await runtime.either(asyncio.wait([handling]), _over(runtime, edges))
     await lease.give_back()  # first of all: what is left to be done here, nobody needs to wait for
     await endpoint.aclose()
     stopped.set()
     await handling
 
 
-async def _before_the_end(runtime: Runtime, edges: Edges, work: Coroutine[Any, Any, Any]) -> None:
-    """Raises _Leaves where the process is to end before `work` is done."""
-    doing = asyncio.create_task(work)
-    try:
-        await runtime.either(asyncio.wait([doing]), edges.told_to_end.wait(), runtime.failed.wait())
-        if not doing.done():
-            raise _Leaves
-        await doing
-    finally:
-        doing.cancel()
+async def _over(runtime: Runtime, edges: Edges) -> None:
+    """Returns when the process is to end: a signal has said so, or one of its tasks has died."""
+    await runtime.either(edges.told_to_end.wait(), runtime.failed.wait())
 
 
 def _turn(operator: Operator, sidecars: Sidecars, serves: bool) -> None:

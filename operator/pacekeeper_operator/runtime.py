@@ -18,6 +18,10 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
+class Overtaken(Exception):
+    """Something else has come first."""
+
+
 class Runtime:
     """Of the real world; a simulation overrides what it simulates.
 
@@ -76,6 +80,18 @@ class Runtime:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def unless(self, over: Awaitable[Any], work: Awaitable[Result]) -> Result:
+        """What `work` returns. Raises Overtaken where `over` is over first: then `work` is cancelled."""
+        doing, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
+        try:
+            await asyncio.wait((doing, other), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise Overtaken
+            return doing.result()
+        finally:
+            doing.cancel()
+            other.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
