@@ -73,14 +73,14 @@ def killed(_cluster: Cluster, pod: str) -> Callable[[], None]:
 
 def frozen(_cluster: Cluster, pod: str) -> Callable[[], None]:
     """It wakes up in a world that has gone on, and starts anew to stand by."""
-    pids = faults.container_pids(release.SYSTEM, pod, "operator")
+    pids, starts = faults.container_pids(release.SYSTEM, pod, "operator"), restarts(pod)
     for pid in pids:
         faults.signal_process(pid, signal.SIGSTOP)
 
     def wake() -> None:
         for pid in pids:
             faults.signal_process(pid, signal.SIGCONT)
-        wait_for(lambda: pids != faults.container_pids(release.SYSTEM, pod, "operator"), 60, f"{pod} starts anew")
+        wait_for(lambda: restarts(pod) > starts, 60, f"{pod} starts anew")
 
     return wake
 
@@ -91,6 +91,12 @@ GOES: dict[str, Callable[[Cluster, str], Callable[[], None]]] = {
     "it is told to end": told_to_end,
     "it is frozen": frozen,
 }
+
+
+def restarts(pod: str) -> int:
+    """Of its container."""
+    (found,) = (one for one in release.pods() if one["metadata"]["name"] == pod)
+    return int(found["status"]["containerStatuses"][0]["restartCount"])
 
 
 def leads_anew(before: str, how: str) -> bool:
