@@ -92,9 +92,9 @@ def measure() -> tuple[float, float]:
 
 
 def operator_container() -> faults.Container:
-    labels = f"app.kubernetes.io/instance={release.RELEASE}"
-    (pod,) = api.get(f"/api/v1/namespaces/{release.SYSTEM}/pods?labelSelector={labels}")["items"]
-    return faults.find_container(release.SYSTEM, pod["metadata"]["name"], "operator")
+    """Of the one that leads."""
+    wait_for(lambda: release.leading_pod() is not None, 30, "an operator leads")
+    return faults.find_container(release.SYSTEM, release.leader(), "operator")
 
 
 def processor_seconds(container: faults.Container) -> float:

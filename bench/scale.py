@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import connections, nodes, passes, whatif, workers
+from .scripts.scale import connections, nodes, passes, replicas, whatif, workers
 from .scripts.scale.figure import Figure
 
 PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
+    "replicas": replicas.measured,
     "nodes": nodes.measured,
     "workers": workers.measured,
     "connections": connections.measured,

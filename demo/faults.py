@@ -244,10 +244,10 @@ def all_faults() -> list[Fault]:
 
 
 def _away_from_the_operator(ranks: Sequence[int]) -> tuple[str, str]:
-    """Worker and node of the first of these ranks that is not on the operator's node."""
-    (operator,) = kube.get("pod", namespace=release.SYSTEM)
+    """Worker and node of the first of these ranks that is not on the node of the operator that leads."""
+    operator = release.leading_pod()
     places = [(worker, job.node_of(worker)) for worker in map(job.worker_of_rank, ranks)]
-    return next((worker, node) for worker, node in places if node != operator["spec"]["nodeName"])
+    return next((worker, node) for worker, node in places if operator is None or node != operator["spec"]["nodeName"])
 
 
 def _rank_process(worker: str) -> int:

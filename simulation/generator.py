@@ -58,7 +58,7 @@ def generate(seed: int) -> Schedule:
     world = WorldSettings(
         nodes=workers + random.randint(1, 6),
         slots=random.choice([1, 2]),
-        operators=random.choice([1, 1, 2]),
+        operators=random.choice([1, 2, 2]),
         operator=OPERATOR | ({"quarantine_mode": Mode.RECOMMEND} if asks_first else {}),
     )
     schedule = Schedule(seed, Aim.SAFETY, world, jobs, _strokes(random, len(jobs)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
-from testcluster import programs
+from testcluster import api, programs
 from testcluster.settings import KUBECONFIG, REPOSITORY
 from testcluster.shell import run
 
 RELEASE = "pacekeeper"
 SYSTEM = "pacekeeper-system"
+LEASE = "pacekeeper-operator"
 CHART = REPOSITORY / "charts/pacekeeper"
 VALUES = CHART / "ci/dev-values.yaml"
 OVER_OTHERS = ("--server-side=true", "--force-conflicts")
@@ -30,6 +32,24 @@ def install() -> None:
 def uninstall() -> None:
     """As `helm uninstall` does it: resource definitions and jobs stay."""
     _helm("uninstall", RELEASE, "--namespace", SYSTEM, "--ignore-not-found", "--wait", f"--timeout={SECONDS}s")
+
+
+def pods() -> list[dict[str, Any]]:
+    """The operator's, those that are going left out."""
+    found = api.get(f"/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/instance={RELEASE}")["items"]
+    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+
+def leader() -> str:
+    """Name of the pod that holds the operator's Lease; "": none does."""
+    spec = api.get(f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/{LEASE}")["spec"]
+    return str(spec.get("holderIdentity") or "")
+
+
+def leading_pod() -> dict[str, Any] | None:
+    """None: nobody leads now, or who does is going."""
+    name = leader()
+    return next((pod for pod in pods() if pod["metadata"]["name"] == name), None)
 
 
 def _digest() -> str:

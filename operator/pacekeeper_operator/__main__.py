@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import kopf
@@ -17,13 +19,14 @@ from prometheus_client import start_http_server
 
 from pacekeeper_analysis.errors import InputError
 
-from . import cluster, files, process, server
+from . import cluster, files, health, process, server
 from .certificates import Certificates
 from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
 from .runtime import Runtime, seldom_look_for_garbage
+from .services.leadership import Lease
 from .services.operator import Operator
 from .services.quarantine import release_all
 from .services.sidecars import Sidecars
@@ -52,6 +55,14 @@ def main() -> int:
 class _Edges:
     """Of a process in a pod, or beside a cluster."""
 
+    def __init__(self) -> None:
+        self.told_to_end = asyncio.Event()
+        self._listen_to_signals()
+
+    def _listen_to_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.told_to_end.set)
+
     def connect(self) -> AbstractAsyncContextManager[cluster.Cluster]:
         return cluster.connect()
 
@@ -64,26 +75,30 @@ class _Edges:
         matchers = settings.prometheus_matchers
         return Prometheus(url, settings.dcgm_namespace, settings.dcgm_node_label, ask, matchers)
 
+    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[None]:
+        return health.serve(partial(health.ill, operator, lease), operator.settings.liveness_port)
+
     @asynccontextmanager
     async def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext
+        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext, lease: Lease
     ) -> AsyncIterator[None]:
         connections = Connections()
         connections.say_room()
-        async with server.serve(sidecars, runtime, settings.port, context, connections=connections):
+        async with server.serve(sidecars, runtime, settings.port, context, connections=connections, leadership=lease):
             start_http_server(settings.metrics_port)
             yield
 
     async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
-        settings = operator.settings
-        await kopf.operator(
+        settings, others = operator.settings, asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             clusterwide=not settings.watch_namespaces,
             namespaces=settings.watch_namespaces,
             standalone=True,
             memo=kopf.Memo(operator=operator),
-            liveness_endpoint=f"http://0.0.0.0:{settings.liveness_port}/healthz",
             stop_flag=stopped,
         )
+        self._listen_to_signals()  # kopf has taken them: it would end while the Lease is still held
+        await kopf.run_tasks(tasks, ignored=others)
 
 
 async def _run(settings: Settings) -> int:

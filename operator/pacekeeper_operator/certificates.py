@@ -183,7 +183,8 @@ class OwnAuthority:
         return self._serving
 
     async def _kept(self, now: datetime) -> Authority:
-        """The authority as it is written now. Raises Conflict where another operator writes at the same time."""
+        """The authority as it is written now. Raises Conflict where another operator writes at the same time, and
+        NotLeading where there is none and another operator is to make it."""
         namespace = self._settings.namespace
         found = await self._cluster.find(SECRETS, SECRET, namespace)
         if found is None:
@@ -198,11 +199,20 @@ class OwnAuthority:
                 f"Secret {namespace}/{SECRET}: {error}; restore it from a backup, or delete it: an operator that still "
                 "runs writes its own anew, any other makes a new authority, and running workers have to be replaced"
             ) from error
-        if authority.due(now):
-            authority = authority.renewed(now)
-            await self._cluster.replace(SECRETS, authority.to_secret(namespace, found["metadata"]["resourceVersion"]))
-            log.info("Secret %s/%s has a new authority, vouched for by the old one", namespace, SECRET)
-        return authority
+        return await self._renewed(authority, found, now) if authority.due(now) else authority
+
+    async def _renewed(self, authority: Authority, found: Object, now: datetime) -> Authority:
+        """The next one; still this one where that cannot be written, as by an operator that does not lead."""
+        namespace = self._settings.namespace
+        renewed = authority.renewed(now)
+        try:
+            secret = renewed.to_secret(namespace, found["metadata"]["resourceVersion"])
+            await self._cluster.replace(SECRETS, secret)
+        except (kopf.TemporaryError, kopf.PermanentError) as error:
+            log.warning("Secret %s/%s is due for a new authority, and cannot be written: %s", namespace, SECRET, error)
+            return authority
+        log.info("Secret %s/%s has a new authority, vouched for by the old one", namespace, SECRET)
+        return renewed
 
 
 class GivenSecret:

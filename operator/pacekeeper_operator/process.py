@@ -1,4 +1,4 @@
-"""One operator process, put together: leadership first, then everything that acts, until it ends.
+"""One operator process, put together: it stands by, leads once the Lease is its own, and leaves in order.
 
 What lies beyond the process (the API server, Prometheus, the sockets, kopf's own machinery) comes in as `Edges`, so
 that the whole of it runs in a simulation as it does in a pod.
@@ -20,8 +20,9 @@ from .cluster import Cluster
 from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
-from .runtime import Runtime
+from .runtime import Overtaken, Runtime
 from .services import leadership
+from .services.leadership import Lease
 from .services.operator import Operator
 from .services.sidecars import Sidecars
 from .settings import Settings
@@ -47,6 +48,9 @@ class Certificates(Protocol):
 class Edges(Protocol):
     """Where the process ends."""
 
+    told_to_end: asyncio.Event
+    """Set by a signal."""
+
     def connect(self) -> AbstractAsyncContextManager[Cluster]:
         """The API server."""
 
@@ -54,13 +58,16 @@ class Edges(Protocol):
 
     def prometheus(self, settings: Settings) -> Prometheus: ...
 
+    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[object]:
+        """Says whether the operator lives, until left."""
+
     def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext
+        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext, lease: Lease
     ) -> AbstractAsyncContextManager[object]:
-        """Serves sidecars, and the operator's own metrics, until left."""
+        """Serves sidecars, or sends them to whoever leads, and the operator's own metrics, until left."""
 
     async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
-        """Runs the handlers (kopf) until a signal ends them, or `stopped`."""
+        """Runs the handlers (kopf) until `stopped`."""
 
 
 async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
@@ -76,38 +83,70 @@ async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
 
 
 async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
-    async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(edges.connect())
-        lease = await stack.enter_async_context(leadership.hold(api, settings, runtime))
-        api.before_write = lease.require
-        shown = edges.certificates(api, settings, runtime)
-        await shown.begin()
-        operator = Operator(
-            settings=settings,
-            cluster=api,
-            memory=Memory(runtime.now()),
-            installation=Installation(
-                operator_url=settings.endpoint,
-                authority=shown.trusted,
-                sidecar_image=settings.sidecar_image,
-                sidecar_pull_policy=settings.sidecar_pull_policy,
-            ),
-            prometheus=edges.prometheus(settings),
-            runtime=runtime,
-            leads=lease.holds,
-        )
-        shown.told = partial(_tell, operator)
-        sidecars = Sidecars(api, operator.memory, runtime, operator.stays)
-        await stack.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context))
-        logging.info("serving sidecars at %s, Lease held by %s", settings.endpoint, settings.identity)
-        operator.memory.started_at = runtime.now()
-        beside = (
-            runtime.start(operator.watch_over(), "watch over"),
-            runtime.start(operator.resync(), "resync"),
-            runtime.start(shown.keep(), "the certificates' keeper"),
-        )
-        stack.push_async_callback(_end, beside)
-        await edges.handle(operator, runtime.failed)
+    try:
+        async with AsyncExitStack() as stack:
+            await _stand_by_and_lead(settings, runtime, edges, stack)
+    except Overtaken:
+        logging.info("%s has never led, and ends", settings.identity)
+
+
+async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
+    """Raises Overtaken where it is to end before it leads."""
+    api = await stack.enter_async_context(edges.connect())
+    lease = await stack.enter_async_context(leadership.contend(api, settings, runtime))
+    api.before_write = lease.require
+    shown = edges.certificates(api, settings, runtime)
+    operator = Operator(
+        settings=settings,
+        cluster=api,
+        memory=Memory(runtime.now()),
+        installation=Installation(
+            operator_url=settings.endpoint,
+            authority=shown.trusted,
+            sidecar_image=settings.sidecar_image,
+            sidecar_pull_policy=settings.sidecar_pull_policy,
+        ),
+        prometheus=edges.prometheus(settings),
+        runtime=runtime,
+        leads=lease.holds,
+    )
+    shown.told = partial(_tell, operator)
+    await stack.enter_async_context(edges.answer_probes(operator, lease))
+    await runtime.unless(_over(runtime, edges), shown.begin())
+    sidecars = Sidecars(api, operator.memory, runtime, operator.stays)
+    lease.turned = partial(_turn, operator, sidecars)
+    endpoint = await stack.enter_async_context(AsyncExitStack())
+    await endpoint.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context, lease))
+    logging.info("%s stands by at %s", settings.identity, settings.endpoint)
+    keeping = runtime.start(shown.keep(), "the certificates' keeper")
+    following = runtime.start(operator.resync(), "resync of a standby")
+    stack.push_async_callback(_end, (keeping, following))
+    await runtime.unless(_over(runtime, edges), lease.begun.wait())
+    await _end((following,))
+    operator.begin()
+    logging.info("%s leads", settings.identity)
+    beside = runtime.start(operator.watch_over(), "watch over"), runtime.start(operator.resync(), "resync")
+    stack.push_async_callback(_end, beside)
+    stopped = asyncio.Event()
+    handling = runtime.start(edges.handle(operator, stopped), "the handlers")
+    await runtime.either(asyncio.wait([handling]), _over(runtime, edges))
+    await lease.give_back()  # first of all: what is left to be done here, nobody needs to wait for
+    await endpoint.aclose()
+    stopped.set()
+    await handling
+
+
+async def _over(runtime: Runtime, edges: Edges) -> None:
+    """Returns when the process is to end: a signal has said so, or one of its tasks has died."""
+    await runtime.either(edges.told_to_end.wait(), runtime.failed.wait())
+
+
+def _turn(operator: Operator, sidecars: Sidecars, serves: bool) -> None:
+    """Sidecars come, and need a while to; or go to whoever leads."""
+    if serves:
+        operator.memory.started_at = operator.runtime.now()
+    else:
+        sidecars.let_go()
 
 
 def _tell(operator: Operator, trusted: str) -> None:

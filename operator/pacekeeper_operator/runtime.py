@@ -19,6 +19,10 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
+class Overtaken(Exception):
+    """Something else has come first."""
+
+
 GARBAGE = 20_000, 10, 10
 """New objects before the youngest are looked at for circles, and how often before the older ones are. By Python's own
 700 a process that holds a million of them spends a fifth of its time so."""
@@ -88,6 +92,18 @@ class Runtime:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def unless(self, over: Awaitable[Any], work: Awaitable[Result]) -> Result:
+        """What `work` returns. Raises Overtaken where `over` is over first: then `work` is cancelled."""
+        doing, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
+        try:
+            await asyncio.wait((doing, other), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise Overtaken
+            return doing.result()
+        finally:
+            doing.cancel()
+            other.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():

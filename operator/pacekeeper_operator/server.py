@@ -30,6 +30,7 @@ from .limits import Budget, Rate, Spent, Turns
 from .runtime import Runtime
 from .services.sidecars import Caller, NotYet, Sidecars
 from .services.tokens import Forbidden, TooMany, Unauthenticated
+from .standby import Leadership, sends_on
 
 MAX_HEARTBEAT_BYTES = 64 * 2**10
 """Of a worker with 100 ranks or less; of more, see `_heartbeat_room`."""
@@ -87,15 +88,16 @@ async def serve(
     *,
     address: str = "",
     connections: Connections | None = None,
+    leadership: Leadership | None = None,
 ) -> AsyncIterator[int]:
     """Serves until left, and tells its port (`port` 0: any free one). `context` None: without TLS, for tests.
 
-    `address` "": on all addresses.
+    `address` "": on all addresses. `leadership` None: it leads.
     """
     connections = connections or Connections()
     spare_tls_buffers()
     runner = web.AppRunner(
-        application(sidecars, runtime, connections),
+        application(sidecars, runtime, connections, leadership),
         handle_signals=False,
         handler_cancellation=True,  # a poll ends with its connection
         shutdown_timeout=1.0,
@@ -159,8 +161,13 @@ async def _begin(
         connection.close()
 
 
-def application(sidecars: Sidecars, runtime: Runtime, connections: Connections | None = None) -> web.Application:
-    app = web.Application(middlewares=[_errors])
+def application(
+    sidecars: Sidecars,
+    runtime: Runtime,
+    connections: Connections | None = None,
+    leadership: Leadership | None = None,
+) -> web.Application:
+    app = web.Application(middlewares=[_errors] if leadership is None else [_errors, sends_on(leadership)])
     app[SIDECARS] = sidecars
     app[RUNTIME] = runtime
     app[COMPLAINTS] = Rate(1 / COMPLAINT_SECONDS, 1)

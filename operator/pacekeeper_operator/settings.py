@@ -33,6 +33,8 @@ class Settings:
     """The Service in front of the endpoint for sidecars; its names stand in the serving certificate."""
     address: str = ""
     """Where sidecars reach the endpoint, host:port; "": the Service's name and the port."""
+    pod_ip: str = ""
+    """Of this operator's pod: where sidecars reach it while it leads, past the Service; "": by the Service only."""
     tls_secret: str = ""
     """Secret of the operator's namespace with the endpoint's tls.crt and tls.key, and the ca.crt that workers are to
     trust; read anew when it changes. "": the operator keeps an authority of its own."""
@@ -104,7 +106,8 @@ class Settings:
     incident_retention: float = 30 * 86400.0
     grace_after_start: float = 10.0
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
-    lease_seconds: float = 10.0
+    lease_seconds: float = 6.0
+    """Of the right to act: an operator that dies is followed when it is over."""
 
     network_policies: bool = True
     """Each job gets a NetworkPolicy: nobody but its own workers reaches them."""
@@ -143,6 +146,12 @@ class Settings:
     def endpoint(self) -> str:
         host = self.address or f"{self.service_name}.{self.namespace}.svc:{self.port}"
         return f"https://{host}"
+
+    @property
+    def pod_endpoint(self) -> str:
+        """Where sidecars reach this very operator, address:port; "": they do not."""
+        host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
+        return f"{host}:{self.port}" if host else ""
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
@@ -39,6 +40,7 @@ class Listener:
     place: str
     process: Process
     application: web.Application
+    address: str  # address:port
 
 
 class Endpoint:
@@ -70,13 +72,18 @@ class Endpoint:
         there = list(self._listeners.values())
         return self._random.choice(there) if there else None
 
+    def at(self, address: str) -> Listener | None:
+        """Whoever serves there, whether or not the Service leads there."""
+        return next((one for one in self._listeners.values() if one.address == address), None)
+
     def leads_to(self, listener: Listener) -> bool:
         return self._listeners.get(listener.process.name) is listener
 
 
 @dataclass
 class Line:
-    """Calls of one client. It stays with the pod that it has found until a call breaks."""
+    """Calls of one client. It stays with the pod that it has found until a call breaks, or is answered by one that does
+    not lead."""
 
     world: World
     endpoint: Endpoint
@@ -84,20 +91,30 @@ class Line:
     source: str
     _found: Listener | None = field(default=None, init=False)
 
-    async def call(self, method: str, path: str, query: Mapping[str, str], body: Any, token: str) -> Reply:
-        """Raises ConnectionError, or never returns: the caller has a time-out of its own."""
+    async def call(
+        self, method: str, path: str, query: Mapping[str, str], body: Any, token: str, leader: str = ""
+    ) -> Reply:
+        """`leader`: where to call, address:port; "": whoever the Service leads to. Raises ConnectionError, or never
+        returns: the caller has a time-out of its own."""
+        if leader:
+            return await self._call(self.endpoint.at(leader), _request(method, path, query, body, token, self.source))
         if self._found is None or not self.endpoint.leads_to(self._found):
             self._found = self.endpoint.choose()
-        listener = self._found
-        if listener is None:
-            raise ConnectionRefusedError("nobody serves")
         try:
-            await self._travel(listener)
-            reply = await self._answered(listener, _request(method, path, query, body, token, self.source))
-            await self._travel(listener)
+            reply = await self._call(self._found, _request(method, path, query, body, token, self.source))
         except BaseException:
             self._found = None
             raise
+        if reply[0] == HTTPStatus.SERVICE_UNAVAILABLE and "leader" in (reply[1] or ()):
+            self._found = None  # it has closed the connection
+        return reply
+
+    async def _call(self, listener: Listener | None, request: web.Request) -> Reply:
+        if listener is None:
+            raise ConnectionRefusedError("nobody serves")
+        await self._travel(listener)
+        reply = await self._answered(listener, request)
+        await self._travel(listener)
         return reply
 
     async def _travel(self, listener: Listener) -> None:

@@ -93,15 +93,15 @@ class Kopf:
         self.memo = kopf.Memo(operator=self.operator)
         self._registry = kopf.get_default_registry()
 
-    async def run(self, *stops: asyncio.Event) -> None:
-        """Until one of `stops` is set; then watches end, then daemons, then what is to be cleaned up is."""
+    async def run(self, stopped: asyncio.Event) -> None:
+        """Until `stopped`; then watches end, then daemons, then what is to be cleaned up is."""
         await self._activities("startup")
         tasks = [
             asyncio.create_task(self._follow(resource), name=f"watch {resource.plural}")
             for resource in self._resources()
         ]
         try:
-            await self.operator.runtime.either(*(stop.wait() for stop in stops))
+            await stopped.wait()
         finally:
             for task in tasks:
                 task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from requests.exceptions import ConnectionError as NobodyThere
@@ -17,6 +17,7 @@ from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.observe.prometheus_access import Rows, Slow
 from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.services.leadership import Lease
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.sidecars import Sidecars
 from pacekeeper_operator.settings import Settings
@@ -47,8 +48,9 @@ STEADY_SECONDS = 60.0
 class OperatorPod:
     """A pod, whose container runs the operator's process again and again."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, address: str) -> None:
         self.name = name
+        self.address = address
         self.operator: Operator | None = None
         """Of the process that runs now, once it leads."""
         self.runtime: Runtime | None = None
@@ -57,14 +59,14 @@ class OperatorPod:
         self._world = world
         self._starts = 0
         self._pause = RESTART_SECONDS
-        self._told_to_end = asyncio.Event()
+        self._told_to_end: asyncio.Event | None = None
 
     def start(self) -> None:
         """The container."""
         if self.gone:
             return
         self._starts += 1
-        self.process, self.operator = Process(self._world.loop, self.name), None
+        self.process, self.operator, self._told_to_end = Process(self._world.loop, self.name), None, None
         self.process.spawn(self._run(self.process), name=self.name)
 
     def kill(self) -> None:
@@ -89,7 +91,7 @@ class OperatorPod:
         """SIGTERM: it leaves in order, and the Deployment makes another."""
         self._world.story.tell(self.name, "is asked to leave")
         self.gone = True
-        if self.operator is None:  # nothing listens to the signal yet
+        if self._told_to_end is None:  # nothing listens to the signal yet
             self._ended(self.process)
         else:
             self.process.spawn(self._leave(self._told_to_end), name="SIGTERM")
@@ -112,7 +114,9 @@ class OperatorPod:
         await asyncio.sleep(START_SECONDS)
         runtime = self.runtime = SimulatedRuntime(world, self.name, name)
         told_to_end = self._told_to_end = asyncio.Event()
-        settings = Settings(identity=self.name, prometheus_url="http://prometheus", **world.settings.operator)
+        settings = Settings(
+            identity=self.name, pod_ip=self.address, prometheus_url="http://prometheus", **world.settings.operator
+        )
         in_order = await process.run(settings, runtime, _Edges(world, self, own, told_to_end))
         world.story.tell(self.name, "has left in order" if in_order else f"has ended: {runtime.failure!r}")
         if world.now() - began > STEADY_SECONDS:
@@ -165,7 +169,7 @@ class Deployment:
 
     def _grow(self) -> None:
         while len(self.pods) < self._replicas:
-            pod = OperatorPod(self._world, f"operator-{self._made}")
+            pod = OperatorPod(self._world, f"operator-{self._made}", f"192.0.2.{self._made % 256}")
             self._made += 1
             self.pods.append(pod)
             pod.start()
@@ -178,7 +182,7 @@ class _Edges:
         self._world = world
         self._pod = pod
         self._process = own
-        self._told_to_end = told_to_end
+        self.told_to_end = told_to_end
         self._connection = world.api.connection(pod.name, own)
 
     @asynccontextmanager
@@ -208,13 +212,16 @@ class _Edges:
         except ConnectionRefusedError as error:
             raise NobodyThere("refused") from error
 
+    def answer_probes(self, _operator: Operator, _lease: Lease) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     @asynccontextmanager
     async def listen(
-        self, sidecars: Sidecars, runtime: Runtime, _settings: Settings, _context: ssl.SSLContext
+        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, _context: ssl.SSLContext, lease: Lease
     ) -> AsyncIterator[None]:
-        application = server.application(sidecars, runtime)
+        application = server.application(sidecars, runtime, leadership=lease)
         application.freeze()
-        listener = Listener(self._pod.name, self._process, application)
+        listener = Listener(self._pod.name, self._process, application, settings.pod_endpoint)
         self._world.endpoint.open(listener)
         try:
             yield
@@ -224,7 +231,7 @@ class _Edges:
     async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
         self._pod.operator = operator
         self._world.story.tell(self._pod.name, "leads")
-        await Kopf(operator, self._connection, self._watch).run(stopped, self._told_to_end)
+        await Kopf(operator, self._connection, self._watch).run(stopped)
 
     def _watch(self, plural: str, version: str, labels: str) -> Watch:
         return self._world.api.watch(self._pod.name, self._process, plural, version, labels=labels)

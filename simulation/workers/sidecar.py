@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
 from pacekeeper.sidecar.figures import FiguresTold, RankNow, seen
 from pacekeeper.sidecar.launcher import SILENT_FROM, Silence
+from pacekeeper.sidecar.leader import Leader, named_leader
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, RANKS_LOOK_SECONDS, _silence_to_tell
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState, RankFigures
 
 from ..loop import Process
+from ..operators.endpoint import Reply
 
 if TYPE_CHECKING:
     from ..world import World
@@ -53,6 +55,7 @@ class Sidecar(Process):
             purpose: world.endpoint.line(worker.node, worker.address)
             for purpose in ("poll", "tell", "faults", "evidence")
         }
+        self._leader = Leader()
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
@@ -270,11 +273,13 @@ class Sidecar(Process):
 
     async def _post(self, line: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float) -> Any:
         """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
-        try:
-            async with asyncio.timeout(seconds):
-                status, answer = await self._lines[line].call("POST", path, query, body, self._proof())
-        except (TimeoutError, OSError) as error:
-            raise Unavailable(f"{path}: {error!r}") from error
+        called = self._leader.address
+        status, answer = await self._call(line, called, path, body, query, seconds)
+        named = named_leader(answer) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        if named is not None:
+            self._leader.hear(named, self._world.now())
+            if self._leader.address not in ("", called):
+                status, answer = await self._call(line, self._leader.address, path, body, query, seconds)
         if status == HTTPStatus.OK:
             return answer
         if status < HTTPStatus.MULTIPLE_CHOICES:
@@ -282,6 +287,18 @@ class Sidecar(Process):
         if status in _FINAL:
             raise Rejected(f"{path}: status {status}: {answer}")
         raise Unavailable(f"{path}: status {status}: {answer}")
+
+    async def _call(
+        self, line: str, leader: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float
+    ) -> Reply:
+        """Raises Unavailable."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._lines[line].call("POST", path, query, body, self._proof(), leader)
+        except (TimeoutError, OSError) as error:
+            if leader:
+                self._leader.gives_no_answer(leader, self._world.now())
+            raise Unavailable(f"{path}: {error!r}") from error
 
     def _proof(self) -> str:
         if self._world.now() >= self._token_until:

@@ -85,7 +85,7 @@ def lie(job: Job, worker: str, name: str) -> None:
 def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
     cluster: Cluster, namespace: str, operator_process: OperatorProcess
 ) -> None:
-    assert operator_process.alive()
+    assert operator_process.leads()
     body = paced("liar", LONG, replicas=1, remediation={"allow": ["QuarantineNode"]})
     body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": NODE}  # which it wants to see gone
     job = Job.apply(cluster, namespace, body)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import TAINT_QUARANTINE
-from testcluster import api, faults, release
+from testcluster import faults, release
 from testcluster.shell import ClusterError
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 from tests.support.jobs import Job, paced
@@ -184,8 +184,8 @@ THREE = ["node-2", "node-3", "node-4"]
 
 @contextmanager
 def unplugged(job: Job) -> Iterator[tuple[str, str]]:
-    """A worker and its node, out of reach; not the operator's own, which Kubernetes has to move first."""
-    (operator,) = job.cluster.list("pods", release.SYSTEM)
+    """A worker and its node, out of reach; not that of the operator that leads, which has to be followed first."""
+    operator = wait_for(release.leading_pod, 30, "an operator leads")
     places = [(job.worker(rank), job.node(rank)) for rank in (0, 1)]
     worker, lost = next(place for place in places if place[1] != operator["spec"]["nodeName"])
     faults.node_down(lost)
@@ -203,7 +203,7 @@ def killing_the_operator(cluster: Cluster, dice: random.Random) -> Iterator[list
 
     def kill() -> None:
         while not over.wait(dice.uniform(0, 6)):
-            pod = operator_pod()
+            pod = release.leading_pod()
             if pod is None or not ready(pod):
                 continue
             name = pod["metadata"]["name"]
@@ -245,17 +245,9 @@ WAYS: dict[str, Callable[[Cluster, str], None]] = {
 }
 
 
-def operator_pod() -> dict[str, Any] | None:
-    labels = f"app.kubernetes.io/instance={release.RELEASE}"
-    found = api.get(f"/api/v1/namespaces/{release.SYSTEM}/pods?labelSelector={labels}")["items"]
-    return next((pod for pod in found if "deletionTimestamp" not in pod["metadata"]), None)
-
-
-def operator_lives() -> tuple[str, int]:
-    """UID of its pod, and how often its container has been restarted."""
-    pod = operator_pod()
-    assert pod is not None
-    return str(pod["metadata"]["uid"]), int(pod["status"]["containerStatuses"][0]["restartCount"])
+def operator_lives() -> dict[str, int]:
+    """Of each of its pods, by UID, how often its container has been restarted."""
+    return {pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"] for pod in release.pods()}
 
 
 def ready(pod: dict[str, Any]) -> bool:

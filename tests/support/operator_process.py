@@ -59,15 +59,15 @@ class OperatorProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
         if not dies_after:
-            wait_for(self.alive, timeout=60, what=f"the operator is up (see {self.log})")
+            wait_for(self.leads, timeout=60, what=f"the operator leads (see {self.log})")
 
-    def alive(self) -> bool:
-        """Whether it says that it is: a look around, and no dead watch."""
+    def leads(self) -> bool:
+        """Whether it says that it lives (a look around, and no dead watch) and leads."""
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()[-2000:]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/healthz", timeout=5) as answer:
-                return bool(answer.status == 200)
+                return bool(answer.status == 200) and "pacekeeper_leader 1.0" in self.metrics()
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 

@@ -40,7 +40,9 @@ class Desk:
     def line(self, _place: str, _source: str) -> Desk:
         return self
 
-    async def call(self, _method: str, path: str, query: Mapping[str, str], body: Any, _token: str) -> tuple[int, Any]:
+    async def call(
+        self, _method: str, path: str, query: Mapping[str, str], body: Any, _token: str, _leader: str = ""
+    ) -> tuple[int, Any]:
         await asyncio.sleep(0.002)
         if self.away:
             raise ConnectionRefusedError

@@ -1,4 +1,4 @@
-"""How kopf runs: its settings, its login, its probes."""
+"""How kopf runs: its settings, its login."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any, cast
 import kopf
 
 from ..api import FINALIZER_JOB, LABEL_JOB
-from ..services.operator import Operator
-
-LOOK_SECONDS = 60.0
-"""An operator that has not looked around for so long is stuck."""
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -58,22 +54,3 @@ def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | N
     # kopf calls the API server by its name; the address that every pod is given needs no DNS.
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     return dataclasses.replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
-
-
-@kopf.on.probe(id="looking-around")
-def look(memo: kopf.Memo, **_: Any) -> float:
-    """Seconds since the operator looked around last. Raises where it is stuck."""
-    operator: Operator = memo.operator
-    age = operator.runtime.monotonic() - operator.looked_at
-    if operator.looked_at and age > LOOK_SECONDS:
-        raise RuntimeError(f"the operator has not looked around for {age:.0f} s")
-    return age
-
-
-@kopf.on.probe(id="watches")
-def watches(memo: kopf.Memo, **_: Any) -> int:
-    """Changes of pods that no watch has told. Raises where the operator is blind."""
-    operator: Operator = memo.operator
-    if why := operator.blind(operator.runtime.now()):
-        raise RuntimeError(why)
-    return operator.pods.unheard

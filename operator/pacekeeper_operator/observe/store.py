@@ -103,6 +103,11 @@ class Shelf(Generic[View]):
         self._gone.clear()
         self.listed.set()
 
+    def prove(self) -> None:
+        """What is known counts for nothing until the next list has been read."""
+        self.listed.clear()
+        self.unheard = 0
+
     def _take(self, items: Sequence[Object], version: int, namespace: str) -> int:
         """How many objects were not as they were known."""
         there = {_key(body) for body in items}

@@ -10,6 +10,9 @@ could be replaced, goes on by itself when it can, and ends, by an error of its k
 
 Only a holder that leaves well lets the next one begin at once (it leaves no name and no time), and so does a container
 that ended in the same pod.
+
+*Sidecars are served a little longer than is acted:* until another may lead. Then they are sent away, to whom the Lease
+names, so that none stays with an operator that does nothing for it.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import kopf
 
 from .. import metrics
-from ..api import format_time
+from ..api import GROUP, format_time
 from ..cluster import LEASES, Cluster, Object
 from ..runtime import Runtime
 from ..settings import Settings
@@ -33,7 +36,12 @@ LEASE = "pacekeeper-operator"
 RENEW_SHARE = 2 / 3
 """Of the Lease's duration: so long the holder acts after a renewal."""
 RETRY_SHARE = 1 / 5
-"""Of the Lease's duration: the pause between two tries to take or renew it."""
+"""Of the Lease's duration: the pause between two renewals."""
+LOOK_SHARE = 1 / 24
+"""Of the Lease's duration: how often whoever waits for it looks. One that is given back lies there no longer."""
+SHORTEST_PAUSE_SECONDS = 0.01
+ADDRESS = f"{GROUP}/address"
+"""Annotation of the Lease: where its holder serves sidecars, address:port."""
 LONGEST_SECONDS = 300.0
 """No record is waited out for longer, whatever somebody has written into it."""
 log = logging.getLogger(__name__)
@@ -53,68 +61,111 @@ class _Seen:
 
     version: str  # its resourceVersion
     holder: str  # whom it names; "": nobody
+    address: str  # where that one serves; "": it does not say
+    lasts: float  # seconds
     since: float
 
 
 class Lease:
-    """The right to act, of one operator. Use `hold()`."""
+    """The right to act, of one operator. Use `contend()`."""
 
     def __init__(self, cluster: Cluster, settings: Settings, runtime: Runtime) -> None:
+        self.begun = asyncio.Event()
+        """This operator has led."""
+        self.turned: Callable[[bool], None] = lambda _: None
+        """Told whenever sidecars are served from now on, or no longer."""
+        self.looked_at = runtime.monotonic()
+        """When it was looked at last, whether or not the API server answered."""
         self._cluster = cluster
         self._settings = settings
         self._runtime = runtime
         self._seen: _Seen | None = None
-        self._acts_until = -math.inf
+        self._written = ""  # resourceVersion that this operator's last taking or renewal has had
+        self._renewed_at = -math.inf
+        self._served = False
+        self._keeper: asyncio.Task[None] | None = None
 
     def holds(self) -> bool:
         """Whether this operator may act at this moment."""
-        return self._runtime.monotonic() < self._acts_until
+        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds * RENEW_SHARE
 
     def require(self) -> None:
         """Raises NotLeading unless this operator may act: `Cluster` asks before each write."""
         if not self.holds():
-            raise NotLeading("this operator could not renew its Lease, and does nothing until it can", delay=1)
+            raise NotLeading("this operator does not hold the Lease, or could not renew it", delay=1)
 
-    async def acquire(self) -> None:
-        """Returns as soon as this operator may act."""
-        await self._try()
-        if not self.holds():
-            log.info("Lease %s/%s may have another holder: waiting", self._settings.namespace, LEASE)
-        while not self.holds():
-            await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
-            await self._try()
+    def serves(self) -> bool:
+        """Whether nobody else can lead at this moment."""
+        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds
 
-    async def keep(self) -> None:
-        """Renew until cancelled. Raises LeaseLost where another operator is named."""
-        while True:
-            metrics.LEADER.set(self.holds())
-            await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
-            await self._try()
-            if self._seen is not None and self._seen.holder not in ("", self._settings.identity):
-                self._acts_until = -math.inf
-                metrics.LEADER.set(0)
-                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} is {self._seen.holder}'s now")
+    @property
+    def leader(self) -> str:
+        """Where another operator leads, address:port; "": none does, or it is not known."""
+        seen = self._seen
+        if seen is None or seen.holder in ("", self._settings.identity):
+            return ""
+        acts = self._runtime.monotonic() - seen.since < seen.lasts * RENEW_SHARE
+        return seen.address if acts else ""
+
+    def start(self) -> None:
+        """Try to get the Lease, and keep it, until `give_back`."""
+        self._keeper = self._runtime.start(self._contend(), "the Lease's keeper")
 
     async def give_back(self) -> None:
         """Stop acting, and let the next one begin at once."""
-        held, self._acts_until = self.holds(), -math.inf
-        metrics.LEADER.set(0)
-        if held:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._renewed_at, has_led, self._written = -math.inf, self._written, ""
+        self._tell()
+        if has_led:  # and may be named still, even where it could not renew in time
             try:
                 await self._runtime.within(self._settings.lease_seconds, self._release())
             except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
                 log.warning("the Lease could not be given back, and runs out by itself: %r", error)
 
+    async def _contend(self) -> None:
+        """Raises LeaseLost where another operator is named after this one has led."""
+        await self._try()
+        if not self.holds():
+            log.info("Lease %s/%s may have another holder: waiting", self._settings.namespace, LEASE)
+        while not self.holds():
+            await self._runtime.sleep(self._pause())
+            await self._try()
+        self.begun.set()
+        while True:
+            self._tell()
+            await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
+            await self._try()
+            if self._seen is not None and self._seen.holder not in ("", self._settings.identity):
+                self._renewed_at, self._written = -math.inf, ""
+                self._tell()
+                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} is {self._seen.holder}'s now")
+
+    def _pause(self) -> float:
+        """Until the next look of one who waits: as soon as the Lease is free, and often before."""
+        often = self._settings.lease_seconds * LOOK_SHARE
+        if self._seen is None:
+            return often
+        left = self._seen.since + self._waits_for(self._seen) - self._runtime.monotonic()
+        return min(often, max(left, SHORTEST_PAUSE_SECONDS)) if left > 0 else often
+
+    def _tell(self) -> None:
+        metrics.LEADER.set(self.holds())
+        if self.serves() != self._served:
+            self._served = not self._served
+            self.turned(self._served)
+
     async def _try(self) -> None:
         """Take or renew the Lease. Whatever the API server says against it, another try may do better."""
-        began = self._runtime.monotonic()
+        began = self.looked_at = self._runtime.monotonic()
         try:
             taken = await self._runtime.within(self._settings.lease_seconds / 3, self._take())
         except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
             log.warning("the Lease can be neither taken nor renewed, and is tried again: %r", error)
             return
         if taken:
-            self._acts_until = began + self._settings.lease_seconds * RENEW_SHARE
+            self._renewed_at = began
 
     async def _take(self) -> bool:
         """False: it may have another holder. Raises Conflict where somebody was faster."""
@@ -122,9 +173,11 @@ class Lease:
         may_take = self._may_take(found) if found is not None else self.holds()
         holder = self._settings.identity if may_take else ""
         if found is None:  # one that names nobody can be watched; that there is none cannot
-            self._saw(await self._cluster.create(LEASES, self._body(holder)))
+            written = self._saw(await self._cluster.create(LEASES, self._body(holder)))
         elif may_take:
-            self._saw(await self._cluster.replace(LEASES, self._body(holder, found)))
+            written = self._saw(await self._cluster.replace(LEASES, self._body(holder, found)))
+        if may_take:
+            self._written = written.version
         return may_take
 
     def _may_take(self, found: Object) -> bool:
@@ -133,14 +186,23 @@ class Lease:
         ours = seen.holder == self._settings.identity
         if self.holds():
             return ours or not seen.holder
-        if (ours and first) or _is_left(found):
-            return True
-        return self._runtime.monotonic() - seen.since >= max(self._settings.lease_seconds, _lasts(found))
+        if (ours and first) or _is_left(found) or seen.version == self._written:
+            return True  # the last: nobody has taken it since this operator did, however long ago
+        return self._runtime.monotonic() - seen.since >= self._waits_for(seen)
+
+    def _waits_for(self, seen: _Seen) -> float:
+        return max(self._settings.lease_seconds, seen.lasts)
 
     def _saw(self, lease: Object) -> _Seen:
-        version, holder = lease["metadata"]["resourceVersion"], _spec(lease).get("holderIdentity") or ""
-        if self._seen is None or self._seen.version != version:
-            self._seen = _Seen(version, holder, self._runtime.monotonic())
+        metadata = lease["metadata"]
+        if self._seen is None or self._seen.version != metadata["resourceVersion"]:
+            self._seen = _Seen(
+                version=metadata["resourceVersion"],
+                holder=_spec(lease).get("holderIdentity") or "",
+                address=(metadata.get("annotations") or {}).get(ADDRESS, ""),
+                lasts=_lasts(lease),
+                since=self._runtime.monotonic(),
+            )
         return self._seen
 
     async def _release(self) -> None:
@@ -150,7 +212,9 @@ class Lease:
             await self._cluster.replace(LEASES, found)
 
     def _body(self, holder: str, found: Object | None = None) -> Object:
-        metadata = {"name": LEASE, "namespace": self._settings.namespace}
+        metadata: Object = {"name": LEASE, "namespace": self._settings.namespace}
+        if holder:
+            metadata["annotations"] = {ADDRESS: self._settings.pod_endpoint}
         if found is not None:
             metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
         return {
@@ -166,16 +230,13 @@ class Lease:
 
 
 @asynccontextmanager
-async def hold(cluster: Cluster, settings: Settings, runtime: Runtime) -> AsyncIterator[Lease]:
-    """Waits for the Lease, keeps it while inside, and gives it back. `runtime.failed` is set when it is lost."""
+async def contend(cluster: Cluster, settings: Settings, runtime: Runtime) -> AsyncIterator[Lease]:
+    """Tries to get the Lease and keeps it while inside, and gives it back. `runtime.failed` is set when it is lost."""
     lease = Lease(cluster, settings, runtime)
-    await lease.acquire()
-    keeper = runtime.start(lease.keep(), "the Lease's keeper")
+    lease.start()
     try:
         yield lease
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
         await lease.give_back()
 
 

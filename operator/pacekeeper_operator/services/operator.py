@@ -127,8 +127,14 @@ class Operator:
         jobs |= {} if found is None else {name: found}
         self.network = replace(self.network, jobs=jobs, traffic=planned)
 
+    def begin(self) -> None:
+        """It leads from now on: what it has followed meanwhile is to be proved by lists."""
+        self.memory.started_at = self.runtime.now()
+        self.pods.prove()
+        self.nodes.prove()
+
     async def know(self) -> None:
-        """Returns when pods and nodes have been listed once: before, nothing is known of any job."""
+        """Returns when pods and nodes have been listed since it leads: before, nothing is known of any job."""
         await self.pods.listed.wait()
         await self.nodes.listed.wait()
 

@@ -245,6 +245,11 @@ class Sidecars:
         if len(job.patterns) >= job.plan.world_size:
             job.wake.set()
 
+    def let_go(self) -> None:
+        """All polls that are held end now, without a plan: this operator no longer leads."""
+        for held in self._polls.values():
+            held.reschedule(asyncio.get_running_loop().time())
+
     @asynccontextmanager
     async def _only_poll(self, caller: Caller) -> AsyncIterator[None]:
         """A worker's new poll ends its older one, by TimeoutError: whoever polls anew no longer waits there."""

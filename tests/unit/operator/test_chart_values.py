@@ -56,6 +56,7 @@ SPREAD_PATH = f"{DEPLOYMENT}spec.topologySpreadConstraints.0."
 PEER = {"ipBlock": {"cidr": "10.0.0.1/32"}}
 
 CHANGES: dict[str, Change] = {
+    "replicas": Change(3, {f"{DEPLOYMENT[: -len('spec.template.')]}spec.replicas": 3}),
     "image.repository": Change(
         "mine/it", setting("IMAGE", "mine/it:0.1.0") | in_both(f"{CONTAINER}image", "mine/it:0.1.0")
     ),
@@ -161,6 +162,7 @@ CHANGES: dict[str, Change] = {
         | {
             f"{SPREAD_PATH}labelSelector.matchLabels.app.kubernetes.io/{part}": RELEASE for part in ("name", "instance")
         },
+        given={"topologySpreadConstraints": []},
     ),
     "priorityClassName": Change("high", in_both("spec.priorityClassName", "high")),
     "podAnnotations": Change({"a": "b"}, in_both("metadata.annotations.a", "b")),
@@ -450,7 +452,8 @@ def test_the_service_monitor_scrapes_the_operator_in_the_pod_monitors_place() ->
 
 def test_a_spread_by_other_labels_is_left_alone() -> None:
     other = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
-    found = differences(flat_with("{}"), dict(flat(rendered({"topologySpreadConstraints": [other]}))))
+    none = dict(flat(rendered({"topologySpreadConstraints": []})))
+    found = differences(none, dict(flat(rendered({"topologySpreadConstraints": [other]}))))
     assert {path for path in found if "labelSelector" in path} == {f"{SPREAD_PATH}labelSelector.matchLabels.a"}
 
 

@@ -21,6 +21,7 @@ from tests.support.virtual_time import Timeline, VirtualRuntime
 SECONDS = 10.0
 SETTINGS = Settings(namespace="system", identity="one", lease_seconds=SECONDS)
 HOUR = 3600.0
+ADDRESSES = {"one": "192.0.2.1", "two": "fd00::2"}
 Trouble = Callable[[], Exception | None]
 
 
@@ -73,24 +74,24 @@ class Contender:
     shared: FakeCluster
     timeline: Timeline
     clock_off: float = 0.0
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    turns: list[bool] = field(default_factory=list)
+    """Whether it serves sidecars, as it was told."""
 
     def __post_init__(self) -> None:
         self.runtime = VirtualRuntime(self.timeline, self.clock_off)
         self.line = Line(self.shared, self.runtime)
-        self.lease = Lease(self.line, replace(SETTINGS, identity=self.identity), self.runtime)
+        settings = replace(SETTINGS, identity=self.identity, pod_ip=ADDRESSES.get(self.identity, ""))
+        self.lease = Lease(self.line, settings, self.runtime)
+        self.lease.turned = self.turns.append
 
     def start(self) -> Contender:
-        self.tasks.append(self.runtime.start(self._lead(), self.identity))
+        self.lease.start()
         return self
 
-    async def _lead(self) -> None:
-        await self.lease.acquire()
-        await self.lease.keep()
-
     def kill(self) -> None:
-        for task in self.tasks:
-            task.cancel()
+        keeper = self.lease._keeper
+        assert keeper is not None
+        keeper.cancel()
 
 
 @pytest.fixture
@@ -183,12 +184,137 @@ class TestTaking:
     ) -> None:
         await unused(cluster)
         runtime = VirtualRuntime(timeline)
-        async with leadership.hold(cluster, SETTINGS, runtime) as lease:
+        async with leadership.contend(cluster, SETTINGS, runtime) as lease:
+            await lease.begun.wait()
             assert lease.holds()
         assert not lease.holds()
         two = contend("two")
         await timeline.run(0)
         assert two.lease.holds()
+
+    async def test_one_that_is_given_back_is_taken_within_a_look(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        await one.lease.give_back()
+        assert not one.lease.holds()
+        await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        assert two.lease.holds()
+
+    async def test_one_that_could_not_renew_in_time_gives_back_what_is_still_its_own(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * leadership.RENEW_SHARE)
+        assert not one.lease.holds()
+        one.line.before = lambda: None
+        await one.lease.give_back()
+        await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        assert two.lease.holds()
+
+    async def test_nobody_gives_back_what_is_anothers(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        await timeline.run(2 * SECONDS)
+        one.line.before = lambda: None
+        await one.lease.give_back()
+        await timeline.run(SECONDS / 2)
+        assert two.lease.holds()
+
+    async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(20)
+        one.kill()
+        await timeline.run(SECONDS * (1 - leadership.RETRY_SHARE) - 0.1)
+        assert not two.lease.holds()
+        await timeline.run(SECONDS * (leadership.RETRY_SHARE + leadership.LOOK_SHARE) + 0.2)
+        assert two.lease.holds(), "it has looked within a look of the last renewal, and waits no longer than it lasts"
+
+    @pytest.mark.parametrize("asked", [False, True])
+    async def test_who_waits_knows_where_the_leader_is_until_it_acts_no_more(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any, asked: bool
+    ) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        assert two.lease.leader == ""
+        await timeline.run(20)
+        assert two.lease.leader == "192.0.2.1:8443"
+        assert one.lease.leader == "", "itself"
+        if asked:
+            await one.lease.give_back()
+            await timeline.run(SECONDS * leadership.LOOK_SHARE)
+        else:
+            one.kill()
+            await timeline.run(SECONDS * leadership.RENEW_SHARE + 1)
+        assert two.lease.leader == "", "it is gone"
+        await timeline.run(SECONDS)
+        three = contend("three")
+        await timeline.run(1)
+        assert three.lease.leader == "[fd00::2]:8443"
+
+
+class TestServing:
+    """Sidecars are served until another may lead."""
+
+    async def test_a_short_absence_of_the_api_server_is_not_noticed(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * 0.7)
+        assert not one.lease.holds()
+        assert one.lease.serves()
+        one.line.before = lambda: None
+        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        assert one.lease.holds()
+        assert one.turns == [True]
+
+    async def test_a_long_one_is_and_whoever_is_alone_goes_on_as_soon_as_it_can(
+        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+    ) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("away")
+        await timeline.run(SECONDS * 5)
+        assert not one.lease.serves()
+        assert one.turns == [True, False]
+        one.line.before = lambda: None
+        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        assert one.lease.holds(), "nobody has written since it did, so the Lease is still its own"
+        assert one.turns == [True, False, True]
+
+    async def test_who_is_followed_serves_no_more(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
+        await unused(cluster)
+        one, two = contend("one"), contend("two")
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        for _ in range(40):
+            await timeline.run(SECONDS / 20)
+            assert not (one.lease.serves() and two.lease.serves())
+        assert two.lease.serves()
+
+    async def test_who_leaves_does_not(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
+        await unused(cluster)
+        one = contend("one")
+        await timeline.run(5)
+        await one.lease.give_back()
+        assert not one.lease.serves()
+        assert one.turns == [True, False]
 
 
 class TestKeeping:

@@ -270,7 +270,7 @@ def _(patch: Patch) -> None:
 
     async def attempt(lease: leadership.Lease) -> None:
         if await lease._take():
-            lease._acts_until = math.inf
+            lease._renewed_at = math.inf
 
     patch.setattr(leadership.Lease, "_try", attempt)
     patch.setattr(runtime.Runtime, "_ended", lambda *_: None)

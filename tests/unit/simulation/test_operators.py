@@ -173,3 +173,96 @@ def leavings(world: World) -> list[Object]:
     """What was written of nodes that are to be empty."""
     found = [body for body in world.api.all("incidents") if body["spec"]["cause"] == Cause.NODE_LEAVING]
     return [{"outcome": None} | body.get("status", {}) for body in found]
+
+
+class TestTwo:
+    """One leads, and the other stands by."""
+
+    @pytest.fixture
+    def both(self, make: Make) -> World:
+        """Their job trains."""
+        world = make(operators=2)
+        make_job(world)
+        until(world, lambda: trains(world), 60)
+        wait(world, 30)
+        return world
+
+    def test_a_killed_leader_is_followed_and_nobody_notices(self, both: World) -> None:
+        """By the other, or by itself where its container is faster."""
+        first, second = leader(both), standby(both)
+        first.remove()
+        assert until(both, lambda: leads(second), 12) < 6 + 3
+        until(both, lambda: contact(both) < 1.0, 10)
+        wait(both, 60)
+        assert trains(both)
+        assert not both.api.all("incidents")
+        assert rounds(both) == 1
+
+    def test_a_leader_that_is_told_to_end_hands_over_at_once(self, both: World) -> None:
+        first, second = leader(both), standby(both)
+        both.deployment.replace(first, OperatorPod.end)
+        assert until(both, lambda: leads(second), 5) < 1
+        until(both, lambda: contact(both) < 0.5, 3)
+        wait(both, 60)
+        assert not both.api.all("incidents")
+        assert rounds(both) == 1
+
+    def test_one_that_stands_by_leaves_unnoticed(self, both: World) -> None:
+        first, second = leader(both), standby(both)
+        process = second.process
+        both.deployment.replace(second, OperatorPod.end)
+        until(both, lambda: process.dead, 2)
+        wait(both, 30)
+        assert leads(first)
+
+    def test_sidecars_leave_a_leader_that_is_cut_off_for_its_successor(self, both: World) -> None:
+        """It runs on, and they reach it: without being sent away they would be lost to the one that decides."""
+        first, second = leader(both), standby(both)
+        both.network.cut(first.name, "api")
+        until(both, lambda: leads(second), 12)
+        assert not first.process.dead
+        until(both, lambda: all(heard_by(second, worker.name) for worker in both.workers.values()), 10)
+        wait(both, 60)
+        assert not first.process.dead, "it waits"
+        assert not both.api.all("incidents")
+        both.network.mend(first.name, "api")
+        process = first.process
+        until(both, lambda: process.dead, 10)
+        until(both, lambda: not first.process.dead, 10)
+        wait(both, 30)
+        assert leads(second)
+        assert not leads(first)
+
+    def test_a_fault_is_dealt_with_by_the_one_that_takes_over(self, both: World) -> None:
+        first = leader(both)
+        first.remove()
+        next(worker for worker in both.workers.values() if worker.launcher.ranks).crash(code=-9)
+        until(both, lambda: [i for i in both.api.all("incidents") if i.get("status", {}).get("outcome")], 60)
+        (incident,) = both.api.all("incidents")
+        assert incident["spec"]["cause"] == Cause.CRASH
+
+
+def leader(world: World) -> OperatorPod:
+    (pod,) = filter(leads, world.deployment.pods)
+    return pod
+
+
+def standby(world: World) -> OperatorPod:
+    (pod,) = (pod for pod in world.deployment.pods if not leads(pod))
+    return pod
+
+
+def contact(world: World) -> float:
+    """Seconds since the worker that has waited longest was answered."""
+    return max(world.now() - worker.folder.contact for worker in world.workers.values())
+
+
+def heard_by(pod: OperatorPod, worker: str) -> bool:
+    job = None if pod.operator is None else pod.operator.memory.find(NAMESPACE, "a")
+    return job is not None and worker in job.contacts
+
+
+def rounds(world: World) -> int:
+    job = world.api.get("trainingjobs", "a", NAMESPACE)
+    assert job is not None
+    return int(job["status"]["round"])

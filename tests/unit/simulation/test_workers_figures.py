@@ -61,10 +61,10 @@ def test_a_rank_that_becomes_slow_is_told_of_between_two_polls() -> None:
     polls: list[float] = []
     answer = team.desk.call
 
-    async def call(method: str, path: str, query: Any, body: Any, token: str) -> Any:
+    async def call(method: str, path: str, query: Any, body: Any, token: str, leader: str) -> Any:
         if path == "/v1/plan" and query["wait"] == "0" and body["worker"] == team["b"].name:
             polls.append(team.world.now())
-        return await answer(method, path, query, body, token)
+        return await answer(method, path, query, body, token, leader)
 
     team.desk.call = call  # type: ignore[assignment,method-assign]
     team.wait(10.0)

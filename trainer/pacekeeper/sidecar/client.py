@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
+from .leader import Leader, named_leader
 from .settings import SidecarSettings
 
 ANSWER_SECONDS = 5.0
@@ -42,6 +44,8 @@ class OperatorClient:
     def __init__(self, session: aiohttp.ClientSession, settings: SidecarSettings) -> None:
         self._session = session
         self._settings = settings
+        self._leader = Leader()
+        self._name = urlsplit(settings.operator).hostname
 
     async def plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
         """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds, or
@@ -63,27 +67,54 @@ class OperatorClient:
 
     async def _post(self, path: str, body: dict[str, Any] | bytes, query: dict[str, str], seconds: float) -> Any:
         """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        called = self._leader.address
+        status, words = await self._call(called, path, data, query, seconds)
+        named = named_leader(words) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        if named is not None:
+            self._leader.hear(named, time.monotonic())
+            if self._leader.address not in ("", called):
+                status, words = await self._call(self._leader.address, path, data, query, seconds)
+        if status == HTTPStatus.OK and isinstance(words, dict):
+            return words
+        if HTTPStatus.OK < status < HTTPStatus.MULTIPLE_CHOICES:
+            return None
+        said = f"{path}: status {status}: {str(words)[:500]}"
+        if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+            raise Rejected(said)
+        raise Unavailable(said)
+
+    async def _call(
+        self, leader: str, path: str, data: bytes, query: dict[str, str], seconds: float
+    ) -> tuple[int, Any]:
+        """Status and words of the operator there ("": of whomever the Service leads to), which proves by its
+        certificate that it is one before anything is sent. Raises Unavailable."""
         try:
             async with self._session.post(
-                f"{self._settings.operator}{path}",
-                data=body if isinstance(body, bytes) else json.dumps(body).encode(),
+                f"https://{leader}{path}" if leader else f"{self._settings.operator}{path}",
+                data=data,
                 params=query,
                 headers={
                     "Authorization": f"Bearer {self._settings.token_file.read_text().strip()}",
                     "Content-Type": "application/json",
                 },
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=2.0),
+                server_hostname=self._name if leader else None,
+                allow_redirects=False,
             ) as answer:
-                if answer.status == HTTPStatus.OK:
-                    return await answer.json()
-                if answer.status < HTTPStatus.MULTIPLE_CHOICES:
-                    return None
-                words = f"{path}: status {answer.status}: {(await answer.text())[:500]}"
+                return answer.status, _parsed(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if leader:
+                self._leader.gives_no_answer(leader, time.monotonic())
             raise Unavailable(f"{path}: {error!r}") from error
-        if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
-            raise Rejected(words)
-        raise Unavailable(words)
+
+
+def _parsed(words: str) -> Any:
+    """As JSON, where it is."""
+    try:
+        return json.loads(words)
+    except ValueError:
+        return words
 
 
 @asynccontextmanager

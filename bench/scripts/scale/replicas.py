@@ -1,0 +1,254 @@
+"""How soon the operator that stands by has taken over: when the leader is killed, and when it is told to end.
+
+Two operator processes beside the test cluster's API server (`make cluster`), each the real `python -m
+pacekeeper_operator`; an operator that is installed there is taken away. Ten suspended jobs lie there: what counts is
+when the new leader has made its first pass over all of them. With a restart of the API server before each end, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pacekeeper_operator.settings import Settings
+from testcluster import api, cluster, faults, programs, release
+from testcluster.images import OPERATOR_IMAGE
+from testcluster.settings import HOST_ADDRESS, KUBECONFIG, REPOSITORY
+from testcluster.shell import run, wait_for
+
+from .figure import Figure
+
+ROUNDS, QUICK_ROUNDS = 20, 2
+AFTER_LEASE_SECONDS, AFTER_SIGTERM_SECONDS = 3.0, 1.0
+"""Goals."""
+SYSTEM, JOBS = "bench-replicas-system", "bench-replicas"
+NUMBER_OF_JOBS = 10
+LEASE_SECONDS = Settings.lease_seconds
+LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/pacekeeper-operator"
+NO_FINALIZERS = {"metadata": {"finalizers": None}}
+LOOK_SECONDS = 0.02
+"""So exact are the figures."""
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass
+class Process:
+    """One operator, started again under its name and at its ports as often as it has ended."""
+
+    name: str
+    log: Path
+    ports: list[int] = field(default_factory=lambda: [_free_port() for _ in range(3)])
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """As in a new pod: another name."""
+        endpoint, liveness, metrics = self.ports
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(KUBECONFIG),
+            "POD_NAME": f"{self.name}-{time.monotonic_ns()}",
+            "PACEKEEPER_POD_IP": HOST_ADDRESS,
+            "PACEKEEPER_NAMESPACE": SYSTEM,
+            "PACEKEEPER_WATCH_NAMESPACES": JOBS,
+            "PACEKEEPER_IMAGE": OPERATOR_IMAGE,
+            "PACEKEEPER_ADDRESS": f"{HOST_ADDRESS}:{endpoint}",
+            "PACEKEEPER_PORT": str(endpoint),
+            "PACEKEEPER_LIVENESS_PORT": str(liveness),
+            "PACEKEEPER_METRICS_PORT": str(metrics),
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pacekeeper_operator"], cwd=REPOSITORY, env=environment, stdout=log, stderr=log
+            )
+
+    def end(self, number: signal.Signals) -> None:
+        """Returns at once."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> None:
+        assert self.process is not None
+        self.process.wait(timeout=PATIENCE_SECONDS)
+
+    def ready(self) -> bool:
+        """Live, and with a certificate to show."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"operator {self.name} has ended: see {self.log}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/healthz", timeout=5):
+                pass
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            with (
+                socket.create_connection((HOST_ADDRESS, self.ports[0]), timeout=5) as made,
+                context.wrap_socket(made, server_hostname=HOST_ADDRESS),
+            ):
+                return True
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def figures(self) -> dict[str, float]:
+        """Its metrics without labels; none where it does not serve them."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=5) as answer:
+                lines = answer.read().decode().splitlines()
+        except (OSError, urllib.error.URLError):
+            return {}
+        pairs = (line.split() for line in lines if line.startswith("pacekeeper_") and "{" not in line)
+        return {name: float(value) for name, value in pairs}
+
+    def leads(self) -> bool:
+        return self.figures().get("pacekeeper_leader") == 1
+
+    def has_passed(self) -> bool:
+        """Over every job, without an error in the last passes."""
+        found = self.figures()
+        passes = found.get("pacekeeper_reconcile_seconds_count", 0.0)
+        return passes - found.get("pacekeeper_reconcile_errors_total", 0.0) >= NUMBER_OF_JOBS
+
+
+def measured(quick: bool) -> Sequence[Figure]:
+    rounds, figures = QUICK_ROUNDS if quick else ROUNDS, list[Figure]()
+    cluster.up()
+    release.uninstall()
+    with _jobs(), _two() as operators:
+        for restarts in (False, True):
+            when = ", API server restarted before" if restarts else ""
+            killed, told = list[float](), list[float]()
+            for number in range(rounds):
+                killed.append(_seconds_after_lease(operators, restarts))
+                told.append(_seconds_after_signal(operators, restarts))
+                _say(f"{number + 1} of {rounds}{when}: killed {killed[-1]:.2f} s, SIGTERM {told[-1]:.2f} s")
+            ends = (("killed, after its lease", killed, AFTER_LEASE_SECONDS), ("SIGTERM", told, AFTER_SIGTERM_SECONDS))
+            for how, seconds, goal in ends:
+                figures.append(Figure(f"leader {how}{when}: next leads, most", max(seconds), goal, "s"))
+                figures.append(Figure(f"leader {how}{when}: next leads, median", statistics.median(seconds), goal, "s"))
+    return figures
+
+
+def _seconds_after_lease(operators: Sequence[Process], restarts: bool) -> float:
+    leader, other = _calm(operators, restarts)
+    leader.end(signal.SIGKILL)
+    leader.wait()
+    over = _renewed_at() + LEASE_SECONDS
+    passed = _until_passed(other)
+    leader.start()
+    return passed - over
+
+
+def _seconds_after_signal(operators: Sequence[Process], restarts: bool) -> float:
+    leader, other = _calm(operators, restarts)
+    began = time.time()
+    leader.end(signal.SIGTERM)
+    passed = _until_passed(other)
+    leader.wait()
+    leader.start()
+    return passed - began
+
+
+def _calm(operators: Sequence[Process], restarts: bool) -> tuple[Process, Process]:
+    """The one that leads, for a while or since the API server's restart, and the other."""
+    wait_for(lambda: all(one.ready() for one in operators), PATIENCE_SECONDS, "both operators are ready")
+    if restarts:
+        faults.restart_api_server()
+    since = time.time()
+    wait_for(lambda: any(one.leads() and one.has_passed() for one in operators), PATIENCE_SECONDS, "one leads")
+    wait_for(lambda: _renewed_at() > since, PATIENCE_SECONDS, "the Lease is renewed")
+    time.sleep(random.uniform(0.0, 1.2))  # at any moment between two renewals
+    leader, other = sorted(operators, key=lambda one: not one.leads())
+    return leader, other
+
+
+def _renewed_at() -> float:
+    """Seconds since the epoch, by this machine's clock, which is the operators'."""
+    return datetime.fromisoformat(api.get(LEASE_PATH)["spec"]["renewTime"]).timestamp()
+
+
+def _until_passed(operator: Process) -> float:
+    """When, seconds since the epoch."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not operator.has_passed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"operator {operator.name} does not take over: see {operator.log}")
+        time.sleep(LOOK_SECONDS)
+    return time.time()
+
+
+@contextmanager
+def _two() -> Iterator[Sequence[Process]]:
+    folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-replicas-"))
+    operators = [Process(name, folder / f"{name}.log") for name in ("a", "b")]
+    _say(f"logs: {folder}")
+    try:
+        for operator in operators:
+            operator.start()
+        yield operators
+    finally:
+        for operator in operators:
+            if operator.process is not None and operator.process.poll() is None:
+                operator.end(signal.SIGTERM)
+                operator.wait()
+
+
+@contextmanager
+def _jobs() -> Iterator[None]:
+    """They and their namespaces go again; nobody runs who would take their finalizers off."""
+    try:
+        for namespace in (SYSTEM, JOBS):
+            _kubectl("create", "namespace", namespace)
+        _kubectl("apply", "--server-side", "--force-conflicts", "-f", str(REPOSITORY / "crds"))
+        items = [_job(f"job-{number}") for number in range(NUMBER_OF_JOBS)]
+        _kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+        yield
+    finally:
+        names = [job["metadata"]["name"] for job in api.get(_JOBS_PATH)["items"]]
+        for name in names:
+            _kubectl(
+                "patch", "trainingjob", name, "-n", JOBS, "--type=merge", '--patch={"metadata":{"finalizers":null}}'
+            )
+        _kubectl("delete", "namespace", SYSTEM, JOBS, "--ignore-not-found", "--timeout=90s")
+
+
+_JOBS_PATH = f"/apis/pacekeeper.dev/v1alpha1/namespaces/{JOBS}/trainingjobs"
+
+
+def _job(name: str) -> dict[str, Any]:
+    container = {"name": "trainer", "image": "none", "command": ["pacekeeper", "run", "x.py"]}
+    return {
+        "apiVersion": "pacekeeper.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name, "namespace": JOBS},
+        "spec": {"replicas": 2, "suspend": True, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kubectl(*arguments: str, stdin: str | None = None) -> None:
+    run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""What an operator answers that does not lead, and that it lives; over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from pacekeeper_operator import health
+from pacekeeper_operator.cluster import Cluster
+from pacekeeper_operator.manifests import Installation
+from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.server import application
+from pacekeeper_operator.services.leadership import Lease
+from pacekeeper_operator.services.operator import FIRST_WORD_SECONDS, Operator
+from pacekeeper_operator.services.sidecars import Caller, Sidecars
+from pacekeeper_operator.settings import Settings
+from tests.support.network import free_port
+from tests.support.virtual_time import Timeline, VirtualRuntime
+from tests.support.worlds import training
+
+WORLD = training(replicas=2)
+LEADER = "192.0.2.1:8443"
+
+
+@dataclass
+class Leadership:
+    """As somebody else's."""
+
+    leader: str = LEADER
+    leads: bool = False
+
+    def serves(self) -> bool:
+        return self.leads
+
+
+class Nobody:
+    """An API server that must not be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is called by an operator that does not lead")
+
+
+@pytest.fixture
+def sidecars() -> Sidecars:
+    return Sidecars(cast(Cluster, Nobody()), Memory(0.0), Runtime())
+
+
+@pytest.mark.parametrize("path", ["/v1/plan", "/v1/faults", "/v1/evidence/why", "/v1/patterns/window/0", "/else"])
+@pytest.mark.parametrize("leader", [LEADER, ""])
+async def test_it_sends_on_whoever_calls_unseen(sidecars: Sidecars, path: str, leader: str) -> None:
+    app = application(sidecars, Runtime(), leadership=Leadership(leader))
+    async with TestClient(TestServer(app)) as client:
+        answer = await client.post(path, data=b"{" * 100)
+        assert answer.status == 503
+        assert answer.headers["Retry-After"] == "1"
+        assert answer.headers["Connection"] == "close", "the Service chooses anew"
+        assert (await answer.json())["leader"] == leader
+
+
+async def test_it_serves_once_it_leads(sidecars: Sidecars) -> None:
+    leadership = Leadership()
+    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
+        leadership.leads = True
+        assert (await client.post("/v1/plan")).status == 401
+
+
+async def test_polls_that_are_held_end_when_it_leads_no_more() -> None:
+    memory = Memory(0.0)
+    job = memory.of(WORLD.job)
+    await job.publish(WORLD.draft, "1")
+    sidecars = Sidecars(cast(Cluster, Nobody()), memory, Runtime())
+    beat = Heartbeat(worker="j-w0-0", state=LauncherState.RUNNING)
+    caller = Caller("ns", "j", "j-w0-0")
+    poll = asyncio.create_task(sidecars.poll(caller, beat, WORLD.plan.version, 30.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sidecars._polls
+    sidecars.let_go()
+    assert await asyncio.wait_for(poll, 5) is None
+
+
+class TestLiveness:
+    """The kubelet asks from the process's start."""
+
+    @pytest.fixture
+    def timeline(self) -> Timeline:
+        return Timeline()
+
+    @pytest.fixture
+    def runtime(self, timeline: Timeline) -> VirtualRuntime:
+        return VirtualRuntime(timeline)
+
+    @pytest.fixture
+    def lease(self, runtime: VirtualRuntime) -> Lease:
+        return Lease(cast(Cluster, Nobody()), Settings(), runtime)
+
+    @pytest.fixture
+    def operator(self, runtime: VirtualRuntime) -> Operator:
+        nobody, installation = cast(Cluster, Nobody()), Installation("", "", "", "")
+        return Operator(Settings(), nobody, Memory(0.0), installation, Prometheus("", "", ""), runtime)
+
+    async def test_one_that_stands_by_hears_no_watch_and_lives(
+        self, operator: Operator, lease: Lease, runtime: VirtualRuntime, timeline: Timeline
+    ) -> None:
+        for _ in range(5):
+            await timeline.run(FIRST_WORD_SECONDS / 2)
+            lease.looked_at = runtime.monotonic()
+        assert health.ill(operator, lease) == ""
+
+    async def test_one_that_does_not_look_at_its_lease_is_stuck(
+        self, operator: Operator, lease: Lease, timeline: Timeline
+    ) -> None:
+        await timeline.run(health.LOOK_SECONDS - 1)
+        assert health.ill(operator, lease) == ""
+        await timeline.run(2)
+        assert "its Lease" in health.ill(operator, lease)
+
+    async def test_one_that_leads_must_look_around_and_hear(
+        self, operator: Operator, lease: Lease, runtime: VirtualRuntime, timeline: Timeline
+    ) -> None:
+        lease.begun.set()
+        operator.begin()
+        assert health.ill(operator, lease) == ""
+        await timeline.run(FIRST_WORD_SECONDS + health.LOOK_SECONDS)
+        lease.looked_at = runtime.monotonic()
+        assert "no watch" in health.ill(operator, lease)
+        operator.nodes.heard = True
+        operator.looked_at = runtime.monotonic() - health.LOOK_SECONDS - 1
+        assert "looked around" in health.ill(operator, lease)
+
+    @pytest.mark.parametrize(("trouble", "status"), [("", 200), ("it is stuck", 500)])
+    async def test_it_is_told_over_http(self, trouble: str, status: int) -> None:
+        async with (
+            health.serve(lambda: trouble, port := free_port()),
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{port}/healthz") as answer,
+        ):
+            assert answer.status == status
+            assert trouble in await answer.text()
