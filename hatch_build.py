@@ -7,6 +7,7 @@ source. All works without them: what they would tell is unknown then.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
