@@ -56,10 +56,11 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
-    from pacekeeper.observe import collectives, opening
+    from pacekeeper import torch_internals
+    from pacekeeper.observe import collectives, hooks, opening
 
     clock = FakeClock(folder, rank, ranks)
-    hook, wait, engine = collectives.hook, Work.wait, collectives.engine
+    hook, wait, engine = hooks.hook, Work.wait, torch_internals.engine
 
     def hook_and_come(group: Any, enter: Callable[[Any], None], issued: Callable[[Any], None]) -> None:
         def come_and_enter(call: Any) -> None:

@@ -9,7 +9,9 @@ RECORD: dict[str, tuple[int, int]]
 STATE: dict[str, int]
 
 class Ring:
-    def connect(self, map: mmap, header_bytes: int, capacity: int, written: int, places: tuple[int, ...], /) -> None: ...
+    def connect(
+        self, map: mmap, header_bytes: int, capacity: int, written: int, places: tuple[int, ...], /
+    ) -> None: ...
 
 class Recorder:
     on_host: bool

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType
 
+import numpy as np
 import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper.native import recording
-from pacekeeper.torch_internals import ProcessGroup, engine
+from pacekeeper.torch_internals import engine
 from pacekeeper_analysis.records import HEADER_BYTES, NOTICED_LATE, RECORD, STATE, Kind, Phase
 
 from .clock import Clock, HostClock, HostMark, Mark
@@ -45,8 +46,8 @@ _NUMBERS = {
 
 def _check_layouts() -> None:
     """Raises ImportError where C and Python do not mean the same."""
-    record = {name: (offset, dtype.itemsize) for name, (dtype, offset, *_) in (RECORD.fields or {}).items()}
-    state = {name: (STATE.fields or {})[name][0].itemsize for name in recording.STATE}
+    record = {name: (offset, RECORD[name].itemsize) for name, offset in _offsets(RECORD).items()}
+    state = {name: STATE[name].itemsize for name in recording.STATE}
     for of_c, of_python in (
         (recording.NUMBERS, _NUMBERS),
         (recording.RECORD, record),
@@ -54,6 +55,12 @@ def _check_layouts() -> None:
     ):
         if of_c != of_python:
             raise ImportError(f"{recording.__name__} is of another version: install the package anew")
+
+
+def _offsets(structure: np.dtype[np.void]) -> dict[str, int]:
+    """Where each field of it lies (bytes)."""
+    assert structure.fields is not None
+    return {name: field[1] for name, field in structure.fields.items()}
 
 
 _check_layouts()
@@ -64,16 +71,15 @@ class FastRing(recording.Ring, RingWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        places = tuple((STATE.fields or {})[name][1] for name in recording.STATE)
+        offsets = _offsets(STATE)
+        places = tuple(offsets[name] for name in recording.STATE)
         self.connect(self._map, HEADER_BYTES, self._capacity, self._written, places)
 
 
 class FastRecorder(recording.Recorder, Recorder):
     """As Recorder, on a ring. By a device's clock all but the collectives' hooks is Python's."""
 
-    def __init__(
-        self, ring: FastRing, clock: Clock | None = None, communicators: Communicators | None = None
-    ) -> None:
+    def __init__(self, ring: FastRing, clock: Clock | None = None, communicators: Communicators | None = None) -> None:
         self.connect(
             ring,
             Recorder,

@@ -12,7 +12,7 @@ from .recorder import NoRing, Recorder
 from .ring import RingWriter
 
 try:
-    from . import fast
+    from . import fast as fast
 except ImportError as error:  # not built, or not for this Python: all is recorded without it
     fast = None  # type: ignore[assignment]
     WHY_SLOW = str(error)
