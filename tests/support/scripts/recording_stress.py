@@ -6,6 +6,7 @@ rounds. Nothing of torch or numpy is loaded, so that it runs under a sanitizer.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import mmap
@@ -91,7 +92,7 @@ def make(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
         def end_step(self, *_: Any) -> None:
             if chance.random() < 0.1:
                 raise Odd("end_step")
-            self.phase = 1  # type: ignore[attr-defined]
+            self.phase = 1
             self.go_on(time.monotonic_ns(), None)  # type: ignore[attr-defined]
 
     class Recorder(module.Recorder, Reference):  # type: ignore[misc]
@@ -154,8 +155,8 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
     ring, recorder, watcher = make(module, chance)
     sequence = itertools.count(1)
 
-    def channel(*_: Any) -> tuple[int, int, Any, int]:
-        return chance.choice([(7, 60, sequence, 2)] * 20 + [(7, 600, sequence, 2), (7, 60, iter(()), 2), 5])  # type: ignore[list-item]
+    def channel(*_: Any) -> Any:
+        return chance.choice([*[(7, 60, sequence, 2)] * 20, (7, 600, sequence, 2), (7, 60, iter(()), 2), 5])
 
     hooks = [module.Hooks() for _ in range(2)]
     for each in hooks:
@@ -215,9 +216,8 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
                 watcher._take(chance.choice(works))
             assert watcher._under_way in (True, False)
         elif drawn == 12:
-            ring.write(
-                3, 1, 2, *[1] * chance.randrange(12), **chance.choice([{}, {"flags": 1}, {"flags": 256}, {"x": 1}])
-            )
+            named = chance.choice([{}, {"flags": 1}, {"flags": 256}, {"x": 1}])
+            ring.write(3, 1, 2, *[1] * chance.randrange(12), **named)
         else:
             recorder.phase = chance.choice(phases)
             recorder.on_host = chance.random() < 0.8
@@ -226,10 +226,10 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
             recorder.notice_wait = chance.choice([no_wait, forbidden])
 
     for _ in range(calls):
-        try:
+        with contextlib.suppress(
+            Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration
+        ):
             act()
-        except (Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration):
-            pass
 
 
 def forbidden(*_: Any) -> Any:
