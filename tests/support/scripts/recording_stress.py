@@ -150,6 +150,9 @@ class Optimizer:
     pass
 
 
+MAY_BE_RAISED = (Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration)
+
+
 def play(module: Any, chance: random.Random, calls: int) -> None:
     """A rank's life. All of it is garbage in the end."""
     ring, recorder, watcher = make(module, chance)
@@ -226,9 +229,7 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
             recorder.notice_wait = chance.choice([no_wait, forbidden])
 
     for _ in range(calls):
-        with contextlib.suppress(
-            Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration
-        ):
+        with contextlib.suppress(*MAY_BE_RAISED):
             act()
 
 
