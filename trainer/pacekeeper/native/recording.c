@@ -807,13 +807,16 @@ static Entry *pending_at(Watcher *self, Py_ssize_t position)
 static int watcher_clear(PyObject *object)
 {
     Watcher *self = (Watcher *)object;
+    GOES(self->recorder); /* first: without it nothing is added any more */
     while (self->count > 0) {
         PyObject *work = pending_at(self, 0)->work;
         self->first = (self->first + 1) % self->room;
         self->count--;
-        Py_XDECREF(work);
+        Py_DECREF(work);
     }
-    GOES(self->recorder);
+    PyMem_Free(self->pending);
+    self->pending = NULL;
+    self->room = 0;
     GOES(self->timed);
     GOES(self->queue_callback);
     GOES(self->backward_computed);
@@ -839,12 +842,6 @@ static int watcher_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void watcher_dealloc(PyObject *object)
 {
-    Watcher *self = (Watcher *)object;
-    PyObject_GC_UnTrack(object);
-    watcher_clear(object);
-    PyMem_Free(self->pending);
-    self->pending = NULL;
-    PyObject_GC_Track(object);
     dealloc(object, watcher_clear);
 }
 
@@ -858,7 +855,7 @@ static int read_forms(Watcher *self, PyObject *collectives)
         long its = PyLong_AsLong(collective);
         if (its == -1 && PyErr_Occurred())
             return -1;
-        if (its < 0 || its >= 32) {
+        if (its < 0 || its >= 31) {
             PyErr_Format(PyExc_ValueError, "there is no collective %ld", its);
             return -1;
         }
@@ -1200,7 +1197,7 @@ static int collective_of(Watcher *self, PyObject *call)
     }
     PyObject *found = PyDict_GetItemWithError(self->collectives, number == NULL ? form : number);
     if (found != NULL)
-        collective = (int)PyLong_AsLong(found); /* from 0 to 31: see read_forms */
+        collective = (int)PyLong_AsLong(found); /* from 0 to 30: see read_forms */
     else if (!PyErr_Occurred())
         collective = -1;
 out:
