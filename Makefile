@@ -69,6 +69,15 @@ lock: venv ## Renew what the operator's image is made of (locks/)
 compiler:
 	@command -v cc > /dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q gcc libc6-dev; }
 
+# An installation builds them, too; but not where there was no compiler yet, and not anew when they have changed.
+HEADERS := import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())
+NATIVE := $(wildcard trainer/pacekeeper/native/*.c)
+$(NATIVE:.c=.so) &: $(NATIVE) hatch_build.py | $(VENV)/.ready compiler
+	@$(BIN)/python -c '$(HEADERS)' || { $(find_python); apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q $${python##*/}-dev; }
+	$(BIN)/python hatch_build.py
+
+native: $(NATIVE:.c=.so) ## Build the package's parts in C beside their source
+
 cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABRIC=1 or 2: with so many ports a node into a leaf–spine network; GANGS=1: whose scheduler knows gangs)
 	$(BIN)/python -m testcluster up $(if $(FABRIC),--fabric $(FABRIC)) $(if $(GANGS),--gangs)
 
@@ -83,23 +92,23 @@ lint: $(VENV)/.frameworks ## Style, types, import contracts
 format: venv ## Bring the code into its standard form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-test-unit: $(VENV)/.frameworks compiler ## Tests of decisions: no cluster, no ranks
+test-unit: $(VENV)/.frameworks native ## Tests of decisions: no cluster, no ranks
 	$(BIN)/pytest tests/unit
 
 test-simulation: venv ## Disasters: the real operator in simulated clusters, 150 known ones and 150 new ones
 	nice $(BIN)/python -m simulation run 0-149 --fresh 150
 
-test-distributed: $(VENV)/.frameworks compiler ## Real torch ranks over gloo
+test-distributed: $(VENV)/.frameworks native ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed
 
 test-cluster: venv ## The real cluster
 	$(BIN)/pytest tests/cluster
 
-test-torch: compiler $(OLDEST)/.ready ## All of the trainer's with the oldest torch
+test-torch: native $(OLDEST)/.ready ## All of the trainer's with the oldest torch
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
 # What no load can disturb goes side by side: lint and unit tests have one busy process each, disasters take what is left.
-test: $(VENV)/.frameworks compiler $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
+test: $(VENV)/.frameworks native $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
 	$(MAKE) --jobs=3 --output-sync=target lint test-unit test-simulation
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
 	$(BIN)/pytest tests/distributed tests/cluster
@@ -121,8 +130,8 @@ ifeq ($(NAME),gpu)
 bench: has-torch ## All benches, or one: make bench NAME=recovery
 	$(FROM_CHECKOUT) $(GPU_PYTHON) -m bench gpu
 else
-bench: venv
+bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench

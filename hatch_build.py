@@ -1,7 +1,7 @@
 """Builds the package's native parts into a wheel for this platform; without a C compiler the wheel is a pure one.
 
 `PACEKEEPER_PURE=1` asks for the pure wheel where there is a compiler. An editable installation has them beside their
-source. All works without them: what they would tell is unknown then.
+source; `make native` builds them there anew. All works without them: see PARTS.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ FOLDER = Path("trainer/pacekeeper/native")
 PARTS = {
     "nccl_profiler": "NCCL's transport will be unknown",
     "paths": "traffic will take the paths that it takes by itself",
+    "recording": "recording will cost a rank twice as much",
 }
 """What is there without each of them."""
+FOR_PYTHON = {"recording": "cp311-abi3"}
+"""Those that Python loads, which need its headers; and the Pythons that they are for, as in a wheel's name."""
 OPTIONS = ("-std=c11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wl,-z,nodelete")
 """nodelete: NCCL unloads a plugin with its last communicator, while a proxy thread may still be inside of it."""
 
@@ -32,23 +35,36 @@ class NativeParts(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if not sys.platform.startswith("linux") or os.environ.get("PACEKEEPER_PURE", "0") not in ("", "0"):
             return
-        for name, without in PARTS.items():
+        tag = "py3-none"  # no other part is for one Python only
+        for name in PARTS:
             source = Path(self.root) / FOLDER / f"{name}.c"
             library = source.with_suffix(".so")
-            if self._compile(source, library, without) and version != "editable":
+            if self._compile(name, source, library) and version != "editable":
+                tag = FOR_PYTHON.get(name, tag)
                 build_data["force_include"][str(library)] = str(FOLDER.relative_to("trainer") / library.name)
                 build_data["pure_python"] = False
                 platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-                build_data["tag"] = f"py3-none-{platform}"  # no part of it is for one Python only
+                build_data["tag"] = f"{tag}-{platform}"
 
-    def _compile(self, source: Path, library: Path, without: str) -> bool:
+    def _compile(self, name: str, source: Path, library: Path) -> bool:
         """False, with a warning, where that does not work: it is no reason for an installation to fail."""
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        fresh = library.with_name(f".{os.getpid()}.so")  # running ranks may have mapped the one that is there
         try:
-            subprocess.run([*compiler, *OPTIONS, "-o", str(fresh), str(source)], check=True, timeout=60)
-            fresh.replace(library)
+            build(name, source, library)
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"{source.name} is left out, so that {without}: {error}")
+            self.app.display_warning(f"{source.name} is left out, so that {PARTS[name]}: {error}")
             return False
         return True
+
+
+def build(name: str, source: Path, library: Path) -> None:
+    """Raises OSError or SubprocessError where there is no compiler, or where it fails."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    headers = [f"-I{sysconfig.get_path('include')}"] if name in FOR_PYTHON else []
+    fresh = library.with_name(f".{os.getpid()}.so")  # running ranks may have mapped the one that is there
+    subprocess.run([*compiler, *OPTIONS, *headers, "-o", str(fresh), str(source)], check=True, timeout=60)
+    fresh.replace(library)
+
+
+if __name__ == "__main__":
+    for part in PARTS:
+        build(part, FOLDER / f"{part}.c", FOLDER / f"{part}.so")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from pacekeeper_analysis.operations import NO_GROUP, decode
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.records import Collective, Kind, Phase
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def collectives(folder: Path, rank: int) -> NDArray[np.void]:

@@ -295,8 +295,8 @@ def test_time_loader() -> None:
     def rank_main(_: int) -> tuple[list[Any], list[Any]]:
         fetched: list[Any] = []
 
-        def timed(fetch: Any) -> Any:
-            fetched.append(fetch())
+        def timed(fetch: Any, loader: Any) -> Any:
+            fetched.append(fetch(loader))
             return fetched[-1]
 
         torch_internals.time_loader(timed)

@@ -9,6 +9,7 @@ come to the same collectives.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,18 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
-    from pacekeeper.observe.collectives import Watcher
-    from pacekeeper.observe.ring import RingWriter
+    from pacekeeper import torch_internals
+    from pacekeeper.observe import collectives, hooks, opening
 
     clock = FakeClock(folder, rank, ranks)
-    enter, wait, ended = RingWriter.enter_collective, Work.wait, Watcher.backward_ended
+    hook, wait, engine = hooks.hook, Work.wait, torch_internals.engine
 
-    def enter_collective(ring: RingWriter, *place: Any) -> None:
-        clock.come()
-        enter(ring, *place)
+    def hook_and_come(group: Any, enter: Callable[[Any], None], issued: Callable[[Any], None]) -> None:
+        def come_and_enter(call: Any) -> None:
+            clock.come()
+            enter(call)
+
+        hook(group, come_and_enter, issued)
 
     def wait_and_meet(work: Work, *arguments: Any, **options: Any) -> Any:
         try:
@@ -71,12 +75,18 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
         finally:
             clock.meet()
 
-    def backward_ended(watcher: Watcher) -> None:
-        clock.meet()  # C++ has waited for the gradients
-        ended(watcher)
+    class Engine:
+        @staticmethod
+        def queue_callback(callback: Callable[[], None]) -> None:
+            def meet_and_call() -> None:
+                clock.meet()  # C++ has waited for the gradients
+                callback()
 
-    RingWriter.enter_collective = enter_collective  # type: ignore[method-assign,assignment]
+            engine.queue_callback(meet_and_call if callback.__name__ == "backward_ended" else callback)
+
     Work.wait = wait_and_meet  # type: ignore[method-assign,assignment]
-    Watcher.backward_ended = backward_ended  # type: ignore[method-assign,assignment]
+    for module in (collectives, opening.fast):
+        if module is not None:
+            vars(module).update(hook=hook_and_come, engine=Engine)
     time.monotonic_ns = clock.nanoseconds
     return clock

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("analysis", "operator", "trainer", "crds", "charts")
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
 LIBRARY = "pacekeeper/native/nccl_profiler.so"
-LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so"}
+RECORDING = "pacekeeper/native/recording.so"
+LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so", RECORDING}
 SAY = """
 import logging, pathlib
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -25,6 +26,8 @@ from pacekeeper.launcher.shim import SHIM, why_unusable
 from pacekeeper.observe.transport import open_transport
 print(usable_plugin(), open_transport(pathlib.Path("0.transport")))
 print("shim:", why_unusable(SHIM))
+from pacekeeper.observe import opening
+print("recording:", opening.WHY_SLOW or opening.fast.recording.__file__)
 """
 
 
@@ -80,12 +83,27 @@ def test_where_there_is_a_compiler_the_wheel_is_for_this_platform(sources: Path,
     names, about = contents(wheel)
     assert names >= LIBRARIES
     assert "kubectl-pacekeeper=pacekeeper_operator.oncall.command:main" in entry_points(wheel)
-    assert "Tag: py3-none-linux_" in about
+    assert "Tag: cp311-abi3-linux_" in about
     assert "Root-Is-Purelib: false" in about
-    assert "-py3-none-linux_" in wheel.name
+    assert "-cp311-abi3-linux_" in wheel.name
     told = say(wheel, tmp_path / "here")
     assert f"{tmp_path / 'here' / LIBRARY} None" in told
     assert "shim: \n" in told
+    assert f"recording: {tmp_path / 'here' / RECORDING}" in told
+
+
+def test_without_python_s_headers_the_other_parts_are_there_and_the_wheel_is_for_any_python(
+    sources: Path, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *recording*) echo no Python.h >&2; exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    wheel, said = build(sources, "wheel", tmp_path / "wheel", CC=str(compiler))
+    names, about = contents(wheel)
+    assert names & LIBRARIES == LIBRARIES - {RECORDING}
+    assert "Tag: py3-none-linux_" in about
+    assert "recording will cost a rank twice as much" in said
+    assert "recording: cannot import name 'recording'" in say(wheel, tmp_path / "here")
 
 
 @pytest.mark.parametrize("environment", [{"PACEKEEPER_PURE": "1"}, {"CC": "no-such-compiler"}, {"CC": "false"}])
@@ -99,12 +117,13 @@ def test_without_one_it_is_pure_and_the_transport_unknown(
     assert "pacekeeper/launcher/nccl.py" in names
     assert not [name for name in names if name.endswith(".so")]
     assert "Tag: py3-none-any" in about
-    for warning in ("transport will be unknown", "the paths that it takes by itself"):
+    for warning in ("transport will be unknown", "the paths that it takes by itself", "cost a rank twice as much"):
         assert (warning in said) == ("CC" in environment), "who asks for it is not warned"
     told = say(wheel, tmp_path / "here")
     assert "transport is unknown" in told
     assert "None None" in told
     assert "shim: this installation has no shim" in told
+    assert "recording: cannot import name 'recording'" in told
 
 
 @pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])

@@ -29,6 +29,8 @@ class Environment:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: none but those that are asked for."""
     checkpoint_keep: int = 3
+    native: bool = True
+    """Whether what is repeated in each step may be done in C (`observe/fast.py`)."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -43,6 +45,7 @@ class Environment:
             checkpoint_path=Path(path) if path else None,
             checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
             checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
+            native=_number(variables, "PACEKEEPER_NATIVE", 1) != 0,
         )
 
 

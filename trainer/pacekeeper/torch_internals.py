@@ -85,9 +85,8 @@ def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[
     _kernels.append(library)
 
 
-def graph_task() -> int:
-    """The backward pass that the calling thread is in; -1: none."""
-    return torch._C._current_graph_task_id()
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The backward pass that the calling thread is in; -1: none."""
 
 
 def default_store() -> Store:
@@ -148,12 +147,12 @@ def on_compilation(started: Callable[[Any], None], ended: Callable[[Any], None])
         callback_handler.register_end_callback(ended)
 
 
-def time_loader(timed: Callable[[Callable[[], Any]], Any]) -> None:
-    """Has `timed` fetch each batch of every DataLoader: it is given what fetches one."""
+def time_loader(timed: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Has `timed` fetch each batch of every DataLoader: it is given what fetches one, and that one's argument."""
     following = dataloader._BaseDataLoaderIter.__next__
 
     def timed_next(iterator: Any) -> Any:
-        return timed(lambda: following(iterator))
+        return timed(following, iterator)
 
     dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.environment import Environment
 from pacekeeper.launcher.launcher import Script, rank_starts
 from pacekeeper.launcher.nccl import (
     LONGEST_PATH,
@@ -54,7 +55,9 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     files = [rank.environment["PACEKEEPER_TRANSPORT"] for rank in with_plugin]
     assert files == [str(tmp_path / "rings" / f"{local}.transport") for local in (0, 1)]
     without = rank_starts(start, Script("s.py", False, ()), settings, Runtime(tmp_path))
-    assert not {"NCCL_PROFILER_PLUGIN", "PACEKEEPER_TRANSPORT"} & without[0].environment.keys()
+    assert not {"NCCL_PROFILER_PLUGIN", "PACEKEEPER_TRANSPORT", "PACEKEEPER_NATIVE"} & without[0].environment.keys()
+    in_python = rank_starts(start, Script("s.py", False, ()), settings, Runtime(tmp_path), native=False)
+    assert [Environment.read(rank.environment).native for rank in (*without, *in_python)] == [True] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL])

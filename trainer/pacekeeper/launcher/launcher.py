@@ -26,7 +26,7 @@ from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
 from .meeting import Status
-from .nccl import has_gpus, plugin_after, plugin_environment, usable_plugin
+from .nccl import crashed, has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
 from .path_finder import PathFinder
 from .plans import PlanFile
@@ -99,6 +99,7 @@ class Launcher:
         self._paths = PathFinder(runtime, settings.address, why_missing(), has_gpus(), on_found=self._wake.set)
         self._inspector = Inspector(settings, self._ranks, self.notify)
         self._profiler = usable_plugin() if has_gpus() else None
+        self._native = True
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
@@ -299,9 +300,14 @@ class Launcher:
         self._inspector.stop()
         # What was measured here is newer; a worker that joins knows of the job's steps only what the plan says.
         earlier = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
-        self._profiler = plugin_after(self._profiler, self._ranks.exit_codes())
+        ends = self._ranks.exit_codes()
+        self._profiler = plugin_after(self._profiler, ends)
+        if self._native and crashed(ends):
+            log.warning("a rank ended by a fault of native code: from now on the ranks record in Python alone")
+            self._native = False
         self._paths.put_in_force(command.plan)
-        self._ranks.start(rank_starts(command, self._script, self._settings, self._runtime, self._profiler))
+        starts = rank_starts(command, self._script, self._settings, self._runtime, self._profiler, self._native)
+        self._ranks.start(starts)
         self._inspector = Inspector(self._settings, self._ranks, self.notify, earlier)
 
     async def _part_from_peers(self, code: int) -> None:
@@ -333,11 +339,16 @@ def gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettings, wa
 
 
 def rank_starts(
-    command: Start, script: Script, settings: LauncherSettings, runtime: Runtime, profiler: Path | None = None
+    command: Start,
+    script: Script,
+    settings: LauncherSettings,
+    runtime: Runtime,
+    profiler: Path | None = None,
+    native: bool = True,
 ) -> list[RankStart]:
     """The ranks of a round, with the environment that torchrun would give them.
 
-    profiler: NCCL's plugin, where the ranks are to run with it.
+    profiler: NCCL's plugin, where the ranks are to run with it. native: whether they may record by the part in C.
     """
     plan = command.plan
     host, _ = _split(plan.store)
@@ -362,6 +373,8 @@ def rank_starts(
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     environment |= _flight_recorder(os.environ)
+    if not native:
+        environment["PACEKEEPER_NATIVE"] = "0"
     threads = _threads(len(plan.ranks))
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

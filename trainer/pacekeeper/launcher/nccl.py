@@ -37,12 +37,17 @@ def plugin_environment(given: Mapping[str, str], plugin: Path | None, transport:
 def plugin_after(plugin: Path | None, exit_codes: Collection[int | None]) -> Path | None:
     """The plugin for the next round: none, where a rank of this one ended as processes do whose native code is broken.
 
-    That is taken for the plugin's fault, as the one piece of native code that is not the user's own.
+    That is taken for the fault of what is not the user's own.
     """
-    if plugin is not None and not CRASHES.isdisjoint(exit_codes):
+    if plugin is not None and crashed(exit_codes):
         log.warning("a rank ended by a fault of native code: from now on the ranks run without NCCL's profiler plugin")
         return None
     return plugin
+
+
+def crashed(exit_codes: Collection[int | None]) -> bool:
+    """Whether a rank ended as processes do whose native code is broken."""
+    return not CRASHES.isdisjoint(exit_codes)
 
 
 def has_gpus(devices: Path = Path("/dev")) -> bool:

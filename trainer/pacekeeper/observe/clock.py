@@ -126,10 +126,10 @@ class HostClock:
 
     def __init__(self, now: Callable[[], int] | None = None) -> None:
         """now: nanoseconds; None: of CLOCK_MONOTONIC."""
-        self._now = now or time.monotonic_ns
+        self.now = now or time.monotonic_ns
 
     def mark(self) -> Mark:
-        return HostMark(self._now())
+        return HostMark(self.now())
 
     def fetch(self, value: torch.Tensor) -> Fetched:
         return HostValue(float(value.item()))

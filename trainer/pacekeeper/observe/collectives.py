@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from pacekeeper import torch_internals
 from pacekeeper.torch_internals import ProcessGroup, Work, engine
-from pacekeeper_analysis.records import NOTICED_LATE, SYMMETRIC, Collective, Kind, Phase
+from pacekeeper_analysis import records
+from pacekeeper_analysis.records import NOTICED_LATE, Collective, Kind, Phase
 
 from .clock import HostMark, Mark
 from .communicators import channel_of, identity_of, name_of
@@ -38,19 +39,19 @@ _Entry = tuple[int, int, int, int, int, int, Phase, int, bool]
 """Collective, group, sequence, start (ns), bytes, step, phase, peer, whether it is of tensors on the host."""
 
 # Plain numbers: an enumeration's member takes a call in Python to be looked up.
-_SYMMETRIC = frozenset(int(collective) for collective in SYMMETRIC)
+SYMMETRIC = frozenset(int(collective) for collective in records.SYMMETRIC)
 _RECORD = int(Kind.COLLECTIVE)
 _SEND, _RECEIVE = int(Collective.SEND), int(Collective.RECV)
-_POINT_TO_POINT = min(_SEND, _RECEIVE)
+POINT_TO_POINT = min(_SEND, _RECEIVE)
 """From this number on it is one."""
 
-_RESOLUTION_NS = 1_000_000
+RESOLUTION_NS = 1_000_000
 """Ends that are noticed late are looked for no more often than this: buckets may follow each other in microseconds."""
 
 
-def watch_collectives(recorder: Recorder) -> None:
+def watch_collectives(watcher: Watcher) -> None:
     """From now on records the collectives of all process groups, those that exist and those to come."""
-    watcher = Watcher(recorder)
+    recorder = watcher.recorder
     _watch_waits(watcher)
     torch_internals.bracket_coalesced_broadcasts(watcher.broadcasting)
     if torch.backends.cuda.is_built():
@@ -116,7 +117,7 @@ class Watcher:
     """The hooks' side of all groups. What is under way waits in `_pending` until its end is noticed."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._ring = recorder.ring
         self._pending: dict[Work, _Entry] = {}
         """In the order in which they were entered."""
@@ -132,7 +133,7 @@ class Watcher:
         recorder.notice_ends = self.notice_ends
 
     def watch(self, group: dist.ProcessGroup) -> None:
-        recorder, ring, pending, timed = self._recorder, self._ring, self._pending, self._timed
+        recorder, ring, pending = self.recorder, self._ring, self._pending
         itself = weakref.ref(group)  # the group keeps its hooks, which must not keep the group
         place: Lane | None = None
         channels: dict[tuple[int, int], Lane] = {}
@@ -150,10 +151,10 @@ class Watcher:
             if place is None:  # torch says later than when it tells of a group who is in it
                 place = introduce(itself(), recorder)
             identity, entered, sequence, peer = place
-            if collective >= _POINT_TO_POINT:
+            if collective >= POINT_TO_POINT:
                 identity, entered, sequence, peer = self._channel(itself(), place, channels, collective, call.root)
             number, start = next(sequence), now()
-            if (pending or timed) and start - self._noticed > _RESOLUTION_NS:
+            if self._under_way and start - self._noticed > RESOLUTION_NS:
                 self._notice_ends(start, late=True)
             ring.enter_collective(collective, identity, number, start, entered)
             tensors = call.input_tensors or call.output_tensors
@@ -166,7 +167,7 @@ class Watcher:
                 if backward not in (-1, self._backward):
                     self._backward = backward
                     engine.queue_callback(self.backward_computed)
-                if collective in _SYMMETRIC:
+                if collective in SYMMETRIC:
                     recorder.entered(backward != -1)
             elif not on_host or not tensors:  # a barrier has none, wherever it is
                 begun = recorder.clock.mark()
@@ -179,16 +180,20 @@ class Watcher:
             if (work := call.work) is not None:
                 pending[work] = entered
             elif begun is not None:
-                end = recorder.clock.mark()
-                held = recorder.counts
-                timed.append((entered, begun, begun if held else None, end))
-                if held:
-                    recorder.waited(begun, end)
-            elif not pending and not timed:
+                self._issued_at_once(entered, begun)
+            elif not self._under_way:
                 ring.leave_collective()
 
         hook(group, enter, issued)
         self._groups.add(group)
+
+    def _issued_at_once(self, entry: _Entry, begun: Mark) -> None:
+        """A stream waits for it from now on; `begun`: since when it may."""
+        end = self.recorder.clock.mark()
+        held = self.recorder.counts
+        self._timed.append((entry, begun, begun if held else None, end))
+        if held:
+            self.recorder.waited(begun, end)
 
     def _channel(
         self,
@@ -207,8 +212,8 @@ class Watcher:
                 peer, own = ranks[root], ranks[group.rank()]
                 ends = (own, peer) if collective == _SEND else (peer, own)
                 identity = channel_of(place.identity, *ends)
-                self._recorder.communicators.add(identity, ends, name_of(group.group_desc))
-                channel = _place(group, identity, self._recorder, peer)
+                self.recorder.communicators.add(identity, ends, name_of(group.group_desc))
+                channel = _place(group, identity, self.recorder, peer)
             else:
                 channel = Lane(place.identity, NO_PLACE, itertools.count(1))
             channels[collective, root] = channel
@@ -217,38 +222,38 @@ class Watcher:
 
     def time_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
         """What `wait` returns, which waits for `work`; or has the current stream wait for it."""
-        begun, start = time.monotonic_ns(), self._recorder.begin_wait()
+        begun, start = time.monotonic_ns(), self.recorder.begin_wait()
         try:
             return wait()
         finally:
-            self._recorder.end_wait(start)
-            entry = self._pending.pop(work, None)  # a device's work would keep its output's memory from being used
+            self.recorder.end_wait(start)
+            entry = self._take(work)  # a device's work would keep its output's memory from being used
             if entry is not None and entry[-1]:
                 self._end(entry, time.monotonic_ns(), held_from=begun)
             elif entry is not None:
-                self._timed.append((entry, HostMark(entry[3]), start, self._recorder.clock.mark()))
+                self._timed.append((entry, HostMark(entry[3]), start, self.recorder.clock.mark()))
 
     @contextmanager
     def broadcasting(self) -> Iterator[None]:
         """C++ broadcasts, and waits for it."""
-        with self._recorder.waiting():
+        with self.recorder.waiting():
             yield
         self.notice_ends()
 
     def notice_ends(self) -> None:
         """Called where the training thread has just waited for what is under way, if it waits at all."""
-        if self._pending or self._timed:
+        if self._under_way:
             self._notice_ends(time.monotonic_ns(), late=False)
 
     def backward_computed(self) -> None:
         """All gradients are there. DDP's own callback, which waits for their reduction, stands before the next one."""
-        self._recorder.backward_computed()
+        self.recorder.backward_computed()
         engine.queue_callback(self.backward_ended)
 
     def backward_ended(self) -> None:
         self._backward = -1
         self.notice_ends()
-        self._recorder.reduced()
+        self.recorder.reduced()
 
     def stop(self) -> None:
         """Python ends: hooks must not outlive it."""
@@ -257,7 +262,7 @@ class Watcher:
 
     def _notice_ends(self, now: int, late: bool) -> None:
         self._noticed = now
-        pending, timed = self._pending, self._timed
+        pending = self._pending
         while pending:
             work, entry = next(iter(pending.items()))
             if not (work.is_completed() or (not late and self._is_nearly_done(work, entry))):
@@ -265,8 +270,13 @@ class Watcher:
             del pending[work]
             exact = entry[-1] and not late
             # What the rank has waited for at last is the one that it entered last.
-            tail = self._recorder.tail_ns if exact and not pending else None
+            tail = self.recorder.tail_ns if exact and not pending else None
             self._end(entry, now, 0 if exact else NOTICED_LATE, tail)
+        self._notice_timed()
+
+    def _notice_timed(self) -> None:
+        """Of those that are told by marks."""
+        timed = self._timed
         while timed and timed[0][1].reached and timed[0][3].reached:
             entry, begun, held, ended = timed.popleft()
             start, end = begun.ns, ended.ns
@@ -290,5 +300,14 @@ class Watcher:
         self._ring.write(
             _RECORD, start, end, step, phase, held, collective, group, number, nbytes, peer, flags
         )  # fmt: skip
-        if not self._pending and not self._timed:
+        if not self._under_way:
             self._ring.leave_collective()
+
+    def _take(self, work: Work) -> _Entry | None:
+        """What is pending with this work, and is so no longer."""
+        return self._pending.pop(work, None)
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether something is, as far as was noticed."""
+        return bool(self._pending or self._timed)

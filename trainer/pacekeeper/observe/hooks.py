@@ -38,9 +38,9 @@ _FORMS = {
     "GATHER": Collective.GATHER,
 }
 
-_COLLECTIVES: dict[str | int, int] = {name: int(collective) for name, collective in _FORMS.items()}
+COLLECTIVES: dict[str | int, int] = {name: int(collective) for name, collective in _FORMS.items()}
 if HookOpName is not None:  # by numbers: an enumeration's member is slow to look up
-    _COLLECTIVES |= {int(HookOpName.__members__[name]): int(its) for name, its in _FORMS.items()}  # type: ignore[call-overload]  # it is one
+    COLLECTIVES |= {int(HookOpName.__members__[name]): int(its) for name, its in _FORMS.items()}  # type: ignore[call-overload]  # it is one
 
 Enter = Callable[[Any], None]
 """Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`, and `root`, of a send or receive the
@@ -62,7 +62,7 @@ def hook(group: ProcessGroup, enter: Enter, issued: Issued) -> None:
 def collective_of(call: Any) -> int | None:
     """What `call` is a form of (a `Collective`), by the name that torch or the dispatcher gives it."""
     name = call.name
-    return _COLLECTIVES.get(name if name.__class__ is str else int(name))
+    return COLLECTIVES.get(name if name.__class__ is str else int(name))
 
 
 def unhook(group: ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from pacekeeper.environment import Environment
+from torch.optim import Optimizer
+
 from pacekeeper.torch_internals import graph_task
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
@@ -109,6 +111,8 @@ class Recorder:
         """Called at the end of each step, before the next one's work."""
         self.notice_wait: Callable[[Mark, Mark], None] = _no_wait
         """Told of each wait for peers."""
+        self._owner: Callable[[], Optimizer | None] = _nothing
+        """The optimizer whose steps are the job's, as long as it is there."""
         self._finds_clock = clock is None
         self.training_thread = threading.get_ident()
         self._in_flight: deque[_Step] = deque()
@@ -200,14 +204,14 @@ class Recorder:
         self.enter(begun.before, end)
         self.ring.write(Kind.PHASE, begun.start_ns, end, self.step, begun.phase)
 
-    def load(self, fetch: Callable[[], Loaded]) -> Loaded:
+    def load(self, fetch: Callable[..., Loaded], *arguments: Any) -> Loaded:
         """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
         if self.phase in _LOADING:
-            return fetch()
+            return fetch(*arguments)
         before, start = self.phase, time.monotonic_ns()
         self.enter(_LOAD, start)
         try:
-            return fetch()
+            return fetch(*arguments)
         finally:
             end = time.monotonic_ns()
             self.enter(before, end)
@@ -285,6 +289,21 @@ class Recorder:
         self.notice_ends()
         self.reduced()
 
+    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """`optimizer` is about to step. Unless the rank is steered, the steps of the first one are the job's; when that
+        is gone, those of the next one: a script may train one model after the other."""
+        if self.steered:
+            return
+        if self._owner() is None:
+            self._owner = weakref.ref(optimizer)
+        if self._owner() is optimizer:
+            self.optimizer_begins()
+
+    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """`optimizer` has stepped."""
+        if self._owner() is optimizer and not self.steered:
+            self.end_step()
+
     def _begin(self, mark: Mark | None = None) -> None:
         """A step begins, at `mark`; None: here, with training itself."""
         if mark is None:
@@ -307,6 +326,13 @@ class Recorder:
             write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares))
         write(_STEP, start, end, step.number, step.phase, step.samples, flags=step.mode)
         write(_COMPUTE, start, start + own, step.number, step.phase, step.samples)
+
+
+def step_so_far(start_ns: int, waits_ns: int) -> _Step:
+    """One by the host's clock that is under way, in which the rank has waited so long."""
+    step = _Step(HostMark(start_ns))
+    step.waits.add(HostMark(0), HostMark(waits_ns))
+    return step
 
 
 class NoRing:
@@ -339,14 +365,3 @@ def _nothing() -> None: ...
 
 
 def _no_wait(start: Mark, end: Mark) -> None: ...
-
-
-def open_recorder(environment: Environment) -> Recorder:
-    """The rank's recorder: on its ring, where a launcher has made one."""
-    if environment.runtime is None:
-        return Recorder(NoRing())
-    path = environment.runtime.ring(environment.local_rank)
-    if not path.exists():
-        return Recorder(NoRing())
-    communicators = Communicators(environment.runtime.communicators_of(environment.local_rank))
-    return Recorder(RingWriter(path), communicators=communicators)

@@ -53,7 +53,9 @@ class RingWriter:
         self._capacity = self.state.capacity
         self._index = memoryview(self._map).cast("Q")
         written = np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)["index"]
-        self._counter = itertools.count(int(written.max()) + 1)
+        self._written = int(written.max())
+        """Index of the last record that was there before."""
+        self._counter = itertools.count(self._written + 1)
 
     def write(
         self,

@@ -5,7 +5,6 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from .clock import HostClock, Mark
 from .collectives import watch_collectives
 from .flight import watch_flight
 from .garbage import time_collections
-from .recorder import Begun, NoRing, Recorder, open_recorder
+from .opening import open_recorder, watcher_of
+from .recorder import Begun, NoRing, Recorder
 
 GARBAGE_NS = 100_000
 """Collections below this are noise: the youngest generation is collected many times a step."""
@@ -38,7 +38,7 @@ def recorder() -> Recorder:
         environment = Environment.read()
         _recorder = open_recorder(environment)
         if not isinstance(_recorder.ring, NoRing):
-            watch_collectives(_recorder)
+            watch_collectives(watcher_of(_recorder))
             watch_flight(_recorder.ring.state)
             _watch_loaders(_recorder)
             _watch_garbage(_recorder)
@@ -48,32 +48,13 @@ def recorder() -> Recorder:
 
 
 def watch_steps() -> None:
-    """Takes the step of the first optimizer that steps for the step of the job: for scripts that only import `auto`.
-
-    When that optimizer is gone, the next one that steps goes on: a script may train one model after the other.
-    """
+    """Takes the step of an optimizer for the step of the job: for scripts that only import `auto`."""
     watched = recorder()
     if isinstance(watched.ring, NoRing):
         return
     watched.restart_clock(1)
-    owner: weakref.ref[torch.optim.Optimizer] | None = None
-
-    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal owner
-        if watched.steered:
-            return
-        steps = None if owner is None else owner()
-        if steps is None:
-            owner = weakref.ref(optimizer)
-        if steps in (None, optimizer):
-            watched.optimizer_begins()
-
-    def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if owner is not None and owner() is optimizer and not watched.steered:
-            watched.end_step()
-
-    register_optimizer_step_pre_hook(begins)
-    register_optimizer_step_post_hook(ends)
+    register_optimizer_step_pre_hook(watched.before_optimizer)
+    register_optimizer_step_post_hook(watched.after_optimizer)
 
 
 def _watch_loaders(watched: Recorder) -> None:

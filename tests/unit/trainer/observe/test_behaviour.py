@@ -149,6 +149,7 @@ def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
     assert file.profile(0.6) is None
 
 
+@pytest.mark.usefixtures("either_way")
 def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_number_comes_to_the_host_without_a_stop() -> None:
     World().run(script)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
     def script(rank: Rank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
@@ -148,6 +149,7 @@ def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
     assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_path: Path) -> None:
     def script(rank: Rank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
@@ -168,6 +170,7 @@ def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_pa
     assert found["kind"].tolist() == [Kind.GARBAGE, Kind.STEP, Kind.COMPUTE] * 2
 
 
+@pytest.mark.usefixtures("either_way")
 def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> None:
     """Python collects where it likes: also where the end of the step is marked and the next one has not begun."""
 
@@ -200,6 +203,7 @@ class ReportedStep:
         self.loss_sum = torch.tensor(loss)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_losses_come_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))  # the double's
 

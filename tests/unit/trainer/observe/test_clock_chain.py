@@ -13,6 +13,7 @@ import pytest
 
 from pacekeeper import torch_internals
 from pacekeeper.modes.pace import Pace
+from pacekeeper.observe import collectives, recorder, ring
 from pacekeeper.observe.clock import Clock, HostClock
 from pacekeeper.observe.collectives import Watcher
 from pacekeeper.observe.recorder import AHEAD, Recorder
@@ -26,9 +27,13 @@ from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_analysis.whatif import data_parallel
 from tests.support.async_device import Event, Group, Links, Rank, Stream, Work, World
 
-pytestmark = pytest.mark.skipif(
-    torch_internals.HookOpName is None, reason="the double has process groups' own hooks, which torch has from 2.15 on"
-)
+pytestmark = [
+    pytest.mark.usefixtures("either_way"),
+    pytest.mark.skipif(
+        torch_internals.HookOpName is None,
+        reason="the double has process groups' own hooks, which torch has from 2.15 on",
+    ),
+]
 
 RANKS, SLOW, SAMPLES = 4, 2, 8
 WINDOW = 12
@@ -213,6 +218,30 @@ def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
     if culprits:
         assert synchronous.shares is not None
         assert min(range(RANKS), key=synchronous.shares.__getitem__) == SLOW
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_records_and_state_are_those_of_python_field_by_field(
+    program: str,
+    asynchronous: bool,
+    tmp_path: Path,
+    virtual_time: Callable[[World], World],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    rings = []
+    for way in ("given", "Python"):
+        (folder := tmp_path / way).mkdir()
+        if way == "Python":
+            for module, name in ((ring, "RingWriter"), (recorder, "Recorder"), (collectives, "Watcher")):
+                monkeypatch.setattr(request.module, name, vars(module)[name])
+        windows(folder, virtual_time(World(asynchronous)), PROGRAMS[program], Faults(slower=2.0, load=5 * MS))
+        rings.append([RingReader(folder / f"{rank}") for rank in range(RANKS)])
+    for given, python in zip(*rings, strict=True):
+        assert len(given.records()) >= 3 * STEPS
+        assert given.records().tolist() == python.records().tolist()
+        assert str(given.state()) == str(python.state())
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -15,6 +15,8 @@ from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_rin
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import ENTERED_PLACES, HEADER_BYTES, STATE, Collective, Device, Kind, Phase
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

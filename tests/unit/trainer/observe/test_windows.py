@@ -197,6 +197,7 @@ def test_lengths_count_where_all_steps_have_them() -> None:
     assert (history.window(0).lengths, history.window(0).squares) == ((90.0, 60.0), (1000.0, 800.0))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_recorder_tells_the_lengths_before_the_step(tmp_path: Path) -> None:
     create_ring(tmp_path / "ring", rank=0, round_=1, capacity=64)
     recorder, history = Recorder(RingWriter(tmp_path / "ring")), RankHistory(window_steps=4)

@@ -1,0 +1,271 @@
+"""Drives the part of recording in C as nobody should: random calls, answers that raise, threads, garbage in between.
+
+usage: recording_stress.py LIBRARY ROUNDS SEED. Says how many objects and bytes are left of the second half of the
+rounds. Nothing of torch or numpy is loaded, so that it runs under a sanitizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import mmap
+import random
+import sys
+import threading
+import time
+import tracemalloc
+import weakref
+from collections import deque
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+
+HEADER, CAPACITY = 4096, 64
+MOST_PENDING = 300
+
+
+def load(path: str) -> Any:
+    spec = spec_from_file_location("recording", path, loader=ExtensionFileLoader("recording", path))
+    assert spec is not None
+    module = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    return module
+
+
+class Mark:
+    __slots__ = ("ns",)
+
+    def __init__(self, ns: int) -> None:
+        self.ns = ns
+
+
+class Odd(Exception):
+    pass
+
+
+class Answers:
+    """An object whose attributes are what is wanted, mostly."""
+
+    def __init__(self, chance: random.Random, **answers: Any) -> None:
+        self._chance, self._answers = chance, answers
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        drawn = self._chance.random()
+        if drawn < 0.01:
+            raise Odd(name)
+        if drawn < 0.02:
+            return self._chance.choice([None, "word", -1, 2**70, 1.5, [], object()])
+        return self._answers[name]
+
+
+class Clock:
+    captures = False
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def mark(self) -> Any:
+        return self._chance.choice([Mark(time.monotonic_ns()), object()])
+
+
+def no_wait(*_: Any) -> None: ...
+
+
+def make(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
+    """Ring, recorder and watcher, with as little Python as they can have."""
+    queued: deque[Any] = deque(maxlen=4)
+
+    class Ring(module.Ring):  # type: ignore[misc]
+        pass
+
+    class Reference:
+        """What C calls for what it does not do."""
+
+        def entered(self, _: Any) -> None: ...
+        def reduced(self) -> None: ...
+        def waited(self, *_: Any) -> None: ...
+        def backward_computed(self) -> None: ...
+        def end_step(self, *_: Any) -> None:
+            if chance.random() < 0.1:
+                raise Odd("end_step")
+            self.phase = 1
+            self.go_on(time.monotonic_ns(), None)  # type: ignore[attr-defined]
+
+    class Recorder(module.Recorder, Reference):  # type: ignore[misc]
+        pass
+
+    class Watcher(module.Watcher):  # type: ignore[misc]
+        def _notice_timed(self) -> None:
+            timed.clear()
+
+        def _issued_at_once(self, entry: Any, begun: Any) -> None:
+            timed.append((entry, begun))
+
+    def queue(callback: Any) -> None:
+        queued.append(callback)
+        if chance.random() < 0.3:
+            queued.popleft()()
+
+    def graph_task() -> int:
+        return chance.choice([-1, -1, 1, 2, 3])
+
+    ring, recorder, watcher = Ring(), Recorder(), Watcher()
+    timed: deque[Any] = deque()
+    memory = mmap.mmap(-1, HEADER + 64 * CAPACITY)
+    places = tuple(8 * (3 + number) for number in range(len(module.STATE)))
+    for unconnected in (
+        lambda: ring.write(1, 2, 3),
+        lambda: recorder.end_step(),
+        lambda: recorder.load(no_wait),
+        lambda: watcher.notice_ends(),
+        lambda: module.Hooks().enter(None),
+        lambda: ring.connect(memory, HEADER, CAPACITY + 1, 0, places),
+        lambda: ring.connect(memory, HEADER, CAPACITY, 0, (HEADER, *places[1:])),
+        lambda: ring.connect(memory, HEADER, CAPACITY, 0, places[1:]),
+    ):
+        refused(unconnected)
+    ring.connect(memory, HEADER, CAPACITY, 0, places)
+    recorder.connect(ring, Reference, Mark, lambda *given: given, no_wait, graph_task, 8, None)
+    recorder.phase, recorder.clock, recorder.notice_wait = 1, Clock(chance), no_wait
+    recorder.training_thread = threading.get_ident()
+    recorder.go_on(time.monotonic_ns(), None)
+    watcher.connect(recorder, timed, queue, {"ALLREDUCE": 1, 0: 10, 1: 11, 2: 2, 3: 1, 2**70: 3, 200: 4})
+    recorder.notice_ends = watcher.notice_ends
+    return ring, recorder, watcher
+
+
+def refused(call: Any) -> None:
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        return
+    raise AssertionError("that should not have been taken")
+
+
+class Optimizer:
+    pass
+
+
+MAY_BE_RAISED = (Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration)
+
+
+def play(module: Any, chance: random.Random, calls: int) -> None:
+    """A rank's life. All of it is garbage in the end."""
+    ring, recorder, watcher = make(module, chance)
+    sequence = itertools.count(1)
+
+    def channel(*_: Any) -> Any:
+        return chance.choice([*[(7, 60, sequence, 2)] * 20, (7, 600, sequence, 2), (7, 60, iter(()), 2), 5])
+
+    hooks = [module.Hooks() for _ in range(2)]
+    for each in hooks:
+        each.connect(watcher, lambda: (3, 61, None, -1), channel)
+    works: deque[Any] = deque(maxlen=MOST_PENDING)
+    optimizer = Optimizer()
+    phases = chance.choice([(1,), (0, 1, 5, 8)])
+
+    def call() -> Any:
+        future = Answers(chance, done=lambda: chance.random() < 0.5)
+        busy = chance.random() < 0.5
+        work = Answers(chance, is_completed=lambda: not busy or chance.random() < 0.2, get_future=lambda: future)
+        if chance.random() < 0.1:
+            work._answers["get_future"] = forbidden
+        if works and chance.random() < 0.05:
+            work = chance.choice(works)
+        works.append(work)
+        tensors = [Answers(chance, nbytes=4, is_cpu=chance.random() < 0.9) for _ in range(chance.choice([0, 1, 1, 3]))]
+        return Answers(
+            chance,
+            name=chance.choice(["ALLREDUCE", "other", 0, 1, 2, 3, 63, 64, 200, 2**70, -5, 1.5]),
+            async_op=chance.random() < 0.7,
+            input_tensors=tensors,
+            output_tensors=tensors,
+            root=chance.choice([-1, 0, 1]),
+            work=chance.choice([None, work, work, work]),
+        )
+
+    def act() -> None:
+        nonlocal optimizer
+        drawn = chance.randrange(14)
+        if drawn < 5:
+            one, hook = call(), chance.choice(hooks)
+            hook.enter(one)
+            if chance.random() < 0.9:
+                hook.issued(one)
+        elif drawn == 5:
+            recorder.before_optimizer(optimizer, (), {})
+            recorder.after_optimizer(optimizer, (), {})
+            if chance.random() < 0.1:
+                optimizer = Optimizer()
+        elif drawn == 6:
+            watcher.backward_computed()
+            watcher.backward_ended()
+        elif drawn == 7:
+            recorder.load(chance.choice([forbidden, next, list]), iter("ab"))
+        elif drawn == 8:
+            recorder.end_step(chance.choice([3, 2**2000, "3"]), lengths=chance.choice([None, (1.0, 2.0)]))
+        elif drawn == 9:
+            recorder.waited(chance.choice([Mark(5), Mark("5"), object()]), Mark(9))  # type: ignore[arg-type]
+        elif drawn == 10:
+            recorder._entry = chance.choice([None, Mark(3), Mark("3"), object()])  # type: ignore[arg-type]
+            recorder._step = recorder._step
+            assert recorder._entry is not recorder
+        elif drawn == 11:
+            if works:
+                watcher._take(chance.choice(works))
+            assert watcher._under_way in (True, False)
+        elif drawn == 12:
+            named = chance.choice([{}, {"flags": 1}, {"flags": 256}, {"x": 1}])
+            ring.write(3, 1, 2, *[1] * chance.randrange(12), **named)
+        else:
+            recorder.phase = chance.choice(phases)
+            recorder.on_host = chance.random() < 0.8
+            recorder.entered(chance.random() < 0.5)
+            recorder.go_on(time.monotonic_ns(), chance.choice([None, time.monotonic_ns, forbidden]))
+            recorder.notice_wait = chance.choice([no_wait, forbidden])
+
+    for _ in range(calls):
+        with contextlib.suppress(*MAY_BE_RAISED):
+            act()
+
+
+def forbidden(*_: Any) -> Any:
+    raise RuntimeError("no future")
+
+
+def beside(stop: threading.Event) -> None:
+    """Another thread, which collects garbage while the first is inside of C."""
+    while not stop.is_set():
+        gc.collect(0)
+        time.sleep(0.001)
+
+
+def main() -> None:
+    path, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.setswitchinterval(1e-5)
+    module, chance = load(path), random.Random(seed)
+    stop = threading.Event()
+    thread = threading.Thread(target=beside, args=(stop,), daemon=True)
+    thread.start()
+    left: list[tuple[int, int]] = []
+    tracemalloc.start()
+    for half in range(2):
+        for _ in range(rounds // 2):
+            play(module, chance, 300)
+        if half == 1:
+            stop.set()
+            thread.join()
+        gc.collect()
+        left.append((len(gc.get_objects()), tracemalloc.get_traced_memory()[0]))
+    print(left[1][0] - left[0][0], left[1][1] - left[0][1])
+    gone = weakref.ref(make(module, chance)[1])
+    gc.collect()
+    assert gone() is None, "a recorder in a circle with its watcher is collected"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is written in C: hatch_build.py builds it. Each part may be missing."""
