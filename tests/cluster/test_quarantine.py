@@ -28,6 +28,7 @@ from pacekeeper_operator.cluster import Cluster as Api
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
 from pacekeeper_operator.observation import Ruling
 from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.services.fleet import Fleet
 from pacekeeper_operator.services.quarantine import Blame, look, reconcile, release_all, suspect, watch_over
 from pacekeeper_operator.settings import Settings
 from testcluster.images import OPERATOR_IMAGE
@@ -149,14 +150,14 @@ def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
 async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, **changes: Any) -> Ruling:
     """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
     blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
-    return await suspect(api, Runtime(), settings, replace(blame, **changes))
+    return await suspect(Fleet(api, Runtime(), settings), replace(blame, **changes))
 
 
 async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(api, At(moment), settings, node) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile(Fleet(api, At(moment), settings), node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
@@ -210,7 +211,7 @@ class TestLife:
         await hold(api, cluster, settings)
         expiry = time.time() + HOUR + HOLD_SECONDS + 1
         for seconds in (0, 11, 21):  # the two that keep it company have no image either, and are done without
-            await reconcile(api, At(expiry + seconds), settings, NODE)
+            await reconcile(Fleet(api, At(expiry + seconds), settings), NODE)
 
         def waits() -> bool:
             pods = [pod for pod in cluster.list("pods", namespace) if pod["spec"]["nodeName"] == NODE]
@@ -247,11 +248,11 @@ class TestLife:
         assert is_held(cluster)
 
     async def test_the_loop_follows_what_people_do(self, api: Api, cluster: Cluster, settings: Settings) -> None:
-        changed = asyncio.Event()
-        loop = asyncio.create_task(watch_over(api, Runtime(), settings, changed))
+        fleet = Fleet(api, Runtime(), settings)
+        loop = asyncio.create_task(watch_over(fleet))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            changed.set()
+            await fleet.read()  # in a watch's place
             await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
 
         make_by_hand(cluster, approved=True)
@@ -392,7 +393,7 @@ class TestLimits:
             await settle(api, settings, node, time.time() + HOLD_SECONDS)
         assert is_held(cluster)
         assert is_free(cluster, OTHER)
-        refused = await look(api, OTHER, uid(cluster, OTHER))
+        refused = await look(Fleet(api, Runtime(), Settings()), OTHER, uid(cluster, OTHER))
         assert refused is not None
         assert refused.verdict is Verdict.BUDGET_SPENT
         assert "1 of 6 nodes" in refused.words

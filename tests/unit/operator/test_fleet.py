@@ -63,7 +63,7 @@ class Slow(Cluster):
     def _told(self, kind: Kind, body: Object) -> Object:
         if self.fleet is not None and kind in (NODES, QUARANTINES):
             shelf = self.fleet.nodes if kind is NODES else self.fleet.quarantines
-            self.timeline.after(0.005).add_done_callback(lambda _: shelf.hear(body, deleted=False))  # type: ignore[attr-defined]
+            self.timeline.after(0.005).add_done_callback(lambda _: shelf.hear(body, deleted=False))
         return body
 
     def breaks(self, name: str, at: float) -> None:

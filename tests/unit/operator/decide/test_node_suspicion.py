@@ -72,14 +72,14 @@ def said(report: Report, kind: QuarantineCondition) -> tuple[str, str, str]:
 
 
 class TestMarks:
-    @pytest.mark.parametrize("marked", [{"tainted": True}, {"cordoned": True}])
-    def test_are_taken_away_where_nothing_is_approved(self, marked: dict[str, bool]) -> None:
+    @pytest.mark.parametrize("marked", [Node("uid-1", tainted=True), Node("uid-1", cordoned=True)])
+    def test_are_taken_away_where_nothing_is_approved(self, marked: Node) -> None:
         unapproved = Release("its quarantine is not approved")
-        assert decide(suspicion(), Node("uid-1", **marked), None, Around(), START) == unapproved
+        assert decide(suspicion(), marked, None, Around(), START) == unapproved
         by_hand = suspicion()
         by_hand = replace(by_hand, spec=replace(by_hand.spec, signs=()))
-        assert decide(by_hand, Node("uid-1", **marked), None, Around(), START) == unapproved
-        decided = decide(suspicion(approved=True), Node("uid-1", **marked), None, Around(), START)
+        assert decide(by_hand, marked, None, Around(), START) == unapproved
+        decided = decide(suspicion(approved=True), marked, None, Around(), START)
         assert not isinstance(decided, Release)
 
 
