@@ -155,9 +155,9 @@ async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, 
 
 async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
     """Reconcile until there is nothing left to do now; `now` stands still."""
-    fleet = Fleet(api, At(time.time() if now is None else now), settings)
+    moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(fleet, node) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile(Fleet(api, At(moment), settings), node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
@@ -252,7 +252,7 @@ class TestLife:
         loop = asyncio.create_task(watch_over(fleet))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            await fleet.read()  # as watches would tell it
+            await fleet.read()  # in a watch's place
             await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
 
         make_by_hand(cluster, approved=True)
@@ -393,7 +393,7 @@ class TestLimits:
             await settle(api, settings, node, time.time() + HOLD_SECONDS)
         assert is_held(cluster)
         assert is_free(cluster, OTHER)
-        refused = await look(Fleet(api, Runtime(), settings), OTHER, uid(cluster, OTHER))
+        refused = await look(Fleet(api, Runtime(), Settings()), OTHER, uid(cluster, OTHER))
         assert refused is not None
         assert refused.verdict is Verdict.BUDGET_SPENT
         assert "1 of 6 nodes" in refused.words
