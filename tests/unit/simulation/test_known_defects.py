@@ -114,13 +114,13 @@ def _(patch: Patch) -> None:
 
 @undoes("all-lose-power")
 def _(patch: Patch) -> None:
-    patch.setattr(node_lost, "_fails_as_a_whole", lambda _: False)
+    patch.setattr(node_lost._Signs, "fails_as_a_whole", False)
 
 
 @undoes("operator-cut-from-node")
 @undoes("operator-cut-from-all")
 def _(patch: Patch) -> None:
-    def proof(_seen: observation.Observation, _policy: Any, view: observation.WorkerView) -> str:
+    def proof(_signs: Any, _policy: Any, view: observation.WorkerView) -> str:
         return "nobody hears of it" if view.silent_seconds > node_lost.SILENT_SECONDS else ""
 
     patch.setattr(node_lost, "_proof", proof)
