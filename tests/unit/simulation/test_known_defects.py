@@ -27,7 +27,7 @@ from pacekeeper_operator.decide import (
     workforce,
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
-from pacekeeper_operator.observe import gather
+from pacekeeper_operator.observe import gather, neighbourhood
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
@@ -91,10 +91,14 @@ def _(patch: Patch) -> None:
 
 @undoes("older-job-cannot-begin")
 def _(patch: Patch) -> None:
-    def goes_first(other: Any, job: Any, draft: Any) -> bool:
-        return other.job.created_at < job.created_at and not draft.plan.members and not other.draft.plan.members
+    def turn(job: Any, draft: Any) -> neighbourhood.Turn | None:
+        return None if draft.plan.members else neighbourhood.Turn((job.created_at, job.uid), job.name)
 
-    patch.setattr(gather, "_goes_first", goes_first)
+    def shown(job: Any, draft: Any, _phase: Any) -> neighbourhood.Shown:
+        return neighbourhood.Shown(job.uid, draft.state.incidents, turn(job, draft))
+
+    patch.setattr(neighbourhood, "_turn", turn)
+    patch.setattr(neighbourhood.Shown, "of", staticmethod(shown))
     patch.setattr(workforce, "TURN_SECONDS", math.inf)
 
 
@@ -114,13 +118,13 @@ def _(patch: Patch) -> None:
 
 @undoes("all-lose-power")
 def _(patch: Patch) -> None:
-    patch.setattr(node_lost, "_fails_as_a_whole", lambda _: False)
+    patch.setattr(node_lost._Signs, "fails_as_a_whole", False)
 
 
 @undoes("operator-cut-from-node")
 @undoes("operator-cut-from-all")
 def _(patch: Patch) -> None:
-    def proof(_seen: observation.Observation, _policy: Any, view: observation.WorkerView) -> str:
+    def proof(_signs: Any, _policy: Any, view: observation.WorkerView) -> str:
         return "nobody hears of it" if view.silent_seconds > node_lost.SILENT_SECONDS else ""
 
     patch.setattr(node_lost, "_proof", proof)
