@@ -294,7 +294,7 @@ def test_pods_get_no_other_token_unless_the_user_wants_one() -> None:
 def test_the_environment_is_that_of_the_architecture() -> None:
     text = Path(__file__).parents[3].joinpath("docs/architecture.md").read_text()
     section = text[text.index("## Environment of a worker's containers") :]
-    of_the_launcher = {"PACEKEEPER_ROUND", "PACEKEEPER_TRANSPORT", "PACEKEEPER_PATHS"}
+    of_the_launcher = {"PACEKEEPER_ROUND", "PACEKEEPER_TRANSPORT", "PACEKEEPER_PATHS", "PACEKEEPER_NATIVE"}
     documented = set(re.findall(r"`(PACEKEEPER_[A-Z_]+)", section)) - of_the_launcher
     given = environment(pod(), "pacekeeper-sidecar")
     assert documented <= given.keys()
