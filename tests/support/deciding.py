@@ -126,10 +126,11 @@ class Line:
         self._operator = operator
         self._caller = Caller(operator.job.namespace, operator.job.name, worker)
 
-    async def plan(self, heartbeat: Heartbeat, after: int, wait: float) -> WorkerPlan | None:
+    async def plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
         self._operator.heartbeats += 1
         said = Heartbeat.from_json(json.loads(json.dumps(replace(heartbeat, sent_at=time.time()).to_json())))
-        return await self._operator.sidecars.poll(self._caller, replace(said, worker=self._caller.worker), after, wait)
+        said = replace(said, worker=self._caller.worker)
+        return await self._operator.sidecars.poll(self._caller, said, after, wait, hold)
 
     async def fault(self, fault: Fault) -> None:
         try:
