@@ -456,7 +456,7 @@ class TestKilled:
         def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
             return hold(mortal, cluster, settings)
 
-        assert await writes_of_mortals(api, settings, stage) == 6
+        assert await writes_of_mortals(api, settings, stage) == 5
         status = cluster.get("nodequarantine", NODE)["status"]
         assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
 
