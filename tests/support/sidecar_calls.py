@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -11,8 +12,21 @@ from typing import Any
 from tests.support.jobs import Job
 
 
+LEADER_SECONDS = 30.0
+
+
 def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """POST to the operator, at the address and with the authority that sidecars are given; (status, answer)."""
+    """POST to the operator that leads, at the address and with the authority that sidecars are given; (status, answer).
+    The Service leads to a standby as well, which names the leader."""
+    until = time.monotonic() + LEADER_SECONDS
+    while True:
+        status, answer = _call(job, path, bearer, body)
+        if status != 503 or "leader" not in answer or time.monotonic() > until:
+            return status, answer
+        time.sleep(0.1)
+
+
+def _call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     sidecar = job.pods()[0]["spec"]["initContainers"][0]
     given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
     request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
