@@ -11,7 +11,6 @@ from typing import Any
 
 from tests.support.jobs import Job
 
-
 LEADER_SECONDS = 30.0
 
 
