@@ -33,8 +33,6 @@ def calm(job: Job) -> Job:
 
 def test_both_are_ready_and_the_budget_lets_one_go(cluster: Cluster) -> None:
     wait_for(two_are_ready, 90, "two operators are ready, and one leads")
-    one, other = release.pods()
-    assert one["spec"]["nodeName"] != other["spec"]["nodeName"]
     wait_for(lambda: allowed(cluster) == 1, 30, "the budget has seen both")
 
 
