@@ -104,6 +104,9 @@ def cluster() -> FakeCluster:
     return FakeCluster()
 
 
+Pair = tuple[Contender, Contender]
+
+
 @pytest.fixture
 def contend(cluster: FakeCluster, timeline: Timeline) -> Any:
     """Makes contenders, and ends them with the test."""
@@ -128,6 +131,13 @@ async def edit(cluster: Cluster, **spec: object) -> None:
 async def unused(cluster: FakeCluster) -> None:
     """A Lease that its last holder has left well."""
     await cluster.create(LEASES, {"metadata": {"name": LEASE, "namespace": "system"}, "spec": {}})
+
+
+@pytest.fixture
+async def pair(cluster: FakeCluster, contend: Any) -> Pair:
+    """Two that contend for a Lease that nobody holds."""
+    await unused(cluster)
+    return contend("one"), contend("two")
 
 
 class TestTaking:
@@ -192,11 +202,8 @@ class TestTaking:
         await timeline.run(0)
         assert two.lease.holds()
 
-    async def test_one_that_is_given_back_is_taken_within_a_look(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any
-    ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+    async def test_one_that_is_given_back_is_taken_within_a_look(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
         await timeline.run(20)
         await one.lease.give_back()
         assert not one.lease.holds()
@@ -204,10 +211,9 @@ class TestTaking:
         assert two.lease.holds()
 
     async def test_one_that_could_not_renew_in_time_gives_back_what_is_still_its_own(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any
+        self, timeline: Timeline, pair: Pair
     ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+        one, two = pair
         await timeline.run(20)
         one.line.before = lambda: kopf.TemporaryError("away")
         await timeline.run(SECONDS * leadership.RENEW_SHARE)
@@ -217,11 +223,8 @@ class TestTaking:
         await timeline.run(SECONDS * leadership.LOOK_SHARE)
         assert two.lease.holds()
 
-    async def test_nobody_gives_back_what_is_anothers(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any
-    ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+    async def test_nobody_gives_back_what_is_anothers(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
         await timeline.run(5)
         one.line.before = lambda: kopf.TemporaryError("cut off")
         await timeline.run(2 * SECONDS)
@@ -230,11 +233,8 @@ class TestTaking:
         await timeline.run(SECONDS / 2)
         assert two.lease.holds()
 
-    async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any
-    ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+    async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
         await timeline.run(20)
         one.kill()
         await timeline.run(SECONDS * (1 - leadership.RETRY_SHARE) - 0.1)
@@ -244,10 +244,9 @@ class TestTaking:
 
     @pytest.mark.parametrize("asked", [False, True])
     async def test_who_waits_knows_where_the_leader_is_until_it_acts_no_more(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any, asked: bool
+        self, timeline: Timeline, contend: Any, asked: bool, pair: Pair
     ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+        one, two = pair
         assert two.lease.leader == ""
         await timeline.run(20)
         assert two.lease.leader == "192.0.2.1:8443"
@@ -298,9 +297,8 @@ class TestServing:
         assert one.lease.holds(), "nobody has written since it did, so the Lease is still its own"
         assert one.turns == [True, False, True]
 
-    async def test_who_is_followed_serves_no_more(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+    async def test_who_is_followed_serves_no_more(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
         await timeline.run(5)
         one.line.before = lambda: kopf.TemporaryError("cut off")
         for _ in range(40):
@@ -349,9 +347,8 @@ class TestKeeping:
         await timeline.run(SECONDS - 1)
         assert not one.lease.holds()
 
-    async def test_who_is_followed_meanwhile_ends(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+    async def test_who_is_followed_meanwhile_ends(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
         await timeline.run(5)
         one.line.before = lambda: kopf.TemporaryError("cut off")
         await timeline.run(2 * SECONDS)
@@ -375,10 +372,9 @@ class TestKeeping:
 
     @pytest.mark.parametrize("how", ["deleted", "emptied"])
     async def test_a_lease_that_somebody_deletes_or_empties_stays_the_holders(
-        self, cluster: FakeCluster, timeline: Timeline, contend: Any, how: str
+        self, cluster: FakeCluster, timeline: Timeline, how: str, pair: Pair
     ) -> None:
-        await unused(cluster)
-        one, two = contend("one"), contend("two")
+        one, two = pair
         await timeline.run(5)
         if how == "deleted":
             del cluster.objects["leases", "system", LEASE]
