@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import connections, nodes, passes, replicas, whatif, workers
+from .scripts.scale import connections, jobs, nodes, passes, replicas, whatif, workers
 from .scripts.scale.figure import Figure
 
 PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
     "replicas": replicas.measured,
     "nodes": nodes.measured,
     "workers": workers.measured,
+    "jobs": jobs.measured,
     "connections": connections.measured,
     "passes": passes.measured,
     "whatif": whatif.measured,

@@ -33,7 +33,7 @@ RECOVERY_SECONDS = Histogram(
 RECONCILE_SECONDS = Histogram(
     "pacekeeper_reconcile_seconds",
     "Duration of one pass over a job.",
-    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10),
+    buckets=(0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 2, 10),
 )
 RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job that failed.")
 STEP_FAILURES = Counter("pacekeeper_step_failures", "Steps of a pass that failed of a bug of the operator's own.")

@@ -16,7 +16,7 @@ from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, L
 
 from .api import Cause, Job, Mode, Remedy, Verdict
 from .network import Network
-from .state import Draft, Incidents, State, Worker
+from .state import Case, Draft, Incidents, State, Worker
 
 HEARD_SECONDS = 5.0
 """Whoever has polled within this time is heard, and whose poll is held. It must be shorter than any silence
@@ -277,7 +277,7 @@ class Observation:
     metrics: Metrics = field(default_factory=Metrics)
     surroundings: Surroundings = field(default_factory=Surroundings)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
-    rulings: Mapping[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    rulings: Mapping[Case, Ruling] = field(default_factory=dict)  # what has become of the nodes that incidents blame
     patterns: int = 0  # ranks that have answered in the behaviour window that is out
     patterns_at: float = 0.0  # when the newest of their answers came
     localised: Localised | None = None  # what the last one has come to

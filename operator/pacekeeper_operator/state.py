@@ -359,6 +359,10 @@ class Past:
     class_: Class = Class.UNKNOWN
 
 
+Case = tuple[str, str]
+"""An incident, and a node that it blames: it may blame several."""
+
+
 @dataclass(frozen=True)
 class WantedQuarantine:
     """A quarantine that has been decided, and is asked for once the decision is written."""
@@ -371,6 +375,10 @@ class WantedQuarantine:
     weak: bool = False  # alone no reason to look at the node
     at: float = 0.0  # when it was decided, seconds since the epoch
     raised: bool = False  # it has stood in a NodeQuarantine: once that is gone, it is not asked for again
+
+    @property
+    def case(self) -> Case:
+        return self.incident, self.node
 
 
 @dataclass(frozen=True)

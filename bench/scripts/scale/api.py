@@ -42,6 +42,12 @@ class Api:
                 else:
                     return json.loads(text)
 
+    async def text(self, path: str) -> str:
+        """What is not JSON."""
+        async with self._session.get(self._url + path) as answer:
+            answer.raise_for_status()
+            return await answer.text()
+
     async def all(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
         return await asyncio.gather(*calls)
 

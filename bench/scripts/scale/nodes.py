@@ -3,7 +3,8 @@
 1,500 nodes with a worker each. Those that fail get a condition that the platform names
 (`policy.quarantine.conditions`); the time runs from the moment before the first one is written, and their writing is in
 it. Breaker and budget are raised, so that all of them are to be quarantined: one after the other, many at once, and as
-many over 30 s. At last many fail at once with the breaker as it is shipped.
+many over 30 s; then by XIDs that dcgm-exporter shows, upon which the workers are replaced, too. At last many fail at
+once with the breaker as it is shipped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .figure import Figure
 from .world import GROUP, World, made, node_name, say
 
 CONDITION = "GpuFault"
+GPU_HAS_FALLEN_OFF = 79
+"""The bus: an XID."""
 STAGGER_SECONDS = 30.0
 IDLE_SECONDS = 20.0
 PATIENCE_SECONDS = 180.0
@@ -73,6 +76,8 @@ async def _measure(size: Size) -> list[Figure]:
         for stagger in (0.0, STAGGER_SECONDS):
             for count, goal in size.fail:
                 figures.append(await _blast(world, seen, count, goal, stagger))
+        for count, goal in size.fail:
+            figures.append(await _xids(world, seen, count, goal, size.nodes))
         world.stop_operator()
         world.start_operator(SHIPPED)
         await world.wait_until_training(size.nodes)
@@ -166,6 +171,22 @@ async def _blast(world: World, seen: Seen, count: int, goal: float, stagger: flo
     return Figure(f"{count} nodes {how}", last - stagger * (count - 1) / count, goal, "s", anchor)
 
 
+async def _xids(world: World, seen: Seen, count: int, goal: float, workers: int) -> Figure:
+    """From the moment in which Prometheus shows them."""
+    nodes = [node_name(i) for i in range(count)]
+    used, began = world.processor_seconds(), time.monotonic()
+    world.prometheus.xids |= dict.fromkeys(nodes, GPU_HAS_FALLEN_OFF)
+    held = await _until(seen, lambda: all(name in seen.held for name in nodes), f"{count} nodes with XIDs are held")
+    last = max(seen.held[name] for name in nodes) - began if held else math.inf
+    say(f"{count} nodes by XID: {last:.2f} s, {world.processor_seconds() - used:.1f} s of a core")
+    world.prometheus.xids.clear()
+    await _release(world, seen, nodes)
+    world.plane.place()
+    await world.wait_until_training(workers)
+    world.plane.stop_placing()
+    return Figure(f"{count} nodes at once by XID", last, goal, "s", ANCHORS.get(count, ""))
+
+
 async def _breaker(world: World, seen: Seen, count: int) -> list[Figure]:
     nodes, seen.cordoned_ever = [node_name(i) for i in range(count)], set()
     began = time.monotonic()
@@ -199,6 +220,10 @@ async def _write_condition(api: Api, name: str, status: str) -> None:
 async def _mend(world: World, seen: Seen, nodes: Sequence[str]) -> None:
     """Nothing is wrong with them any more, and they are released."""
     await world.api.all(_write_condition(world.api, name, "False") for name in nodes)
+    await _release(world, seen, nodes)
+
+
+async def _release(world: World, seen: Seen, nodes: Sequence[str]) -> None:
     await world.api.all(world.api.call("DELETE", f"{QUARANTINES}/{name}") for name in set(nodes) & seen.quarantines)
     if not await _until(seen, lambda: not seen.quarantines and not seen.held, "all are released"):
         raise RuntimeError("nodes are not released, so nothing more can be measured")

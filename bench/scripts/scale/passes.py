@@ -1,6 +1,6 @@
 """What a pass over a job costs, by the real operator without a cluster: of one large job, and of one among many.
 
-Seconds are of the processor; what lies behind the API server and the sidecars is not there (`jobs`).
+Seconds are of the processor; what lies behind the API server and the sidecars is not there (`bare`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pacekeeper_operator.api import JobPhase
 from pacekeeper_operator.services import bookkeeping
 from pacekeeper_operator.services.desk import Desk
 
+from .bare import Jobs
 from .figure import Figure
-from .jobs import Jobs
 
 WORKERS, QUICK_WORKERS = 5_000, 400
 MANY, QUICK_MANY = 1_000, 60

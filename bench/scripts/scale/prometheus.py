@@ -1,7 +1,7 @@
-"""A stand-in for Prometheus: its query API, for the operator's own questions, where GPUs show nothing.
+"""A stand-in for Prometheus: its query API, for the operator's own questions, and the XIDs that it is told to show.
 
 It is no Prometheus: nothing is scraped, and no PromQL is read. What the operator asks for GPU errors is answered with
-the number of series that a healthy cluster has; all else with nothing.
+the number of series that the cluster has, and those of XIDs; all else with nothing.
 """
 
 from __future__ import annotations
@@ -9,22 +9,32 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
+XID = "DCGM_FI_DEV_XID_ERRORS"
 DCGM_NAMESPACE = "gpu-monitoring"
 
 
-@dataclass(frozen=True)
+@dataclass
 class StandIn:
     gpus: int
+    xids: dict[str, int] = field(default_factory=dict)
+    """By node: the last one of its first GPU."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         query = (await request.post() if request.method == "POST" else request.query).get("query", "")
-        series = {"metric": {"figure": "named"}, "value": [time.time(), str(self.gpus)]}
-        rows = [series] if isinstance(query, str) and '"named"' in query else []
+        rows = self._rows(time.time()) if isinstance(query, str) and '"named"' in query else []
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": rows}})
+
+    def _rows(self, now: float) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = [{"metric": {"figure": "named"}, "value": [now, str(self.gpus)]}]
+        for node, xid in self.xids.items():
+            series = {"figure": "gpu", "__name__": XID, "node": node, "gpu": "0", "UUID": f"GPU-{node}"}
+            rows.append({"metric": series, "value": [now, str(xid)]})
+        return rows
 
 
 @asynccontextmanager

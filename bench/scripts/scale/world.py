@@ -38,6 +38,7 @@ class World:
 
     plane: ControlPlane
     api: Api
+    prometheus: prometheus.StandIn
     prometheus_url: str
     ports: tuple[int, int, int]
     kubeconfig: Path
@@ -71,6 +72,10 @@ class World:
 
     def stop_operator(self) -> None:
         self.plane.stop(OPERATOR)
+
+    def kill_operator(self) -> None:
+        """Without a word."""
+        self.plane.kill(OPERATOR)
 
     def metrics(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as answer:
@@ -140,13 +145,14 @@ async def made(nodes: int) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         plane = stack.enter_context(running())
         api = await stack.enter_async_context(connect(plane.url, plane.admin_token, plane.context()))
-        url = await stack.enter_async_context(prometheus.serve(prometheus.StandIn(nodes), free_port()))
+        series = prometheus.StandIn(nodes)
+        url = await stack.enter_async_context(prometheus.serve(series, free_port()))
         await _install(api)
         say(f"{nodes} nodes are made")
         await api.all(api.call("POST", "/api/v1/nodes", _node(i)) for i in range(nodes))
         token = await _token(api)
         kubeconfig = plane.kubeconfig("pacekeeper", token)
-        world = World(plane, api, url, (free_port(), free_port(), free_port()), kubeconfig)
+        world = World(plane, api, series, url, (free_port(), free_port(), free_port()), kubeconfig)
         await stack.enter_async_context(_speaking(world))
         yield world
 

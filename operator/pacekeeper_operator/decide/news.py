@@ -7,6 +7,9 @@ from dataclasses import replace
 from ..observation import Observation, Policy
 from ..state import Draft, WantedQuarantine
 
+MOST_TOLD = 5
+"""Nodes of an incident whose fate stands in it; the first that is open decides what the job's status says."""
+
 
 def step(observation: Observation, _policy: Policy) -> Draft:
     return _quarantines(observation.with_draft(_template(observation)))
@@ -25,21 +28,24 @@ def _template(observation: Observation) -> Draft:
 def _quarantines(observation: Observation) -> Draft:
     """What became of the nodes that were handed on stands in their incidents."""
     draft, incidents = observation.draft, observation.state.incidents
-    for wanted in incidents.quarantines:
-        ruling = observation.rulings.get(wanted.incident)
-        incident = incidents.find(wanted.incident)
-        if ruling is not None and incident is not None:
-            draft = draft.with_incident(replace(incident, quarantine=ruling.words, verdict=ruling.verdict))
+    for incident in incidents.current:
+        rulings = [ruling for wanted in incidents.quarantines if wanted.incident == incident.name
+                   and (ruling := observation.rulings.get(wanted.case)) is not None]  # fmt: skip
+        if rulings:
+            words = "; ".join(ruling.words for ruling in rulings[:MOST_TOLD])
+            more = f"; and {len(rulings) - MOST_TOLD} more nodes" if len(rulings) > MOST_TOLD else ""
+            verdict = min(rulings, key=lambda ruling: ruling.verdict.final).verdict
+            draft = draft.with_incident(replace(incident, quarantine=words + more, verdict=verdict))
     left = tuple(_told(observation, wanted) for wanted in incidents.quarantines if not _ruled(observation, wanted))
     return draft if left == incidents.quarantines else draft.with_incidents(quarantines=left)
 
 
 def _told(observation: Observation, wanted: WantedQuarantine) -> WantedQuarantine:
-    ruling = observation.rulings.get(wanted.incident)
+    ruling = observation.rulings.get(wanted.case)
     return wanted if ruling is None or wanted.raised else replace(wanted, raised=ruling.raised)
 
 
 def _ruled(observation: Observation, wanted: WantedQuarantine) -> bool:
     """Nothing more will come of it."""
-    ruling = observation.rulings.get(wanted.incident)
+    ruling = observation.rulings.get(wanted.case)
     return ruling is not None and ruling.verdict.final

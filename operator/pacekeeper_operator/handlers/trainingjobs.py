@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import kopf
@@ -10,7 +11,7 @@ import kopf
 from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
-from ..api import GROUP, VERSION, Job
+from ..api import GROUP, MANAGER, VERSION, Job
 from ..services.operator import Operator
 from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reconcile
 
@@ -86,6 +87,16 @@ async def _take_down(operator: Operator, body: kopf.Body) -> None:
 
 
 @kopf.on.event(GROUP, VERSION, "trainingjobs")
-async def changed(memo: kopf.Memo, namespace: str | None, name: str, **_: Any) -> None:
-    """The user wants something else."""
-    memo.operator.memory.wake(namespace or "", name)
+async def changed(memo: kopf.Memo, body: kopf.Body, namespace: str | None, name: str, **_: Any) -> None:
+    """The user wants something else. Our own words on how the job is wake nobody."""
+    operator: Operator = memo.operator
+    known = operator.memory.find(namespace or "", name)
+    if known is not None and _is_news(known.job, dict(body)):
+        known.wake.set()
+
+
+def _is_news(known: Job | None, body: dict[str, Any]) -> bool:
+    """Whether more than its status may have changed; of one that another controller runs, that is news as well."""
+    if known is None or known.spec.managed_by != MANAGER:
+        return True
+    return replace(Job.named(body), spec=known.spec, queued=known.queued) != known  # its generation tells of its spec

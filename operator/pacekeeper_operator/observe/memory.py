@@ -18,7 +18,7 @@ from ..api import Job, JobPhase
 from ..gangs import Gang
 from ..observation import Localised, Metrics, NodeCheck, Ruling, Surroundings, TemplateVerdict
 from ..queues import Turn
-from ..state import Draft
+from ..state import Case, Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
 from .neighbourhood import Neighbourhood, Shown
@@ -65,7 +65,7 @@ class JobMemory:
     gathered: tuple[Gang, str] | None = None  # the last gang that was placed together, and the PodGroup of its pods
     gathering: asyncio.Lock = field(default_factory=asyncio.Lock)  # once for all pods of a gang
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
-    rulings: dict[str, Ruling] = field(default_factory=dict)  # incident → what has become of the node that it blames
+    rulings: dict[Case, Ruling] = field(default_factory=dict)  # what has become of the nodes that incidents blame
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out
     pattern_bytes: int = 0  # of them all
@@ -89,7 +89,7 @@ class JobMemory:
     async def publish(self, draft: Draft, resource_version: str) -> None:
         """What is written now: held polls and faults are answered by it."""
         known = {worker.name for worker in draft.state.placement.workers}
-        wanted = {quarantine.incident for quarantine in draft.state.incidents.quarantines}
+        wanted = {quarantine.case for quarantine in draft.state.incidents.quarantines}
         async with self.written:
             if self.plan is None or self.plan.profile != draft.plan.profile:
                 self.patterns, self.pattern_bytes = {}, 0
@@ -101,7 +101,7 @@ class JobMemory:
             self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
             probe = "" if draft.plan.probe is None else draft.plan.probe.name
             self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
-            self.rulings = {incident: ruling for incident, ruling in self.rulings.items() if incident in wanted}
+            self.rulings = {case: ruling for case, ruling in self.rulings.items() if case in wanted}
             self.written.notify_all()
 
 

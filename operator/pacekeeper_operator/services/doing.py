@@ -142,10 +142,10 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         wanted.raised,
     )
     ruling = await quarantine.suspect(operator.fleet, blame)
-    if desk.memory.rulings.get(wanted.incident) != ruling:
+    if desk.memory.rulings.get(wanted.case) != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
-    desk.memory.rulings[wanted.incident] = ruling
+    desk.memory.rulings[wanted.case] = ruling
     return RULING_SECONDS
 
 

@@ -62,6 +62,7 @@ class Operator:
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
+    active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
     _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,6 +87,10 @@ class Operator:
         )
         self.fleet = Fleet(self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
+
+    def turn(self, a_second: float, at_least: float) -> float:
+        """Seconds between two turns of a job that is under way, so that all of them together have so many a second."""
+        return max(at_least, self.active / a_second)
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""
@@ -230,6 +235,7 @@ class Operator:
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]
+        self.active = sum(phase in ACTIVE for phase in phases)
         for phase in JobPhase:
             metrics.JOBS.labels(phase).set(phases.count(phase))
 

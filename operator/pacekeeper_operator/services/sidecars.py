@@ -137,6 +137,9 @@ class Sidecars:
                 await self._runtime.within(self._hold(contact, wait, most), _news(job, after))
         except TimeoutError:
             return None
+        except asyncio.CancelledError:
+            job.wake.set()  # its connection has ended, and perhaps it has, too
+            raise
         finally:
             contact.polling -= 1
             self._memory.hold(job, -1)

@@ -27,7 +27,10 @@ from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import (
     IDLE_SECONDS,
+    LOOKS_A_SECOND,
+    SPREAD,
     STATUS_SECONDS,
+    STATUSES_A_SECOND,
     clean_up,
     close_incidents,
     desk_for,
@@ -119,6 +122,27 @@ class TestPause:
         place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
         assert await place.step() == 3.0
 
+    async def test_many_that_train_wait_for_each_other(self) -> None:
+        place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
+        place.operator.active = 1000
+        pauses = [await place.step() for _ in range(20)]
+        mean = 1000 / LOOKS_A_SECOND
+        assert (1 - SPREAD) * mean <= min(pauses) < mean < max(pauses) <= (1 + SPREAD) * mean, "and they part"
+
+    async def test_but_not_one_of_which_there_is_news(self) -> None:
+        """A worker whose poll has ended; an incident that is open."""
+        place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
+        place.operator.active = 1000
+        place.desk.memory.contacts["j-w1-0"].polling = 0
+        assert await place.step() == 3.0
+        opened = Incident(
+            "slow", Cause.STRAGGLER, Class.PERFORMANCE, 1, "m", NOW - 9, NOW - 8, NOW - 7, remedy="Rebalance", live=True
+        )
+        world = training()
+        place = await at(world.with_draft(world.draft.with_incidents(current=(opened,))))
+        place.operator.active = 1000
+        assert await place.step() <= place.operator.settings.sample_seconds
+
     async def test_one_that_recovers_or_has_news_soon(self) -> None:
         place = await at(change_members(training(), first_step_at=0.0))
         assert await place.step() == 0.5
@@ -182,6 +206,18 @@ class TestSaid:
         place.operator.paused = "maintenance"
         await place.step()
         assert len(place.cluster.said) == first + 2
+
+    async def test_figures_of_many_jobs_more_seldom(self) -> None:
+        place = await at(training())
+        place.operator.active = 1000
+        await place.step()
+        first = len(place.cluster.said)
+        contact = place.desk.memory.contacts["j-w0-0"]
+        contact.heartbeat = replace(contact.heartbeat, step=501)
+        for passed, said in ((STATUS_SECONDS, first), (1000 / STATUSES_A_SECOND, first + 1)):
+            place.runtime.passed = passed
+            await place.step()
+            assert len(place.cluster.said) == said
 
     async def test_what_is_not_written_is_not_said(self) -> None:
         place = await at(training())

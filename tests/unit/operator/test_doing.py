@@ -163,11 +163,11 @@ class TestQuarantine:
         wanted = AskForQuarantine(WantedQuarantine("node-1", "n1", "XID 79", "i", at=NOW))
         for _ in range(2):
             assert await bench.do(wanted) > 0
-        ruling = bench.desk.memory.rulings["i"]
+        ruling = bench.desk.memory.rulings["i", "node-1"]
         assert ruling.verdict is Verdict.SUSPECTED
         assert [(kind, reason) for kind, reason, _ in bench.events()] == [("Normal", "QuarantineNode")]
         assert (QUARANTINES.plural, "", "node-1") in bench.cluster.objects
-        bench.desk.memory.rulings["i"] = Ruling(Verdict.PAUSED, "remedies were paused")
+        bench.desk.memory.rulings["i", "node-1"] = Ruling(Verdict.PAUSED, "remedies were paused")
         await bench.do(wanted)
         assert len(bench.events()) == 2
 

@@ -487,8 +487,10 @@ class TestHolds:
         contact = job.contacts["j-w0-0"]
         clock.at += 20.0
         assert contact.heard(clock.now(), 10.0)
+        job.wake.clear()
         poll.cancel()  # its connection has ended
         await asyncio.gather(poll, return_exceptions=True)
+        assert job.wake.is_set(), "its job is looked at"
         assert contact.at == clock.now() - 6.0
         clock.at += 3.0
         assert contact.heard(clock.now(), 10.0)

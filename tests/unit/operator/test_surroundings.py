@@ -166,14 +166,14 @@ class TestMemory:
             memory.contacts[name] = Contact(Heartbeat(worker=name), NOW)
             memory.evidence[name] = Evidence("old" if name == "j-w9-0" else "new", name, 1, ())
             memory.faults.take(crash(name, 0), workers=10)
-        memory.rulings = {name: Ruling(Verdict.SUSPECTED, "w") for name in ("asked", "dropped")}
+        memory.rulings = {(name, "node-1"): Ruling(Verdict.SUSPECTED, "w") for name in ("asked", "dropped")}
         wanted = WantedQuarantine("node-1", "u", "why", "asked")
         draft = world.draft.with_plan(evidence_request="new").with_incidents(quarantines=(wanted,))
         await memory.publish(draft, "7")
         assert list(memory.contacts) == ["j-w0-0"]
         assert list(memory.evidence) == ["j-w0-0"]
         assert [fault.worker for fault in memory.faults.values()] == ["j-w0-0"]
-        assert list(memory.rulings) == ["asked"]
+        assert list(memory.rulings) == [("asked", "node-1")]
         assert (memory.draft, memory.resource_version) == (draft, "7")
 
     def test_a_job_is_known_by_its_uid(self) -> None:

@@ -25,7 +25,9 @@ def blaming(*names: str) -> Observation:
 
 class TestRulings:
     def test_what_became_of_a_node_stands_in_its_incident(self) -> None:
-        world = replace(blaming("a", "b"), rulings={"a": Ruling(Verdict.SUSPECTED, "no witness has spoken yet")})
+        world = replace(
+            blaming("a", "b"), rulings={("a", "node-a"): Ruling(Verdict.SUSPECTED, "no witness has spoken yet")}
+        )
         incidents = news.step(world, policy()).state.incidents
         one, other = sorted(incidents.current, key=lambda incident: incident.name)
         assert (one.quarantine, one.verdict) == ("no witness has spoken yet", Verdict.SUSPECTED)
@@ -34,20 +36,36 @@ class TestRulings:
 
     def test_what_stands_in_a_quarantine_is_remembered_over_a_restart_of_the_operator(self) -> None:
         raised, refused = Ruling(Verdict.SUSPECTED, "new", raised=True), Ruling(Verdict.PAUSED, "paused")
-        world = replace(blaming("a", "b"), rulings={"a": raised, "b": refused})
-        world = replace(world.with_draft(news.step(world, policy())), rulings={"a": refused})
+        world = replace(blaming("a", "b"), rulings={("a", "node-a"): raised, ("b", "node-b"): refused})
+        world = replace(world.with_draft(news.step(world, policy())), rulings={("a", "node-a"): refused})
         quarantines = news.step(world, policy()).state.incidents.quarantines
         assert [(wanted.incident, wanted.raised) for wanted in quarantines] == [("a", True), ("b", False)]
 
     def test_a_final_one_is_asked_for_no_more(self) -> None:
-        rulings = {"a": Ruling(Verdict.QUARANTINED, "quarantined"), "b": Ruling(Verdict.PAUSED, "paused")}
+        held, paused = Ruling(Verdict.QUARANTINED, "quarantined"), Ruling(Verdict.PAUSED, "paused")
+        rulings = {("a", "node-a"): held, ("b", "node-b"): paused}
         incidents = news.step(replace(blaming("a", "b"), rulings=rulings), policy()).state.incidents
         assert [wanted.incident for wanted in incidents.quarantines] == ["b"]
 
     def test_of_an_incident_that_is_not_kept_nothing_is_written(self) -> None:
-        world = replace(blaming("forgotten"), rulings={"forgotten": Ruling(Verdict.CLEARED, "cleared")})
+        world = replace(
+            blaming("forgotten"), rulings={("forgotten", "node-forgotten"): Ruling(Verdict.CLEARED, "cleared")}
+        )
         incidents = news.step(world, policy()).state.incidents
         assert (incidents.current, incidents.quarantines) == ((), ())
+
+    def test_each_node_of_an_incident_has_its_own(self) -> None:
+        """One that is held says nothing of the other one, which is asked for further, and which the status tells of."""
+        world = blaming("a")
+        wanted = (*world.state.incidents.quarantines, WantedQuarantine("other", "uid", "why", "a"))
+        held, paused = Ruling(Verdict.QUARANTINED, "node-a is held"), Ruling(Verdict.PAUSED, "other is not")
+        world = world.with_draft(world.draft.with_incidents(quarantines=wanted))
+        incidents = news.step(
+            replace(world, rulings={("a", "node-a"): held, ("a", "other"): paused}), policy()
+        ).state.incidents
+        assert [wanted.node for wanted in incidents.quarantines] == ["other"]
+        (incident,) = incidents.current
+        assert (incident.quarantine, incident.verdict) == ("node-a is held; other is not", Verdict.PAUSED)
 
     def test_no_news_change_nothing(self) -> None:
         world = blaming("a", "b")

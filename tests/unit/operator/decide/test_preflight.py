@@ -131,7 +131,7 @@ class TestANodeThatFails:
 
     def test_a_verdict_ends_the_suspicion_and_the_node_stays_avoided(self) -> None:
         world = stepped(checked(placed(), False))
-        rulings = {w.incident: Ruling(Verdict.QUARANTINED, "held") for w in world.state.incidents.quarantines}
+        rulings = {w.case: Ruling(Verdict.QUARANTINED, "held") for w in world.state.incidents.quarantines}
         after = think(replace(world, rulings=rulings), policy()).draft
         assert not after.state.incidents.quarantines
         assert after.state.preflight.avoided

@@ -1,0 +1,64 @@
+"""What of a TrainingJob's events wakes its loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator.api import ANNOTATION_PROFILE, Job
+from pacekeeper_operator.handlers import trainingjobs
+from pacekeeper_operator.observe.memory import Memory
+
+
+class Memo(kopf.Memo):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.operator = self
+        self.memory = Memory(0.0)
+        self.known = self.memory.of(job)
+
+
+def manifest(managed_by: str = "") -> dict[str, Any]:
+    spec: dict[str, Any] = {"template": {}, "replicas": 2} | ({"managedBy": managed_by} if managed_by else {})
+    metadata = {"namespace": "ns", "name": "j", "uid": "u", "generation": 3, "resourceVersion": "17"}
+    return {"metadata": metadata, "spec": spec}
+
+
+async def wakes(body: dict[str, Any], job: Job) -> bool:
+    memo = Memo(job)
+    changed: Any = trainingjobs.changed  # kopf hands over more than it takes
+    await changed(memo=memo, body=body, namespace="ns", name="j")
+    return memo.known.wake.is_set()
+
+
+@pytest.mark.parametrize("queued", ["", "waits for its queue"])
+async def test_our_own_words_on_it_do_not(queued: str) -> None:
+    """Held by its queue, the job is known with another spec than it has."""
+    job = Job.parse(manifest())
+    job = replace(job, queued=queued, spec=replace(job.spec, suspend=bool(queued)))
+    body = manifest() | {"status": {"phase": "Running", "step": 7}}
+    body["metadata"]["resourceVersion"] = "18"
+    assert not await wakes(body, job)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"generation": 4},
+        {"generation": 4, "deletionTimestamp": "2026-01-01T00:00:00Z"},
+        {"annotations": {ANNOTATION_PROFILE: "now"}},
+        {"uid": "another"},
+    ],
+)
+async def test_what_its_user_wants_does(metadata: dict[str, Any]) -> None:
+    body = manifest()
+    body["metadata"] |= metadata
+    assert await wakes(body, Job.parse(manifest()))
+
+
+async def test_what_another_controller_says_of_it_does() -> None:
+    body = manifest("kueue.x-k8s.io/multikueue")
+    assert await wakes(body | {"status": {"phase": "Running"}}, Job.parse(body))
