@@ -130,7 +130,10 @@ async def _refused(world: World) -> int:
 
 def _running(world: World) -> tuple[int, int]:
     """(jobs, workers with ranks) that the operator says of."""
-    told = world.metrics()
+    try:
+        told = world.metrics()
+    except OSError:  # it has just started
+        return 0, 0
     jobs = re.search(r'^pacekeeper_jobs{phase="Running"} (\S+)$', told, re.MULTILINE)
     ready = re.findall(r'^pacekeeper_job_workers{.*state="ready".*} (\S+)$', told, re.MULTILINE)
     return int(float(jobs[1])) if jobs else 0, int(sum(map(float, ready)))
