@@ -100,15 +100,6 @@ class ControlPlane:
         process.kill()
         process.wait()
 
-    def place(self) -> None:
-        """Pods, from now on."""
-        admin = self.kubeconfig("admin", self.admin_token)
-        self.start(
-            "kube-scheduler", programs.kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
-            f"--authentication-kubeconfig={admin}", f"--authorization-kubeconfig={admin}",
-            "--leader-elect=false", "--secure-port=0", "--kube-api-qps=400", "--kube-api-burst=800",
-        )  # fmt: skip
-
     def stop_placing(self) -> None:
         """No pod is placed from now on, and the scheduler takes nothing from the two cores."""
         self.stop("kube-scheduler")
@@ -180,7 +171,11 @@ def _begin(plane: ControlPlane) -> None:
         time.sleep(0.05)
     plane.wait_for("the API server", f"{plane.url}/readyz", plane.context())
     admin = plane.kubeconfig("admin", plane.admin_token)
-    plane.place()
+    plane.start(
+        "kube-scheduler", programs.kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
+        f"--authentication-kubeconfig={admin}", f"--authorization-kubeconfig={admin}",
+        "--leader-elect=false", "--secure-port=0", "--kube-api-qps=400", "--kube-api-burst=800",
+    )  # fmt: skip
     plane.start(
         "kwok", programs.kwok(), f"--kubeconfig={admin}", f"--config={_STAGES}",
         "--manage-all-nodes=true", "--node-lease-duration-seconds=0", "-v=WARN",

@@ -113,7 +113,7 @@ async def _refuse(world: World) -> None:
         "metadata": {"name": STORM},
         "spec": {
             "priorityLevelConfiguration": {"name": STORM},
-            "matchingPrecedence": 1,
+            "matchingPrecedence": 2,
             "rules": [{"subjects": [account], "resourceRules": [rule]}],
         },
     }

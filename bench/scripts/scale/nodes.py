@@ -3,7 +3,7 @@
 1,500 nodes with a worker each. Those that fail get a condition that the platform names
 (`policy.quarantine.conditions`); the time runs from the moment before the first one is written, and their writing is in
 it. Breaker and budget are raised, so that all of them are to be quarantined: one after the other, many at once, and as
-many over 30 s; then by XIDs that dcgm-exporter shows, upon which the workers are replaced, too. At last many fail at
+many over 30 s; then others by XIDs that dcgm-exporter shows, upon which their workers are to be replaced, too. At last many fail at
 once with the breaker as it is shipped.
 """
 
@@ -76,8 +76,10 @@ async def _measure(size: Size) -> list[Figure]:
         for stagger in (0.0, STAGGER_SECONDS):
             for count, goal in size.fail:
                 figures.append(await _blast(world, seen, count, goal, stagger))
-        for count, goal in size.fail:
-            figures.append(await _xids(world, seen, count, goal, size.nodes))
+        first = 0
+        for count, goal in size.fail:  # each others: what a GPU has shown before is no news
+            figures.append(await _xids(world, seen, range(first, first + count), goal))
+            first += count
         world.stop_operator()
         world.start_operator(SHIPPED)
         await world.wait_until_training(size.nodes)
@@ -171,9 +173,9 @@ async def _blast(world: World, seen: Seen, count: int, goal: float, stagger: flo
     return Figure(f"{count} nodes {how}", last - stagger * (count - 1) / count, goal, "s", anchor)
 
 
-async def _xids(world: World, seen: Seen, count: int, goal: float, workers: int) -> Figure:
-    """From the moment in which Prometheus shows them."""
-    nodes = [node_name(i) for i in range(count)]
+async def _xids(world: World, seen: Seen, which: range, goal: float) -> Figure:
+    """From the moment in which Prometheus shows them. Their workers are replaced, but find no room."""
+    nodes, count = [node_name(i) for i in which], len(which)
     used, began = world.processor_seconds(), time.monotonic()
     world.prometheus.xids |= dict.fromkeys(nodes, GPU_HAS_FALLEN_OFF)
     held = await _until(seen, lambda: all(name in seen.held for name in nodes), f"{count} nodes with XIDs are held")
@@ -181,9 +183,6 @@ async def _xids(world: World, seen: Seen, count: int, goal: float, workers: int)
     say(f"{count} nodes by XID: {last:.2f} s, {world.processor_seconds() - used:.1f} s of a core")
     world.prometheus.xids.clear()
     await _release(world, seen, nodes)
-    world.plane.place()
-    await world.wait_until_training(workers)
-    world.plane.stop_placing()
     return Figure(f"{count} nodes at once by XID", last, goal, "s", ANCHORS.get(count, ""))
 
 

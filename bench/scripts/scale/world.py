@@ -54,7 +54,7 @@ class World:
         environment = {name: value for name, value in os.environ.items() if name != "NETRC"} | {
             "HOME": str(self.plane.folder),  # a pod has no .netrc, which would be read for each call
             "KUBECONFIG": str(self.kubeconfig),
-            "POD_NAME": "operator-0",
+            "POD_NAME": f"operator-{time.monotonic_ns()}",  # another one each time, as in a new pod
             "PACEKEEPER_NAMESPACE": SYSTEM,
             "PACEKEEPER_ADDRESS": f"127.0.0.1:{endpoint}",
             "PACEKEEPER_PORT": str(endpoint),

@@ -53,6 +53,9 @@ class Shelf(Generic[View]):
     def __iter__(self) -> Iterator[View]:
         return iter([entry.view for entry in self._entries.values()])
 
+    def items(self) -> Iterator[tuple[Key, View]]:
+        return iter([(key, entry.view) for key, entry in self._entries.items()])
+
     def get(self, key: Key) -> View | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.view

@@ -242,6 +242,8 @@ class Fleet:
 
     def _node_changed(self, key: Key, seen: Seen) -> None:
         name = key[1]
+        if not seen.node.broken:
+            self._raised.pop(name, None)  # its next condition is another one, be it in the same second
         if seen.node.broken or seen.node.marked or self.quarantines.get(key) is not None:
             self._tell(name)
 

@@ -230,7 +230,11 @@ class Operator:
         found = await self.prometheus.sample(now, jobs)
         if found.slow and not self.sample.unavailable and now - self.sample.at <= STALE_SECONDS:
             return  # what was heard before is not stale yet
+        news = {value.node for value in {*found.gpu} ^ {*self.sample.gpu}}
         self.sample = found
+        for (namespace, _), pod in self.pods.items() if news else ():
+            if pod.node in news:
+                self.memory.wake(namespace, pod.job)
         metrics.PROMETHEUS_UP.set(not found.unavailable)
 
     def _count_jobs(self) -> None:

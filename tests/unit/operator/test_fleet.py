@@ -75,6 +75,13 @@ class Slow(Cluster):
         if self.fleet is not None:
             self.fleet.nodes.hear(stored, deleted=False)
 
+    def mends(self, name: str) -> None:
+        body = self.objects["nodes", "", name]
+        body["status"]["conditions"] = [one for one in body["status"]["conditions"] if one["type"] != FAULT]
+        stored = self._store(("nodes", "", name), body)
+        if self.fleet is not None:
+            self.fleet.nodes.hear(stored, deleted=False)
+
 
 class Place:
     def __init__(self, **settings: Any) -> None:
@@ -160,6 +167,22 @@ class TestPlatform:
         await place.run(100)
         assert place.held() == set()
         assert place.cluster.quarantines() == {}
+
+    async def test_but_another_condition_is_be_it_of_the_same_second(self) -> None:
+        """Conditions know seconds only."""
+        place = Place()
+        await place.run(1)
+        at = place.runtime.now()
+        place.cluster.breaks("node-7", at)
+        await place.run(1)
+        place.cluster.mends("node-7")
+        await place.cluster.delete(QUARANTINES, "node-7")
+        place.fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-7"], deleted=False)
+        await place.run(10)
+        assert place.held() == set()
+        place.cluster.breaks("node-7", at)
+        await place.run(1)
+        assert place.held() == names(7)
 
     async def test_a_node_with_the_opt_out_label_is_left_alone_and_so_is_an_old_condition(self) -> None:
         place = Place()

@@ -13,7 +13,7 @@ from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
 from pacekeeper_operator.network import JobName
-from pacekeeper_operator.observation import NOT_ASKED
+from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample
 from pacekeeper_operator.services import incidents
@@ -61,13 +61,14 @@ class Asked(Prometheus):
         super().__init__("", "", "")
         self.times: list[float] = []
         self.trouble, self.slow, self.takes = "", False, 0.0
+        self.gpu: tuple[GpuValue, ...] = ()
         self.runtime: VirtualRuntime
 
     async def sample(self, now: float, jobs: Collection[JobName] = ()) -> Sample:  # noqa: ARG002
         self.times.append(now)
         if self.takes:
             await self.runtime.sleep(self.takes)
-        return Sample(now, unavailable=self.trouble, slow=self.slow)
+        return Sample(now, gpu=self.gpu, unavailable=self.trouble, slow=self.slow)
 
 
 class Place:
@@ -204,6 +205,25 @@ class TestPrometheus:
             assert place.cluster.looks.count(CONFIG_MAPS.plural) >= 2
             await place.timeline.run(2)
             assert place.operator.sample.at == asked_at
+
+    async def test_an_error_of_a_gpu_wakes_whoever_is_there_and_nobody_else(self, place: Place) -> None:
+        for number, name in enumerate(("here", "there")):
+            pod = {"metadata": {"name": f"{name}-w0-0", "namespace": "ns", "labels": {LABEL_JOB: name}, "uid": name}}
+            pod |= {"spec": {"nodeName": f"node-{number}", "containers": []}, "status": {"phase": "Running"}}
+            place.operator.pods.hear(pod, deleted=False)
+        here, there = (place.memory.of(replace(job(), name=name, uid=name)) for name in ("here", "there"))
+        here.phase = JobPhase.RUNNING
+        place.prometheus.gpu = (GpuValue("node-0", "0", "DCGM_FI_DEV_XID_ERRORS", 79.0),)
+        async with Watching(place):
+            await place.timeline.run(1)
+            here.wake.clear()  # of that nothing is paused, too
+            there.wake.clear()
+            place.prometheus.gpu = (GpuValue("node-0", "0", "DCGM_FI_DEV_XID_ERRORS", 48.0),)
+            await place.timeline.run(SAMPLE_SECONDS)
+            assert (here.wake.is_set(), there.wake.is_set()) == (True, False)
+            here.wake.clear()
+            await place.timeline.run(SAMPLE_SECONDS)
+            assert not here.wake.is_set(), "that it is as it was is no news"
 
     @pytest.mark.parametrize(("trouble", "up"), [("", 1.0), ("it does not answer", 0.0)])
     async def test_whether_it_answers_is_measured(self, place: Place, trouble: str, up: float) -> None:
