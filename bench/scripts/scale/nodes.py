@@ -3,8 +3,8 @@
 1,500 nodes with a worker each. Those that fail get a condition that the platform names
 (`policy.quarantine.conditions`); the time runs from the moment before the first one is written, and their writing is in
 it. Breaker and budget are raised, so that all of them are to be quarantined: one after the other, many at once, and as
-many over 30 s; then others by XIDs that dcgm-exporter shows, upon which their workers are to be replaced, too. At last many fail at
-once with the breaker as it is shipped.
+many over 30 s; then others by XIDs that dcgm-exporter shows, upon which their workers are to be replaced, too. At last
+many fail at once with the breaker as it is shipped.
 """
 
 from __future__ import annotations

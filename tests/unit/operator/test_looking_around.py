@@ -208,7 +208,8 @@ class TestPrometheus:
 
     async def test_an_error_of_a_gpu_wakes_whoever_is_there_and_nobody_else(self, place: Place) -> None:
         for number, name in enumerate(("here", "there")):
-            pod = {"metadata": {"name": f"{name}-w0-0", "namespace": "ns", "labels": {LABEL_JOB: name}, "uid": name}}
+            metadata = {"name": f"{name}-w0-0", "namespace": "ns", "labels": {LABEL_JOB: name}, "uid": name}
+            pod: Object = {"metadata": metadata | {"creationTimestamp": format_time(NOW)}}
             pod |= {"spec": {"nodeName": f"node-{number}", "containers": []}, "status": {"phase": "Running"}}
             place.operator.pods.hear(pod, deleted=False)
         here, there = (place.memory.of(replace(job(), name=name, uid=name)) for name in ("here", "there"))
