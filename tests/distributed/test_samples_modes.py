@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.data.sampler import Permutations
+from pacekeeper.data.stream import Permutations
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.plan import MODES, Role, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
@@ -52,11 +52,11 @@ class Streamed(torch.utils.data.IterableDataset[Sample]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(sample, self.order.indices(self.epoch * SIZE, (self.epoch + 1) * SIZE))
+        return map(sample, self.order.indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
 
 
 def expected(steps: int) -> Counter[int]:
-    return Counter(Permutations(SIZE, seed=0).indices(0, steps * BATCH))
+    return Counter(Permutations(SIZE, seed=0).indices([(0, steps * BATCH)]))
 
 
 def used_by(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:

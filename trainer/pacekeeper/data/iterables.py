@@ -31,13 +31,6 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
 
 
-class Positions:
-    """The stream of an iterable data set, in which a sample's index is its position."""
-
-    def indices(self, first: int, end: int) -> list[int]:
-        return list(range(first, end))
-
-
 class RunThrough(Dataset[Any]):
     """Gives an iterable's samples by position. Ascending ones: for an earlier one it has to begin the epoch again.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ Costs = npt.NDArray[np.int64]
 _UNIT = 2**30
 """What the dearest sample of a batch counts. Costs are whole numbers, whose sums are exact, so that all ranks come to
 the same parts, in whatever order their processors add."""
+_REMEMBERED = 2**17
+"""Samples whose lengths a function is asked for once, in 20 MB at most."""
 _PARTNERS = 4
 """Parts that the most loaded one tries to exchange samples with."""
 _CLOSE = 1.001
@@ -35,17 +38,22 @@ class Sequences:
     """The samples of a data set as sequences."""
 
     def __init__(self, lengths: Lengths, size: int) -> None:
-        """`size`: samples in the data set. Raises InputError where `lengths` does not fit it."""
-        self._length = lengths if callable(lengths) else None
-        self._lengths = np.full(size, np.nan)
-        if not callable(lengths):
-            given = np.asarray(lengths, dtype=np.float64)
-            if given.shape != (size,):
-                raise InputError(
-                    f"lengths: its shape is {given.shape} for {size} samples; give one number a sample, or a function"
-                )
-            self._lengths = given
-            _check(given, np.arange(size))
+        """`size`: samples in the data set. Raises InputError where `lengths` does not fit it.
+
+        Numbers stay where they are, in a file that numpy maps, too; a function is asked again for samples that are not
+        among the last `_REMEMBERED`.
+        """
+        self._length = lru_cache(_REMEMBERED)(lengths) if callable(lengths) else None
+        self._lengths = np.empty(0) if callable(lengths) else np.asarray(lengths)
+        if callable(lengths):
+            return
+        if (shape := self._lengths.shape) != (size,):
+            raise InputError(
+                f"lengths: its shape is {shape} for {size} samples; give one number a sample, or a function"
+            )
+        for first in range(0, size, _REMEMBERED):
+            part = self._lengths[first : first + _REMEMBERED]
+            _check(part, np.arange(first, first + len(part)))
 
     def sums(self, indices: Sequence[int]) -> tuple[float, float]:
         """Of these samples' lengths, and of the squares of these."""
@@ -71,14 +79,12 @@ class Sequences:
         return sorted(parts, key=lambda part: (-len(part), -int(costs[part].sum()), part))
 
     def _of(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
-        chosen = np.asarray(indices, dtype=np.int64)
-        if self._length is not None:
-            unknown = chosen[np.isnan(self._lengths[chosen])]
-            if len(unknown):
-                found = np.array([self._length(int(index)) for index in unknown], dtype=np.float64)
-                _check(found, unknown)
-                self._lengths[unknown] = found
-        return self._lengths[chosen]
+        if self._length is None:
+            known: npt.NDArray[np.float64] = self._lengths[np.asarray(indices, dtype=np.int64)].astype(np.float64)
+            return known
+        found = np.array([self._length(index) for index in indices], dtype=np.float64)
+        _check(found, np.asarray(indices))
+        return found
 
     def _costs(self, indices: Sequence[int], cost: SequenceCost) -> Costs:
         seconds = cost.of(self._of(indices))
@@ -144,7 +150,7 @@ def _exchange(costs: Costs, sizes: Sequence[int], members: list[list[int]], load
     return True
 
 
-def _check(lengths: npt.NDArray[np.float64], indices: npt.NDArray[np.int64]) -> None:
+def _check(lengths: npt.NDArray[np.floating | np.integer], indices: npt.NDArray[np.int64]) -> None:
     bad = ~(np.isfinite(lengths) & (lengths >= 0))
     if bad.any():
         raise InputError(

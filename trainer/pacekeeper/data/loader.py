@@ -20,11 +20,12 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.lengths import SequenceCost
 
 from .device import mover
-from .iterables import Positions, RunThrough, Sized, is_iterable
+from .iterables import RunThrough, Sized, is_iterable
 from .leases import Dealing, Interval, Leasing, Remainder, Take, merge
 from .lengths import Lengths, Sequences
-from .sampler import Allotment, Draw, MicrobatchSampler, Permutations, Stream, Terms
+from .sampler import Allotment, Draw, MicrobatchSampler, Terms
 from .shares import BatchSizes, Place
+from .stream import Permutations, Positions, Stream
 
 __all__ = ["BatchSizes", "Draw", "Loader", "Place", "Weight"]
 
@@ -70,18 +71,18 @@ class Loader:
         self._shares = sizes.equal_shares(place.world_size)
         size = len(dataset) if hasattr(dataset, "__len__") else None
         self._run_through = RunThrough(dataset, size) if is_iterable(dataset) else None
-        stream: Stream = Positions()
+        self._stream: Stream = Positions()
         if self._run_through is not None:
             dataset = self._run_through
             options["collate_fn"] = Sized(dataset, options.get("collate_fn"))
         elif size:
-            stream = Permutations(size, seed, shuffle)
+            self._stream = Permutations(size, seed, shuffle)
         else:
             raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
         self._samples = size
         self._sequences = self._make_sequences(lengths, cost)
         self._cost = self._own_cost = cost or SequenceCost()
-        self._sampler = MicrobatchSampler(stream, sizes, self._sequences)
+        self._sampler = MicrobatchSampler(self._stream, sizes, self._sequences)
         # iter(DataLoader) draws its workers' seeds; from a generator of its own, or it would shift the script's.
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
@@ -246,19 +247,27 @@ class Loader:
             "pending": [list(interval) for interval in self._left.pending],
             "shares": list(self._shares),
             "size": self._size,
+            "order": self._stream.order,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Samples are dealt by shares then. Raises InputError where the position belongs to another data set."""
+        """Samples are dealt by shares then. Raises InputError where the positions belong to other data, or to another
+        order."""
         size = state["size"]
         if None not in (size, self._size) and size != self._size:
             raise InputError(
                 f"dataset: it has {self._size} samples, the checkpoint's had {size}; "
                 "train on the same data, or begin with another checkpoint path (spec.checkpoint.path)"
             )
+        if (order := state.get("order", "not named")) != self._stream.order:
+            raise InputError(
+                f"dataset: its samples come in another order ({self._stream.order}) than the checkpoint's ({order}): "
+                "some would be used twice and others never; give dataloader() the same `shuffle`, and go on with the "
+                "version of Pacekeeper that wrote it, or begin with another checkpoint path (spec.checkpoint.path)"
+            )
         if self._run_through is not None:
             self._run_through.size = size or self._size
-        self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state.get("pending", ())))
+        self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state["pending"]))
         shares = tuple(state["shares"])
         with suppress(InputError):  # of another number of ranks, or of another script
             self.check(shares)

@@ -11,56 +11,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
-
-import torch
 
 from pacekeeper_analysis.lengths import SequenceCost
 
 from .leases import Deal, Dealing, Interval, Leasing, cut, merge
 from .lengths import Sequences
 from .shares import BatchSizes, rank_interval
-
-
-class Stream(Protocol):
-    """The order of a job's samples: position → index in the data set."""
-
-    def indices(self, first: int, end: int) -> list[int]:
-        """At the positions [first, end), across epochs where need be."""
-
-
-class Permutations:
-    """The stream of a data set with a length: each epoch in another order."""
-
-    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
-        """`size`: samples in the data set; `seed` must be the same on all ranks."""
-        self._size = size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._orders: dict[int, torch.Tensor] = {}
-
-    def indices(self, first: int, end: int) -> list[int]:
-        found: list[int] = []
-        while first < end:
-            epoch, offset = divmod(first, self._size)
-            taken = min(end - first, self._size - offset)
-            found += self._order(epoch)[offset : offset + taken].tolist()
-            first += taken
-        return found
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        """The permutation of `epoch`; the two newest are kept, since a batch may reach from one into the next."""
-        if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
-            self._orders[epoch] = self._make_order(epoch)
-        return self._orders[epoch]
-
-    def _make_order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._size)
-        # A generator's seed of few bits begins badly mixed (torch.Generator.manual_seed): spread seed and epoch widely.
-        mixed = (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
-        return torch.randperm(self._size, generator=torch.Generator().manual_seed(mixed))
+from .stream import Stream
 
 
 @dataclass(frozen=True)
@@ -193,20 +150,20 @@ class MicrobatchSampler:
             deal = source.lease(of_microbatch)
             mine = cut(deal.positions, *rank_interval(deal.shares, deal.place))
             positions += mine
-            yield self._indices(mine) or self._standing_in(deal)
+            yield self._stream.indices(mine) or self._standing_in(deal)
 
     def _standing_in(self, deal: Deal) -> list[int]:
         """For a rank that has no sample in a microbatch of its replica: of those that others train on."""
-        return self._indices(deal.positions)[: self._sizes.grain]
+        return self._stream.indices(cut(deal.positions, 0, self._sizes.grain))
 
     def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
         """What it takes, at which positions, and their indices in the order of the microbatches."""
         sizes = self._sizes.microbatches(deal.shares[deal.place], self._sizes.microbatch_count(deal.matching))
         if self._sequences is None:
             positions = cut(deal.positions, *rank_interval(deal.shares, deal.place))
-            return Draw(sizes), positions, self._indices(positions)
+            return Draw(sizes), positions, self._stream.indices(positions)
         places = [position for first, end in deal.positions for position in range(first, end)]
-        indices = self._indices(deal.positions)
+        indices = self._stream.indices(deal.positions)
         mine = self._sequences.shares(indices, deal.shares, cost)[deal.place]
         own = [indices[number] for number in mine]
         positions = merge((places[number], places[number] + 1) for number in mine)
@@ -215,6 +172,3 @@ class MicrobatchSampler:
             positions,
             [own[number] for part in self._sequences.microbatches(own, sizes, cost) for number in part],
         )
-
-    def _indices(self, positions: tuple[Interval, ...]) -> list[int]:
-        return [index for first, end in positions for index in self._stream.indices(first, end)]

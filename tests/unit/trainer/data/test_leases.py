@@ -16,7 +16,7 @@ import torch
 
 from pacekeeper.data.leases import ENDLESS, Interval, Remainder, cut, merge
 from pacekeeper.data.loader import BatchSizes, Loader, Place
-from pacekeeper.data.sampler import Permutations
+from pacekeeper.data.stream import Permutations
 
 NUMBERS: Any = torch.arange(200)
 
@@ -169,9 +169,9 @@ class Job:
         """All that was seen is the beginning of the stream: epochs one by one, but for what is still pending."""
         assert self.used == len(self.seen)
         counts = Counter(self.seen)
-        pending = Counter(self.order.indices(0, self.loaders[0].cursor))
+        pending = Counter(self.order.indices([(0, self.loaders[0].cursor)]))
         for first, end in self.loaders[0].state_dict()["pending"]:
-            pending -= Counter(self.order.indices(first, end))
+            pending -= Counter(self.order.indices([(first, end)]))
         assert counts == pending
 
 
@@ -202,7 +202,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         assert torch.utils.data.get_worker_info() is None  # or it might think that others take a part
-        return iter(self.order.indices(self.epoch * self.size, (self.epoch + 1) * self.size))
+        return iter(self.order.indices([(self.epoch * self.size, (self.epoch + 1) * self.size)]))
 
 
 class StreamWithSkip(Stream):
@@ -325,7 +325,7 @@ def test_what_a_checkpoint_leaves_of_a_microbatch_is_one_smaller_one() -> None:
     """The job went on in microbatches of one size in the middle of a global batch."""
     sizes = BatchSizes(16, 4, static_shapes=True)
     loader = Loader(NUMBERS, sizes, Place(), shuffle=False)
-    loader.load_state_dict({"cursor": 5, "pending": [], "shares": [16], "size": len(NUMBERS)})
+    loader.load_state_dict({**loader.state_dict(), "cursor": 5})
     loader.start_leases(Follower([0], {}), 16)
     drawn = loader.next_step()
     assert drawn is not None
@@ -388,7 +388,7 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
     job.deal()
     seen = len(job.seen)
     job.step(job.loaders)
-    assert job.seen[seen:] == [index for first, end in left.places(0, 8) for index in job.order.indices(first, end)]
+    assert job.seen[seen:] == job.order.indices(left.places(0, 8))
     assert left.places(0, 8)[0][0] == unused[0][0]
 
 
@@ -459,13 +459,6 @@ def test_a_state_is_taken_only_when_all_have_met() -> None:
     job.meet(exact=False)
     with pytest.raises(RuntimeError, match="leases are out"):
         job.loaders[0].state_dict()
-
-
-def test_states_of_older_versions_have_no_pending_positions() -> None:
-    (loader,) = Job(random.Random(2), size=50, batch=8).loaders
-    loader.load_state_dict({"cursor": 24, "shares": [8], "size": 50})
-    assert (loader.cursor, loader.used) == (24, 24)
-    assert loader.state_dict()["pending"] == []
 
 
 @pytest.mark.parametrize(

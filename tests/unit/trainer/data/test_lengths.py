@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pacekeeper.data.lengths import split
+from pacekeeper.data.lengths import Sequences, split
 from pacekeeper.data.loader import BatchSizes, Loader, Place
 from pacekeeper.data.shares import equal_shares
 from pacekeeper_analysis.errors import InputError
@@ -135,7 +136,7 @@ def test_leases_balance_their_microbatches() -> None:
     assert drawn is not None
     costs = np.array([COST.of(lengths[batch.tolist()]).sum() for batch in drawn[1]])
     assert loader.unused() == [(0, 32)]
-    plain = COST.of(lengths[loaders_of(None, 1, 32)[0]._sampler._stream.indices(0, 32)]).reshape(8, 4).sum(axis=1)
+    plain = COST.of(lengths[loaders_of(None, 1, 32)[0]._sampler._stream.indices([(0, 32)])]).reshape(8, 4).sum(axis=1)
     assert imbalance(costs) < 0.1 * imbalance(plain)
 
 
@@ -149,6 +150,26 @@ def test_a_rank_knows_the_lengths_of_what_it_takes() -> None:
     plain = loaders_of((6,), ranks=1, batch=6)[0].next_step()
     assert plain is not None
     assert plain[0].lengths is None
+
+
+def test_lengths_take_no_memory_of_their_own() -> None:
+    """A file that numpy maps is not read into memory, and a function's answers are not all kept."""
+    samples = 2_000_000
+    given = np.arange(samples, dtype=np.int32)
+    asked: list[int] = []
+
+    def function(index: int) -> float:
+        asked.append(index)
+        return float(index)
+
+    for lengths in (given, function):
+        tracemalloc.start()
+        sequences = Sequences(lengths, samples)
+        assert sequences.sums([samples - 1, 2]) == (samples + 1, (samples - 1) ** 2 + 4)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        tracemalloc.stop()
+        assert sorted(flat(sequences.shares([5, 3, samples - 1, 7], (3, 1), COST))) == [0, 1, 2, 3]
+    assert sorted(asked) == [2, 3, 5, 7, samples - 1], "each once"
 
 
 QUADRATIC = SequenceCost(0.0, 0.0, 1.0)
@@ -232,7 +253,7 @@ def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
                 seen += flat(microbatches(loader))
         for loader in loaders:
             loader.set_cost(QUADRATIC if interval % 2 else None)
-    stream = loaders[0]._sampler._stream.indices(0, len(tickets))
+    stream = loaders[0]._sampler._stream.indices([(0, len(tickets))])
     assert sorted(seen) == sorted(stream)
 
 

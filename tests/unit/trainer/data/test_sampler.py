@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pacekeeper.data.loader import BatchSizes, Draw, Loader, Place
-from pacekeeper.data.sampler import Permutations
 from pacekeeper.data.shares import equal_shares, rank_interval
+from pacekeeper.data.stream import Permutations
 from pacekeeper_analysis.errors import InputError
 
 NUMBERS: Any = torch.arange(100)
@@ -66,10 +66,10 @@ def test_a_step_that_was_not_completed_is_made_again_after_the_restart() -> None
 
 def test_epochs_differ_and_the_order_is_the_seeds_alone() -> None:
     one, other = Permutations(50, seed=1), Permutations(50, seed=1)
-    assert one.indices(0, 50) != one.indices(50, 100)
-    assert other.indices(45, 100) == one.indices(45, 100)  # whatever was asked for before
-    assert Permutations(50, seed=2).indices(0, 50) != one.indices(0, 50)
-    assert Permutations(5, seed=1, shuffle=False).indices(3, 12) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert one.indices([(0, 50)]) != one.indices([(50, 100)])
+    assert other.indices([(45, 100)]) == one.indices([(45, 100)])  # whatever was asked for before
+    assert Permutations(50, seed=2).indices([(0, 50)]) != one.indices([(0, 50)])
+    assert Permutations(5, seed=1, shuffle=False).indices([(3, 12)]) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_restoring_on_other_data_is_refused() -> None:
@@ -77,6 +77,18 @@ def test_restoring_on_other_data_is_refused() -> None:
     (other,) = make_loaders(31, 8, 1, max_microbatch=8)
     with pytest.raises(InputError, match=r"31 samples, the checkpoint's had 30"):
         other.load_state_dict(loader.state_dict())
+
+
+def test_restoring_in_another_order_is_refused() -> None:
+    """A sample would be used twice in an epoch, and another one never."""
+    (loader,) = make_loaders(30, 8, 1, max_microbatch=8)
+    (as_given,) = make_loaders(30, 8, 1, max_microbatch=8, shuffle=False)
+    state = loader.state_dict()
+    with pytest.raises(InputError, match=r"another order \(as the data set has them\) .* \(shuffled by"):
+        as_given.load_state_dict(state)
+    earlier_version = {name: value for name, value in state.items() if name != "order"}
+    with pytest.raises(InputError, match=r"\(not named\).* the version of Pacekeeper that wrote it, or begin with"):
+        loader.load_state_dict(earlier_version)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

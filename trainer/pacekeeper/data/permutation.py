@@ -1,0 +1,94 @@
+"""A permutation that is computed position by position instead of stored: a data set of 10⁹ samples needs no 8 GB.
+
+Integers only, so that all ranks, on whatever machine and with whatever library's version, have the same.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHUFFLED = "shuffled by Feistel network, version 1"
+"""Names the order that `permutation` makes: kept positions belong to it. What makes another one needs another name."""
+
+_LEAST_ROUNDS = 8
+_WORD = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
+
+
+@lru_cache(maxsize=8)
+def permutation(size: int, seed: int, number: int) -> Permutation:
+    """Of [0, `size`): the one with this number of the endless sequence that begins with `seed`."""
+    state = _mix(_mix(seed) + number * _GAMMA)
+    rows, columns = _grid(size)
+    keys = (_mix(state + (turn + 1) * _GAMMA) for turn in range(_rounds(columns)))
+    return Permutation(size, rows, columns, tuple(map(np.uint64, keys)))
+
+
+class Permutation:
+    """Of [0, size): a Feistel network over a grid of rows × columns, at least as large, with cycle walking.
+
+    Each round turns the cells of every column, or by turns of every row, by as much as a hash of its number says. A
+    number that the network sends beyond `size` is sent on until it comes back below: so [0, size) is permuted too
+    (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002, methods 2 and 3). The hash is
+    SplitMix64's finaliser, shortened (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+    """
+
+    def __init__(self, size: int, rows: int, columns: int, keys: tuple[np.uint64, ...]) -> None:
+        """`keys`: of the rounds, an even number of them."""
+        self._size = np.uint64(size)
+        self._rows, self._columns = np.uint64(rows), np.uint64(columns)
+        self._keys = keys
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What stands at these positions, each in [0, size); shape (n,), in their order."""
+        found = self._once(positions.astype(np.uint64))
+        while len(beyond := np.flatnonzero(found >= self._size)):
+            found[beyond] = self._once(found[beyond])
+        return found.astype(np.int64)
+
+    def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        row, column = np.divmod(numbers, self._columns)
+        for of_column, of_row in zip(self._keys[::2], self._keys[1::2], strict=True):
+            _turn(row, self._rows, column + of_column)
+            _turn(column, self._columns, row + of_row)
+        return row * self._columns + column
+
+
+def _turn(half: NDArray[np.uint64], size: np.uint64, hashed: NDArray[np.uint64]) -> None:
+    """Adds to each number of `half` a pseudo-random one below `size`, modulo this; changes both arrays."""
+    hashed *= _FIRST
+    hashed ^= hashed >> _HALF
+    hashed *= _SECOND
+    hashed >>= _HALF
+    hashed *= size
+    hashed >>= _HALF  # of 32 bits, as a share of `size`
+    half += hashed
+    np.minimum(half, half - size, out=half)  # a difference below 0 wraps around, and is larger than all
+
+
+def _grid(size: int) -> tuple[int, int]:
+    """Rows and columns, both near √size. With an odd number of both, no round would be an odd permutation."""
+    rows = math.isqrt(size - 1) + 1
+    rows += rows % 2
+    return rows, -(-size // rows)
+
+
+def _rounds(columns: int) -> int:
+    """So many that what tells the permutation from a random one is below 2⁻²⁴: two rounds more divide it by the number
+    of columns (J. Patarin: Generic Attacks on Feistel Schemes, ASIACRYPT 2001)."""
+    bits = max(columns.bit_length() - 1, 1)
+    return max(_LEAST_ROUNDS, 2 + 2 * -(-24 // bits))
+
+
+def _mix(number: int) -> int:
+    """The finaliser of SplitMix64; of any integer, by its lowest 64 bits."""
+    word = number & _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
