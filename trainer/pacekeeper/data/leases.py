@@ -7,8 +7,11 @@ each of them takes; `Leasing` takes the next tickets from a counter of all ranks
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 from .shares import Place, equal_shares
 
@@ -33,11 +36,15 @@ class Remainder:
     @property
     def used(self) -> int:
         """How many positions are used."""
-        return self.cursor - sum(end - first for first, end in self.pending)
+        return self.cursor - self._waiting[-1]
 
     def places(self, first: int, end: int) -> tuple[Interval, ...]:
-        """The positions of tickets [first, end)."""
-        return cut([*self.pending, (self.cursor, self.cursor + end)], first, end)
+        """The positions of tickets [first, end). It takes no longer where more is pending than what is asked for."""
+        waiting = self._waiting
+        begin, stop = bisect_right(waiting, first) - 1, bisect_left(waiting, end)
+        found = cut(self.pending[begin:stop], first - waiting[begin], end - waiting[begin])
+        beyond = max(first - waiting[-1], 0), end - waiting[-1]
+        return found if beyond[0] >= beyond[1] else (*found, (self.cursor + beyond[0], self.cursor + beyond[1]))
 
     def after(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
         """What is left when the first `tickets` are used, but for the positions that are `unused`.
@@ -46,14 +53,19 @@ class Remainder:
         """
         handed_out = self.places(0, tickets)
         back = merge(unused)
-        if any(not any(low <= first and end <= high for low, high in handed_out) for first, end in back):
+        if not _are_within(back, handed_out):
             raise ValueError(f"of {back}, not all were among the first {tickets} tickets, which are at {handed_out}")
-        waiting = sum(end - first for first, end in self.pending)
+        waiting = self._waiting[-1]
         cursor = self.cursor + max(tickets - waiting, 0)
         pending = list(merge([*back, *self.places(tickets, max(tickets, waiting))]))
         if pending and pending[-1][1] == cursor:
             cursor = pending.pop()[0]
         return Remainder(cursor, tuple(pending))
+
+    @cached_property
+    def _waiting(self) -> tuple[int, ...]:
+        """How many positions are pending before each of the intervals, and at last in all."""
+        return (0, *accumulate(end - first for first, end in self.pending))
 
 
 @dataclass(frozen=True)
@@ -150,3 +162,10 @@ def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
         elif first < end:
             merged.append((first, end))
     return tuple(merged)
+
+
+def _are_within(inner: Sequence[Interval], outer: Sequence[Interval]) -> bool:
+    """Whether each interval of `inner` lies in one of `outer`; both are in ascending order and apart."""
+    ends = [end for _, end in outer]
+    places = ((first, end, bisect_right(ends, first)) for first, end in inner)
+    return all(at < len(outer) and outer[at][0] <= first and end <= outer[at][1] for first, end, at in places)

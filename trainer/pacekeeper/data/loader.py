@@ -92,7 +92,9 @@ class Loader:
         self._batches: Iterator[Any] | None = None
         self._received = 0  # of the batches that the present iterator was asked for
         self._stale = 0  # batches to come that belong to no step any more
-        self._left = Remainder()
+        self._known = Remainder()
+        """What was left of the stream `_completed` samples ago."""
+        self._completed = 0
         self._begin(None)
 
     # Steps
@@ -132,7 +134,7 @@ class Loader:
         if isinstance(self._allotment.source, Leasing):
             self._allotment.underway, self._allotment.exact = (), False
         else:
-            self._left = self._left.after(self._sizes.global_batch)
+            self._completed += self._sizes.global_batch
 
     @property
     def cursor(self) -> int:
@@ -229,7 +231,7 @@ class Loader:
         allotment.used += used
         if unused is not None:
             out = sum(end - first for first, end in unused)
-            self._left = allotment.source.start.after(allotment.used + out, unused)
+            self._known = allotment.source.start.after(allotment.used + out, unused)
             allotment.exact = True
 
     def stop_leases(self) -> None:
@@ -267,7 +269,8 @@ class Loader:
             )
         if self._run_through is not None:
             self._run_through.size = size or self._size
-        self._left = Remainder(state["cursor"], tuple((first, end) for first, end in state["pending"]))
+        self._known = Remainder(state["cursor"], tuple((first, end) for first, end in state["pending"]))
+        self._completed = 0
         shares = tuple(state["shares"])
         with suppress(InputError):  # of another number of ranks, or of another script
             self.check(shares)
@@ -284,6 +287,14 @@ class Loader:
     @property
     def _allotment(self) -> Allotment:
         return self._sampler.allotment
+
+    @property
+    def _left(self) -> Remainder:
+        """What of the stream is not yet used, as far as is known. Worked out where it is asked for and not in each
+        step: it takes as long as there are pending positions."""
+        if self._completed:
+            self._known, self._completed = self._known.after(self._completed), 0
+        return self._known
 
     @property
     def _terms(self) -> Terms:

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -475,6 +476,73 @@ def test_a_state_is_taken_only_when_all_have_met() -> None:
 def test_what_is_left(left: Remainder, tickets: int, unused: tuple[Interval, ...], after: Remainder) -> None:
     assert left.after(tickets, unused) == after
     assert after.used == left.used + tickets - sum(end - first for first, end in unused)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_places_are_those_of_all_that_is_left_counted_through(seed: int) -> None:
+    rng = random.Random(seed)
+    ends = sorted(rng.sample(range(40), 2 * rng.randrange(6)))
+    left = Remainder(rng.randrange(41, 50), merge(zip(ends[::2], ends[1::2], strict=True)))
+    positions = [position for first, end in (*left.pending, (left.cursor, 100)) for position in range(first, end)]
+    for first, end in itertools.combinations_with_replacement(range(50), 2):
+        found = left.places(first, end)
+        assert [place for low, high in found for place in range(low, high)] == positions[first:end]
+        assert all(low < high for low, high in found)
+
+
+@pytest.mark.parametrize("leases", [False, True], ids=["shares", "leases"])
+def test_the_work_grows_as_what_is_pending(leases: bool) -> None:
+    """And not as its square: twice as many pending positions, in steps of one size, are twice the work."""
+
+    def work(pending: int) -> int:
+        """Lines that the package `data` runs to use up so many intervals, and as many samples behind them."""
+        loader = Loader(range(10**6), BatchSizes(32, 32), Place())
+        intervals = [(16 * number, 16 * number + 8) for number in range(pending)]
+        loader.load_state_dict({**loader.state_dict(), "cursor": 16 * pending, "pending": intervals})
+
+        def use_up() -> None:
+            if leases:
+                loader.start_leases(Follower([0], {}), None)
+            for _ in range(pending // 2):
+                step_alone(loader)
+            loader.meet(16 * pending, loader.unused())
+            assert loader.state_dict()["pending"] == []
+
+        return lines_of(use_up, "pacekeeper/data/")
+
+    assert work(800) < 2.1 * work(400)
+
+
+def test_the_work_of_a_meeting_grows_as_what_comes_back() -> None:
+    def work(unused: int) -> int:
+        back = [(16 * number, 16 * number + 8) for number in range(unused)]
+
+        def meet() -> None:
+            Remainder().after(16 * unused, back).after(4 * unused, back[: unused // 2])
+
+        return lines_of(meet, "pacekeeper/data/")
+
+    assert work(800) < 2.2 * work(400)
+
+
+def lines_of(run: Callable[[], object], where: str) -> int:
+    """How many lines of files whose path contains `where` are run."""
+    count = 0
+
+    def trace(frame: Any, *_: Any) -> Any:
+        nonlocal count
+        if where not in frame.f_code.co_filename:
+            return None
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_positions_that_nobody_had_cannot_come_back() -> None:
