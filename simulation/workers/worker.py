@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper.launcher.gpu import GpuEvent
-from pacekeeper_analysis.diagnose.gpu_health import Sign
+from pacekeeper_analysis.diagnose.gpu_health import Origin, Sign, xid_blame
 from pacekeeper_analysis.reports import GpuHealth, Heartbeat
 from pacekeeper_operator.api import LABEL_JOB, TRAINER
 
@@ -230,6 +230,8 @@ class Worker:
         self.launcher.gpu_error(GpuEvent(gpu, xid, f"XID {xid} on {gpu}"))
         self._world.prometheus.count_xid(self.node, str(local), xid)
         for rank in self._victims(local, "loses its GPU"):
+            if xid_blame(xid) is Origin.APPLICATION:
+                self._seems_the_script(rank)
             error = f"RuntimeError: CUDA error: uncorrectable error (XID {xid})"
             self._world.after(self._random.uniform(*_CRASHES), rank.end, 1, error)
 
