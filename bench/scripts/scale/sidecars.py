@@ -76,17 +76,20 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
         beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         fleet.counts["sidecars"] += 1
-        trains = False
+        trains, held = False, 0.0
         try:
             while plan.role is not Role.LEAVE:
+                wait, began = settings.poll_seconds, time.monotonic()
+                most = min(settings.hold_seconds, max(wait, 2 * held))
                 try:
-                    news = await client.plan(_now(beat, plan, fleet), plan.version, settings.poll_seconds)
+                    news = await client.plan(_now(beat, plan, fleet), plan.version, wait, most)
                 except (Unavailable, Rejected) as error:
                     fleet.counts["refused"] += 1
                     print(error, file=sys.stderr, flush=True)
                     await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                     backoff = min(LONGEST_BACKOFF, 2 * backoff)
                     continue
+                held = held if news is not None else time.monotonic() - began
                 fleet.counts["polls"] += 1
                 backoff = FIRST_BACKOFF
                 if news is not None:
