@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(arguments) - set(PARTS):
         print(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with it
     began, quick, figures = time.monotonic(), os.environ.get("QUICK") == "1", list[Figure]()
     for name in arguments or PARTS:
         print(f"-- {name}", file=sys.stderr, flush=True)
