@@ -6,6 +6,7 @@ decide upon have classes of their own.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ Object = api.Object
 Objects = list[Object]
 
 REQUEST_SECONDS = 15
+CALLS_AT_ONCE = 32
+"""Of one connection; others wait. More would make no answer come sooner, and each of them later."""
 BUSY_SECONDS, LONGEST_BUSY_SECONDS = 2.0, 60.0
 """Until the next call to an API server that has too much to do and does not say when; and at most."""
 FIELD_MANAGER = "pacekeeper"
@@ -214,6 +217,7 @@ class HttpConnection:
 
     def __init__(self, connection: client.ApiClient) -> None:
         self._connection = connection
+        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
@@ -221,9 +225,10 @@ class HttpConnection:
         headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
-            method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
-        )
+        async with self._slots:
+            answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
+                method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
+            )
         asked = answer.headers.get("Retry-After", "")
         return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
 

@@ -92,8 +92,10 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
 
 async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
     """Raises Overtaken where it is to end before it leads."""
+    # A connection of its own for the Lease: behind the calls of a thousand jobs it would not be renewed in time.
+    its_own = await stack.enter_async_context(edges.connect())
+    lease = await stack.enter_async_context(leadership.contend(its_own, settings, runtime))
     api = await stack.enter_async_context(edges.connect())
-    lease = await stack.enter_async_context(leadership.contend(api, settings, runtime))
     api.before_write = lease.require
     shown = edges.certificates(api, settings, runtime)
     operator = Operator(

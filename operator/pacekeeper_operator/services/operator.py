@@ -61,6 +61,7 @@ class Operator:
     sample: Sample = field(default_factory=Sample)
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
@@ -91,6 +92,12 @@ class Operator:
     def turn(self, a_second: float, at_least: float) -> float:
         """Seconds between two turns of a job that is under way, so that all of them together have so many a second."""
         return max(at_least, self.active / a_second)
+
+    async def its_turn(self) -> None:
+        """Returns when a pass may begin: one after the other, with everything else that is ready in between. A thousand
+        jobs that something wakes together would else hold up polls, and the Lease, for seconds."""
+        async with self.next_pass:
+            await self.runtime.sleep(0.0)
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 async def reconcile(operator: Operator, desk: Desk) -> float:
     """One pass; seconds until the next one is wanted, if nothing wakes it before. Raises what keeps it from looking."""
+    await operator.its_turn()
     desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
