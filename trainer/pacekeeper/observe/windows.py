@@ -54,6 +54,7 @@ class RankHistory:
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
         self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
+        self._is_whole = True  # the step that is under way, as far as it was recorded
         self._skipped = 0
         self._early: list[StepTimes] = []  # of the window that may become the baseline
         self._early_windows = 0
@@ -63,8 +64,14 @@ class RankHistory:
         self.collective_seconds_total = 0.0
         self.garbage_seconds_total = 0.0
 
-    def add(self, records: NDArray[np.void]) -> None:
-        """Take in new records (`records.RECORD`), oldest first. The first step of a round is no training yet."""
+    def add(self, records: NDArray[np.void], behind_gap: bool = False) -> None:
+        """Take in new records (`records.RECORD`), oldest first. The first step of a round is no training yet.
+
+        behind_gap: whether there were others before them that nobody has read. What is known of the step that they
+        belong to is a part of it, and enters no window.
+        """
+        if behind_gap:
+            self._garbage, self._lengths, self._is_whole = 0.0, None, False
         collectives = records[records["kind"] == Kind.COLLECTIVE]
         self.collective_seconds_total += float((collectives["end_ns"] - collectives["start_ns"]).sum()) * 1e-9
         self.steps_total += int((records["kind"] == Kind.STEP).sum())
@@ -83,7 +90,8 @@ class RankHistory:
             else:
                 garbage, self._garbage = self._garbage, 0.0
                 lengths, self._lengths = self._lengths, None
-                if record["phase"] == Phase.TRAIN:
+                is_whole, self._is_whole = self._is_whole, True
+                if record["phase"] == Phase.TRAIN and is_whole:
                     own = _seconds(own_work.get(int(record["start_ns"]), record))
                     step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage, lengths)
                     self.append(step, int(record["flags"]))

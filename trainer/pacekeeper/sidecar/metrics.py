@@ -48,6 +48,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
     "samples": ("Samples trained on.", lambda rank: rank.history.samples_total),
     "garbage_seconds": ("Time in Python garbage collections.", lambda rank: rank.history.garbage_seconds_total),
     "collective_seconds": ("Time inside collectives.", lambda rank: rank.history.collective_seconds_total),
+    "lost_records": ("Records that were overwritten before they were read.", lambda rank: rank.lost),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.operations import SENT_BY_A_WORKER, last_operations
@@ -39,6 +40,7 @@ class Rank:
     history: RankHistory
     state: np.void
     seen: int = 0  # index of the last record taken in
+    lost: int = 0  # records that were overwritten before they were read, in all of its rounds here
 
 
 class RankRings:
@@ -58,8 +60,7 @@ class RankRings:
                 rank.state = rank.ring.state()
                 records = rank.ring.records(since=rank.seen)
                 if len(records):
-                    rank.seen = int(records["index"][-1])
-                    rank.history.add(records)
+                    _take(rank, records)
                 present.append(rank)
         return present
 
@@ -127,12 +128,28 @@ class RankRings:
         except (FileNotFoundError, InputError):  # a round ends or begins right now
             return None
         state = ring.state()
-        history = RankHistory(self._window_steps)
+        rank = Rank(ring, RankHistory(self._window_steps), state)
         if known is not None and known.state["rank"] == state["rank"]:
-            history = known.history
-            history.start_round()
-        rank = self._ranks[local_rank] = Rank(ring, history, state)
+            rank.history, rank.lost = known.history, known.lost
+            rank.history.start_round()
+        self._ranks[local_rank] = rank
         return rank
+
+
+def _take(rank: Rank, records: NDArray[np.void]) -> None:
+    """Take in what is new, and notice what is missing before it; what there was before the first look is not lost."""
+    missing = int(records["index"][0]) - 1 - rank.seen
+    if missing and rank.seen:
+        if not rank.lost:
+            log.warning(
+                "rank %d: %d records were overwritten before they were read, and are in none of its figures; give the "
+                "sidecar more processor time, if this comes again (pacekeeper_rank_lost_records_total)",
+                rank.state["rank"],
+                missing,
+            )
+        rank.lost += missing
+    rank.history.add(records, behind_gap=missing > 0)
+    rank.seen = int(records["index"][-1])
 
 
 def _operations(ranks: Sequence[Rank], known: Sequence[Communicator]) -> tuple[RankOperations, ...]:

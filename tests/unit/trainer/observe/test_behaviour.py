@@ -14,8 +14,16 @@ import torch
 from pacekeeper.environment import Environment
 from pacekeeper.observe.behaviour import machine, sources, watch
 from pacekeeper.observe.behaviour.sampler import Sampler
-from pacekeeper.observe.behaviour.spans import WAIT, kernel_name, owner_of, spans_between, steps_between
+from pacekeeper.observe.behaviour.spans import (
+    WAIT,
+    complete_from,
+    kernel_name,
+    owner_of,
+    spans_between,
+    steps_between,
+)
 from pacekeeper.observe.behaviour.watch import Conditions
+from pacekeeper.observe.clock import HostClock
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.observe.ring import RingWriter, create_ring
 from pacekeeper.runtime import Runtime, write_plan
@@ -98,6 +106,44 @@ class TestSpans:
             (WAIT, Owner.COLLECTIVE),
         ]
         assert found.start_ns.tolist() == [500, 60, far], "cut to the window"
+
+    def test_a_window_begins_with_the_first_step_that_the_ring_still_holds_all_of(self) -> None:
+        """The device may have been two steps behind what the host has written down."""
+        rows = (
+            row
+            for n in range(1, 9)
+            for row in (
+                {"kind": Kind.DATA, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 10},
+                {**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 100},
+            )
+        )
+        given = records(*rows)
+        given["index"] = np.arange(1, len(given) + 1)
+        assert complete_from(given) == complete_from(given[:0]) == 0
+        assert complete_from(given[1:]) == 400, "step 1 has lost its loading"
+        assert complete_from(given[2:]) == 500
+        assert complete_from(given[-2:]) == 900, "no step is sure to be whole"
+
+
+@pytest.mark.usefixtures("either_way")
+def test_of_a_window_that_is_longer_than_the_ring_the_end_is_told(tmp_path: Path) -> None:
+    """All of its steps and waits would be held against what is left of them."""
+    create_ring(Runtime(tmp_path).make().ring(0), rank=0, round_=1, capacity=64)
+    recorder = Recorder(RingWriter(Runtime(tmp_path).ring(0)), HostClock())
+    recorder.end_step()
+    window = watch._OpenWindow(recorder, Profile("profile-1", 0), Conditions(1, 0, 8), time.monotonic(), 0)
+    for _ in range(20):
+        recorder.load(lambda: None)
+        for _ in range(7):
+            with recorder.waiting():
+                recorder.ring.write(Kind.COLLECTIVE, 0, time.monotonic_ns(), recorder.step, Phase.TRAIN)
+        recorder.end_step(8)
+    window.stop()
+    environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path)})
+    found = window.pattern(environment, Runtime(tmp_path), sources.SourceNames("/none"))
+    assert found is not None
+    assert (found.first_step, found.steps) == (recorder.step - found.steps, 64 // 10 - 2)
+    assert sum(function.share for function in found.by_function) == pytest.approx(1.0, abs=0.01)
 
 
 class TestSampler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -92,6 +93,41 @@ def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Pa
         writer.write(Kind.STEP, 0, 0, step)
     assert reader.records()["step"].tolist() == list(range(136, 200))
     assert reader.records(since=198)["step"].tolist() == [198, 199]
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 31, 63, 64, 65, 66, 96, 127, 128, 129, 200])
+def test_a_reader_finds_all_that_is_there_however_often_the_ring_was_filled(path: Path, written: int) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    for step in range(1, written + 1):
+        writer.write(Kind.STEP, 0, 0, step)
+    for since in {0, 1, written // 2, written - 64, written - 1, written} & set(range(written + 1)):
+        there = list(range(max(since, written - 64) + 1, written + 1))
+        found = reader.records(since)
+        assert found["index"].tolist() == found["step"].tolist() == there
+    RingWriter(path).write(Kind.STEP, 0, 0, 999)
+    assert reader.records(written)[["index", "step"]].tolist() == [(written + 1, 999)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 40, 63])
+def test_a_slot_that_is_being_written_is_left_out(path: Path, place: int) -> None:
+    """The next one in turn, whose record is the oldest."""
+    writer, reader = RingWriter(path), RingReader(path)
+    for step in range(1, 64 + place + 1):
+        writer.write(Kind.STEP, 0, 0, step)
+    writer._map[HEADER_BYTES + 64 * place : HEADER_BYTES + 64 * place + 8] = bytes(8)
+    assert reader.records()["index"].tolist() == list(range(place + 2, 64 + place + 1))
+
+
+def test_a_reader_has_the_kernel_find_no_memory_for_records_to_come() -> None:
+    """It would be charged to the container that reads; and small jobs never come to use most of a ring."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder, "0")
+        create_ring(path, rank=0, round_=1)
+        writer, reader = RingWriter(path), RingReader(path)
+        for step in range(100):
+            writer.write(Kind.STEP, 0, 0, step)
+        assert len(reader.records()) == 100
+        assert path.stat().st_blocks * 512 < 40 * 4096
 
 
 def test_a_second_writer_goes_on_behind_the_first(path: Path) -> None:

@@ -13,7 +13,7 @@ from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
 from pacekeeper.observe.windows import BASELINE_WINDOWS, EARLIER_STEPS, FIRST_STEPS_SKIPPED, RankHistory
 from pacekeeper.runtime import Runtime
 from pacekeeper.sidecar.ranks import RankRings
-from pacekeeper_analysis.records import RECORD, Kind, Phase
+from pacekeeper_analysis.records import RECORD, Collective, Kind, Phase
 
 
 def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
@@ -121,6 +121,80 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
     assert ranks.evidence("e1", "w", 2).windows[0].share_grain == 1
     ring.state.share_grain = 8
     assert ranks.evidence("e1", "w", 2).windows[0].share_grain == 8
+
+
+LAYERS, MICROBATCHES = 80, 4
+OF_A_MICROBATCH = [
+    *[Collective.ALL_GATHER] * (2 * LAYERS + 1),  # FSDP2: parameters, before each layer's forward and backward pass
+    *[Collective.REDUCE_SCATTER] * (LAYERS + 1),
+    *[Collective.ALL_GATHER, Collective.REDUCE_SCATTER] * (4 * LAYERS),  # tensor and sequence parallelism within
+]
+
+
+def write_step(ring: RingWriter, step: int) -> None:
+    """Of a job of 80 layers, sharded by FSDP2 and over tensors: 1 s, of which the last tenth is a wait for peers."""
+    start = step * 10**9
+    for microbatch in range(MICROBATCHES):
+        ring.write(Kind.DATA, start, start, step, Phase.TRAIN)
+        for place, collective in enumerate(OF_A_MICROBATCH):
+            at = start + (microbatch * len(OF_A_MICROBATCH) + place) * 250_000
+            ring.write(Kind.COLLECTIVE, at, at + 100_000, step, Phase.TRAIN, 0.0, collective)
+    ring.write(Kind.GARBAGE, start, start + 10**7, step, Phase.TRAIN)
+    ring.write(Kind.LENGTHS, start, start + 10**9, step, Phase.TRAIN, 100.0 + step)
+    ring.write(Kind.STEP, start, start + 10**9, step, Phase.TRAIN, 8.0)
+    ring.write(Kind.COMPUTE, start, start + 9 * 10**8, step, Phase.TRAIN, 8.0)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_ring_holds_the_windows_of_a_job_of_eighty_layers(tmp_path: Path) -> None:
+    """32 steps, `detection.windowSteps`: what a launcher, or a sidecar that has just started, goes by."""
+    runtime = Runtime(tmp_path).make()
+    create_ring(runtime.ring(0), rank=5, round_=1)
+    ring = RingWriter(runtime.ring(0))
+    ranks = RankRings(runtime, window_steps=32)
+    for step in range(1, 41):
+        write_step(ring, step)
+        ranks.look()
+    (read_in_time,) = ranks.look()
+    (read_at_once,) = RankRings(runtime, window_steps=32).look()
+    held = read_at_once.ring.records()
+    steps = held["step"][held["kind"] == Kind.STEP]
+    assert np.count_nonzero(steps > held["step"][0]) >= 32, "whole ones"
+    assert read_in_time.lost == read_at_once.lost == 0
+    assert read_in_time.history.steps_total == 40
+    assert read_in_time.history.collective_seconds_total == pytest.approx(
+        40 * MICROBATCHES * len(OF_A_MICROBATCH) / 1e4
+    )
+    for rank in (read_in_time, read_at_once):
+        window = rank.history.window(5)
+        assert window.steps == tuple(range(33, 41)), "eight are enough where they take a second each"
+        assert window.step_seconds == pytest.approx((1.0,) * 8)
+        assert window.compute_seconds == pytest.approx((0.9,) * 8)
+        assert window.garbage_seconds == pytest.approx((0.01,) * 8)
+        assert window.lengths == pytest.approx([100.0 + step for step in window.steps])
+
+
+@pytest.mark.usefixtures("either_way")
+def test_records_that_nobody_read_in_time_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of the step that they were of is in no window; the figures of the others are right."""
+    runtime = Runtime(tmp_path).make()
+    of_a_step = MICROBATCHES * (1 + len(OF_A_MICROBATCH)) + 4
+    capacity = of_a_step + of_a_step // 2
+    create_ring(runtime.ring(0), rank=5, round_=1, capacity=capacity)
+    ring, ranks = RingWriter(runtime.ring(0)), RankRings(runtime, window_steps=32)
+    for steps in ((1,), (2,), (3, 4, 5, 6), (7,), (8, 9)):
+        for step in steps:
+            write_step(ring, step)
+        (rank,) = ranks.look()
+    assert rank.history.window(5).steps == (1, 2, 6, 7, 9)
+    assert rank.history.window(5).garbage_seconds == pytest.approx((0.01,) * 5)
+    assert rank.history.window(5).lengths == (101.0, 102.0, 106.0, 107.0, 109.0)
+    assert rank.lost == 4 * of_a_step - capacity + 2 * of_a_step - capacity
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"rank 5: {4 * of_a_step - capacity} records were overwritten before they were read")
+    create_ring(runtime.ring(0), rank=5, round_=2)
+    (again,) = ranks.look()
+    assert again.lost == rank.lost, "a counter goes on in the next round"
 
 
 def event(kind: Kind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:

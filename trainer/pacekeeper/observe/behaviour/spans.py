@@ -15,6 +15,8 @@ from pacekeeper_analysis.behaviour.pattern import Owner
 from pacekeeper_analysis.behaviour.reduce import KnownSpans
 from pacekeeper_analysis.records import Collective, Kind, Phase
 
+from ..recorder import AHEAD
+
 GARBAGE = "(garbage collection)"
 WAIT = "(wait for peers)"
 """Of a wait beside which no collective has ended."""
@@ -50,6 +52,17 @@ def steps_between(records: NDArray[np.void], between: tuple[int, int]) -> Steps 
     )
 
 
+def complete_from(records: NDArray[np.void]) -> int:
+    """The beginning (ns) of the first step of which a ring's records, oldest first, tell all; 0: none were overwritten.
+
+    The oldest record may be of a step that a device came to the end of when the host had begun the next ones.
+    """
+    if not len(records) or records["index"][0] == 1:
+        return 0
+    steps = records[(records["kind"] == Kind.STEP) & (records["start_ns"] >= records["end_ns"][0])]
+    return int(steps["start_ns"][AHEAD]) if len(steps) > AHEAD else int(records["end_ns"].max())
+
+
 def spans_between(
     records: NDArray[np.void],
     waits: Sequence[tuple[int, int]],
@@ -76,11 +89,10 @@ def spans_between(
 
 def _recorded(records: NDArray[np.void]) -> Iterator[Span]:
     """Loading and collections that were part of a step."""
-    for record in records[records["phase"] == Phase.TRAIN]:
-        if record["kind"] == Kind.DATA:
-            yield Owner.DATA, "", int(record["start_ns"]), int(record["end_ns"])
-        elif record["kind"] == Kind.GARBAGE:
-            yield Owner.GARBAGE, GARBAGE, int(record["start_ns"]), int(record["end_ns"])
+    training = records[records["phase"] == Phase.TRAIN]
+    for kind, owner, name in ((Kind.DATA, Owner.DATA, ""), (Kind.GARBAGE, Owner.GARBAGE, GARBAGE)):
+        for record in training[training["kind"] == kind]:
+            yield owner, name, int(record["start_ns"]), int(record["end_ns"])
 
 
 def _named(waits: Sequence[tuple[int, int]], records: NDArray[np.void]) -> Iterator[Span]:

@@ -31,7 +31,7 @@ from ..recorder import Recorder
 from ..ring import RingReader
 from . import machine, sources
 from .sampler import Sampler
-from .spans import Kernels, spans_between, steps_between
+from .spans import Kernels, complete_from, spans_between, steps_between
 
 LOOK_SECONDS = 0.25
 """Between two looks at what windows depend on, while none is open or soon to be: most steps end without one."""
@@ -244,9 +244,9 @@ class _OpenWindow:
         self._after = machine.look(self._recorder.training_thread)
 
     def pattern(self, environment: Environment, runtime: Runtime, names: sources.SourceNames) -> RankPattern | None:
-        """None: it has no whole step."""
-        between = self._from.ns, self._until.ns
+        """None: it has no whole step. Of one that the ring no longer holds from its beginning, what it holds."""
         records = RingReader(runtime.ring(environment.local_rank)).records()
+        between = max(self._from.ns, complete_from(records)), self._until.ns
         steps = steps_between(records, between)
         if steps is None:
             return None
