@@ -24,6 +24,8 @@ Object = api.Object
 Objects = list[Object]
 
 REQUEST_SECONDS = 15
+PAGE = 500
+"""Objects of a list that come at once. Thousands would hold up everything else while they are read: a Lease, say."""
 CALLS_AT_ONCE = 32
 """Of one connection; others wait. More would make no answer come sooner, and each of them later."""
 BUSY_SECONDS, LONGEST_BUSY_SECONDS = 2.0, 60.0
@@ -141,12 +143,18 @@ class Cluster:
 
     async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
         """The same, and as of when."""
-        query = {"labelSelector": labels} if labels else {}
+        query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
         query |= {"fieldSelector": fields} if fields else {}
-        answer = await self._call("GET", _path(kind, namespace), query)
-        if "items" not in answer:
-            raise kopf.TemporaryError(f"the API server has answered a list of {kind.plural} without a list", delay=2)
-        return Listing(answer["items"] or [], int(answer["metadata"]["resourceVersion"]))
+        items: Objects = []
+        while True:
+            answer = await self._call("GET", _path(kind, namespace), query)
+            if "items" not in answer:
+                words = f"the API server has answered a list of {kind.plural} without a list"
+                raise kopf.TemporaryError(words, delay=2)
+            items += answer["items"] or []
+            query["continue"] = answer["metadata"].get("continue") or ""
+            if not query["continue"]:
+                return Listing(items, int(answer["metadata"]["resourceVersion"]))
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         """Raises Conflict where it exists already, Refused where the server does not accept it, Denied where it does

@@ -95,9 +95,10 @@ class Operator:
 
     async def its_turn(self) -> None:
         """Returns when a pass may begin: one after the other, with everything else that is ready in between. A thousand
-        jobs that something wakes together would else hold up polls, and the Lease, for seconds."""
+        jobs that something wakes together would else hold up polls, and the Lease, for seconds. Without the Lease none
+        begins, and none of them needs to find that out by itself."""
         async with self.next_pass:
-            await self.runtime.sleep(0.0)
+            await self.runtime.sleep(0.0 if self.leads() else RETRY_SECONDS)
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""
