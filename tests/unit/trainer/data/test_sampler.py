@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,24 @@ def test_epochs_differ_and_the_order_is_the_seeds_alone() -> None:
     assert other.indices([(45, 100)]) == one.indices([(45, 100)])  # whatever was asked for before
     assert Permutations(50, seed=2).indices([(0, 50)]) != one.indices([(0, 50)])
     assert Permutations(5, seed=1, shuffle=False).indices([(3, 12)]) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_a_loader_of_very_many_samples_takes_no_more_memory() -> None:
+    def step_of_many(size: int) -> int:
+        """Bytes that it takes at most."""
+        tracemalloc.start()
+        loader = Loader(range(size), BatchSizes(64, 16), Place(1, 2), seed=3)
+        loader.load_state_dict({**loader.state_dict(), "cursor": size - 32})  # the batch reaches into the next epoch
+        draw, batches = step_of(loader)
+        samples = [index for batch in batches for index in batch.tolist()]
+        assert len(set(samples)) == len(samples) == draw.samples == 32
+        assert max(samples) < size
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    step_of_many(10**3)  # what Python and torch keep once they have been here
+    assert step_of_many(10**12) < 2 * step_of_many(10**3) < 2_000_000
 
 
 def test_restoring_on_other_data_is_refused() -> None:
