@@ -92,10 +92,9 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
 
 async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
     """Raises Overtaken where it is to end before it leads."""
-    # A connection of its own for the Lease: behind the calls of a thousand jobs it would not be renewed in time.
-    its_own = await stack.enter_async_context(edges.connect())
-    lease = await stack.enter_async_context(leadership.contend(its_own, settings, runtime))
-    api = await stack.enter_async_context(edges.connect())
+    # Calls of a thousand jobs wait for each other: neither the Lease nor sidecars' tokens may have to wait behind them.
+    for_lease, for_tokens, api = [await stack.enter_async_context(edges.connect()) for _ in range(3)]
+    lease = await stack.enter_async_context(leadership.contend(for_lease, settings, runtime))
     api.before_write = lease.require
     shown = edges.certificates(api, settings, runtime)
     operator = Operator(
@@ -115,7 +114,7 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     shown.told = partial(_tell, operator)
     await stack.enter_async_context(edges.answer_probes(operator, lease))
     await runtime.unless(_over(runtime, edges), shown.begin())
-    sidecars = Sidecars(api, operator.memory, runtime, operator.stays)
+    sidecars = Sidecars(for_tokens, operator.memory, runtime, operator.stays)
     lease.turned = partial(_turn, operator, sidecars)
     endpoint = await stack.enter_async_context(AsyncExitStack())
     await endpoint.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context, lease))
