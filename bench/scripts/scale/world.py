@@ -29,6 +29,8 @@ GROUP = "/apis/pacekeeper.dev/v1alpha1"
 JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
 TOKEN_SECONDS = 7200
 START_SECONDS = 900.0
+LEAST_MEMORY = 512 * 2**20
+"""The chart's limit; with more than a thousand workers half a MiB for each, as docs/install.md says."""
 OPERATOR, SIDECARS = "operator", "sidecars"
 
 
@@ -42,6 +44,8 @@ class World:
     prometheus_url: str
     ports: tuple[int, int, int]
     kubeconfig: Path
+    memory: int
+    """Bytes: the operator's limit, as its container would show it; nothing here holds it to that."""
     pid: int = 0
     """Of the operator."""
     sidecars: dict[str, int] = field(default_factory=dict)
@@ -66,7 +70,11 @@ class World:
         }
         profile = os.environ.get("PROFILE")  # a file for cProfile's figures, which end in it when the operator does
         how = ["-m", "cProfile", "-o", profile, "-m"] if profile else ["-m"]
-        command = [sys.executable, *how, "pacekeeper_operator"]
+        shown = self.plane.folder / "cgroup"
+        shown.mkdir(exist_ok=True)
+        (shown / "memory.max").write_text(f"{self.memory}\n")
+        within = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /sys/fs/cgroup && exec "$@"', str(shown)]
+        command = [*within, sys.executable, *how, "pacekeeper_operator"]
         self.pid = self.plane.start(OPERATOR, *command, environment=environment | dict(settings))
         self.plane.wait_for("the operator", f"http://127.0.0.1:{liveness}/healthz")
 
@@ -152,7 +160,15 @@ async def made(nodes: int) -> AsyncIterator[World]:
         await api.all(api.call("POST", "/api/v1/nodes", _node(i)) for i in range(nodes))
         token = await _token(api)
         kubeconfig = plane.kubeconfig("pacekeeper", token)
-        world = World(plane, api, series, url, (free_port(), free_port(), free_port()), kubeconfig)
+        world = World(
+            plane,
+            api,
+            series,
+            url,
+            (free_port(), free_port(), free_port()),
+            kubeconfig,
+            max(LEAST_MEMORY, nodes * 2**19),
+        )
         await stack.enter_async_context(_speaking(world))
         yield world
 
