@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,35 @@ class TestPolicy:
         place = Place(training(), Settings(mode=cap))
         wish = job(remediation=remediation(mode=own))
         assert (policy(place.operator, wish).mode is Mode.ACT) is (own is cap is Mode.ACT)
+
+
+class TestTurn:
+    async def test_passes_begin_one_after_the_other_with_all_else_in_between(self) -> None:
+        """A clock that ticks in each turn of the event loop sees none in which two begin."""
+        place = await at(training())
+        began, turns = list[int](), 0
+
+        async def begin() -> None:
+            await place.operator.its_turn()
+            began.append(turns)
+
+        beginning = asyncio.gather(*(begin() for _ in range(50)))
+        while not beginning.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len(set(began)) == len(began) == 50
+
+    async def test_without_the_lease_all_wait_for_one_that_asks(self) -> None:
+        place, waits = await at(training()), list[float]()
+
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            place.operator.leads = lambda: len(waits) >= 3
+
+        place.operator.leads = lambda: False
+        place.runtime.sleep = sleep  # type: ignore[method-assign]
+        await asyncio.gather(*(place.operator.its_turn() for _ in range(5)))
+        assert [seconds > 0 for seconds in waits] == [True, True, True, False, False]
 
 
 class TestPause:

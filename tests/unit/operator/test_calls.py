@@ -1,13 +1,15 @@
-"""Long lists come in pages."""
+"""Calls to the API server: long lists come in pages, and no more are under way than may be."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any, cast
 
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import NODES, PAGE, Answer, Cluster, Object, Objects
+from pacekeeper_operator.cluster import CALLS_AT_ONCE, NODES, PAGE, Answer, Cluster, HttpConnection, Object, Objects
 
 
 class Pages:
@@ -44,3 +46,39 @@ async def test_all_of_them_are_one_list(nodes: int) -> None:
 async def test_half_a_list_is_none() -> None:
     with pytest.raises(kopf.TemporaryError, match="too old"):
         await Cluster(Pages(2 * PAGE, forgets_after=1)).list(NODES)
+
+
+class Client:
+    """A client of the API server whose answers wait for `answer`."""
+
+    def __init__(self) -> None:
+        self.configuration = self.rest_client = self
+        self.host = "https://api"
+        self.under_way = self.asked = 0
+        self.answer = asyncio.Event()
+        self.status, self.headers = 200, dict[str, str]()
+
+    async def update_params_for_auth(self, *_: Any) -> None:
+        return
+
+    async def request(self, *_: Any, **__: Any) -> Client:
+        self.asked += 1
+        self.under_way += 1
+        assert self.under_way <= CALLS_AT_ONCE
+        await self.answer.wait()
+        self.under_way -= 1
+        return self
+
+    async def read(self) -> bytes:
+        return b"{}"
+
+
+async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() -> None:
+    client = Client()
+    cluster = Cluster(HttpConnection(cast(Any, client)))
+    calls = [asyncio.create_task(cluster.get(NODES, f"node-{number}")) for number in range(3 * CALLS_AT_ONCE)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert client.under_way == client.asked == CALLS_AT_ONCE
+    client.answer.set()
+    assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [{}] * len(calls)
