@@ -89,11 +89,11 @@ class Operator:
         self.fleet = Fleet(self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
 
-    def turn(self, a_second: float, at_least: float) -> float:
+    def pace(self, a_second: float, at_least: float) -> float:
         """Seconds between two turns of a job that is under way, so that all of them together have so many a second."""
         return max(at_least, self.active / a_second)
 
-    async def its_turn(self) -> None:
+    async def begin_pass(self) -> None:
         """Returns when a pass may begin: one after the other, with everything else that is ready in between. A thousand
         jobs that something wakes together would else hold up polls, and the Lease, for seconds. Without the Lease none
         begins, and none of them needs to find that out by itself."""

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 async def reconcile(operator: Operator, desk: Desk) -> float:
     """One pass; seconds until the next one is wanted, if nothing wakes it before. Raises what keeps it from looking."""
-    await operator.its_turn()
+    await operator.begin_pass()
     desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
@@ -143,7 +143,7 @@ def _is_to_be_read(operator: Operator, desk: Desk) -> bool:
     """Nothing is known, or somebody else may have written or deleted it long ago: who has nothing to write would never
     notice, and the operator after this one would find nothing."""
     unknown = desk.memory.draft is None or not desk.memory.resource_version
-    return unknown or operator.runtime.monotonic() - desk.read_at >= operator.turn(READS_A_SECOND, READ_SECONDS)
+    return unknown or operator.runtime.monotonic() - desk.read_at >= operator.pace(READS_A_SECOND, READ_SECONDS)
 
 
 async def _read(operator: Operator, desk: Desk) -> None:
@@ -272,7 +272,7 @@ async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> No
     before, now = _status(desk), operator.runtime.monotonic()
     if status == before:
         return
-    if _urgent(status) == _urgent(before) and now - desk.status_at < operator.turn(STATUSES_A_SECOND, STATUS_SECONDS):
+    if _urgent(status) == _urgent(before) and now - desk.status_at < operator.pace(STATUSES_A_SECOND, STATUS_SECONDS):
         return
     patch = {"status": status.to_patch()}
     await operator.cluster.patch(JOBS, desk.job.name, patch, desk.job.namespace, subresource="status")
@@ -319,7 +319,7 @@ def _until_next_look(operator: Operator, desk: Desk, observation: Observation) -
     """Where many jobs train, those of which there is no news wait for each other: faults, workers that fall silent,
     pods and figures that leave their band wake them."""
     often = operator.settings.sample_seconds
-    seldom = operator.turn(LOOKS_A_SECOND, often)
+    seldom = operator.pace(LOOKS_A_SECOND, often)
     silent = any(not contact.polling for contact in desk.memory.contacts.values())
     if seldom == often or silent or observation.state.incidents.open:
         return often

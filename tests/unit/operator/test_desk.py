@@ -123,7 +123,7 @@ class TestTurn:
         began, turns = list[int](), 0
 
         async def begin() -> None:
-            await place.operator.its_turn()
+            await place.operator.begin_pass()
             began.append(turns)
 
         beginning = asyncio.gather(*(begin() for _ in range(50)))
@@ -141,7 +141,7 @@ class TestTurn:
 
         place.operator.leads = lambda: False
         place.runtime.sleep = sleep  # type: ignore[method-assign]
-        await asyncio.gather(*(place.operator.its_turn() for _ in range(5)))
+        await asyncio.gather(*(place.operator.begin_pass() for _ in range(5)))
         assert [seconds > 0 for seconds in waits] == [True, True, True, False, False]
 
 
