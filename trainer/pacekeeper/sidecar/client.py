@@ -23,8 +23,9 @@ from .settings import SidecarSettings
 
 ANSWER_SECONDS = 5.0
 """How long an answer may take beyond the time that the operator was allowed to hold the call."""
-
-
+CONNECT_SECONDS, CONNECT_TO_LEADER_SECONDS = 10.0, 2.0
+"""With the TLS handshake. Where all sidecars come back at once, whoever gave up sooner would have the operator begin
+anew, again and again; a leader that another operator has named may have gone with its machine."""
 KEEPALIVE_SECONDS, KEEPALIVE_TRIES = 3, 3
 """The kernel asks so often whether the operator's machine is still there; without an answer to so many questions, a
 second apart, the connection has ended: a poll may be held for much longer."""
@@ -89,6 +90,7 @@ class OperatorClient:
     ) -> tuple[int, Any]:
         """Status and words of the operator there ("": of whomever the Service leads to), which proves by its
         certificate that it is one before anything is sent. Raises Unavailable."""
+        connect = CONNECT_TO_LEADER_SECONDS if leader else CONNECT_SECONDS
         try:
             async with self._session.post(
                 f"https://{leader}{path}" if leader else f"{self._settings.operator}{path}",
@@ -98,7 +100,7 @@ class OperatorClient:
                     "Authorization": f"Bearer {self._settings.token_file.read_text().strip()}",
                     "Content-Type": "application/json",
                 },
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=2.0),
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=connect),
                 server_hostname=self._name if leader else None,
                 allow_redirects=False,
             ) as answer:
