@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from .figure import Figure
-from .world import GROUP, JOBS, SYSTEM, World, made, say
+from .world import GROUP, JOBS, PATIENT, SYSTEM, World, made, say
 
 WORKERS = 4
 PASS_SECONDS = 0.05
@@ -24,8 +24,6 @@ STORM_SECONDS, QUICK_STORM_SECONDS = 120.0, 20.0
 PATIENCE_SECONDS = 180.0
 AT_ONCE = 50
 """Jobs that begin together."""
-SLOW_LEASE = {"PACEKEEPER_LEASE_SECONDS": "30s"}
-"""While jobs begin: kubelets' and sidecars' work of thousands of machines leaves the operator little of two cores."""
 SETTLE_SECONDS = 30.0
 """Polls become longer, and part."""
 FLOW = "/apis/flowcontrol.apiserver.k8s.io/v1"
@@ -40,14 +38,13 @@ async def _measure(quick: bool) -> list[Figure]:
     jobs = 20 if quick else 1000
     idle, storm = (QUICK_IDLE_SECONDS, QUICK_STORM_SECONDS) if quick else (IDLE_SECONDS, STORM_SECONDS)
     async with made(jobs * WORKERS) as world:
-        world.start_operator(SLOW_LEASE)
+        world.start_operator(PATIENT)
         for first in range(0, jobs, AT_ONCE):
             which = range(first, min(first + AT_ONCE, jobs))
             await world.api.all(world.make_job(f"job-{number:04}", WORKERS) for number in which)
             await world.wait_until_training(which.stop * WORKERS)
         world.plane.stop_placing()
-        world.stop_operator()
-        world.start_operator({})
+        world.restart_operator({})
         await _known(world, jobs)
         await asyncio.sleep(SETTLE_SECONDS)
         before = _passes(world)

@@ -21,13 +21,15 @@ from typing import Any
 
 from .api import STRATEGIC, Api
 from .figure import Figure
-from .world import GROUP, World, made, node_name, say
+from .world import GROUP, PATIENT, World, made, node_name, say
 
 CONDITION = "GpuFault"
 GPU_HAS_FALLEN_OFF = 79
 """The bus: an XID."""
 STAGGER_SECONDS = 30.0
 IDLE_SECONDS = 20.0
+SETTLE_SECONDS = 30.0
+"""All sidecars are back after an operator's restart."""
 PATIENCE_SECONDS = 180.0
 STAYS_SECONDS = 20.0
 """For so long no node may be cordoned where the breaker has tripped."""
@@ -64,11 +66,13 @@ def measured(quick: bool) -> Sequence[Figure]:
 async def _measure(size: Size) -> list[Figure]:
     figures: list[Figure] = []
     async with made(size.nodes) as world, _watching(world.api) as seen:
-        world.start_operator(RAISED)
+        world.start_operator(RAISED | PATIENT)
         for index in range(size.nodes // size.workers_of_job):
             await world.make_job(f"job-{index:03}", size.workers_of_job)
         await world.wait_until_training(size.nodes)
         world.plane.stop_placing()
+        world.restart_operator(RAISED)
+        await asyncio.sleep(SETTLE_SECONDS)
         say(f"{size.nodes} workers train; the operator has {world.memory_mb():.0f} MB")
         share = await world.idle_share(IDLE_SECONDS)
         say(f"while nothing fails, the operator takes {share:.3f} of a core")
@@ -80,9 +84,8 @@ async def _measure(size: Size) -> list[Figure]:
         for count, goal in size.fail:  # each others: what a GPU has shown before is no news
             figures.append(await _xids(world, seen, range(first, first + count), goal))
             first += count
-        world.stop_operator()
-        world.start_operator(SHIPPED)
-        await world.wait_until_training(size.nodes)
+        world.restart_operator(SHIPPED)
+        await asyncio.sleep(SETTLE_SECONDS)
         figures += await _breaker(world, seen, size.broken)
     return figures
 

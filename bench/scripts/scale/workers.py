@@ -12,10 +12,12 @@ import time
 from collections.abc import Sequence
 
 from .figure import Figure
-from .world import NAMESPACE, World, made, say
+from .world import NAMESPACE, PATIENT, World, made, say
 
 NAME = "large"
 IDLE_SECONDS = 30.0
+SETTLE_SECONDS = 60.0
+"""All are back, and polls are as long as they become."""
 PATIENCE_SECONDS = 120.0
 
 
@@ -25,9 +27,11 @@ def measured(quick: bool) -> Sequence[Figure]:
 
 async def _measure(workers: int, losses: int) -> list[Figure]:
     async with made(workers + losses) as world:
-        world.start_operator({})
+        world.start_operator(PATIENT)
         await world.make_job(NAME, workers, spares=losses)
         await world.wait_until_training(workers, workers + losses)
+        world.restart_operator({})
+        await asyncio.sleep(SETTLE_SECONDS)
         share = await world.idle_share(IDLE_SECONDS)
         memory = world.memory_mb()
         say(f"{workers} workers train: {share:.3f} of a core, {memory:.0f} MB")
