@@ -320,7 +320,7 @@ def _until_next_look(operator: Operator, desk: Desk, observation: Observation) -
     pods and figures that leave their band wake them."""
     often = operator.settings.sample_seconds
     seldom = operator.pace(LOOKS_A_SECOND, often)
-    silent = any(not contact.polling for contact in desk.memory.contacts.values())
+    silent = any(not contact.heard(observation.now, often) for contact in desk.memory.contacts.values())
     if seldom == often or silent or observation.state.incidents.open:
         return often
     return seldom * (1 + SPREAD * (2 * operator.runtime.random() - 1))

@@ -163,7 +163,10 @@ class TestPause:
         """A worker whose poll has ended; an incident that is open."""
         place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
         place.operator.active = 1000
-        place.desk.memory.contacts["j-w1-0"].polling = 0
+        contact = place.desk.memory.contacts["j-w1-0"]
+        contact.polling, contact.at = 0, NOW - 2.9
+        assert await place.step() > 10.0, "its next one is on its way"
+        contact.at = NOW - 3.1
         assert await place.step() == 3.0
         opened = Incident(
             "slow", Cause.STRAGGLER, Class.PERFORMANCE, 1, "m", NOW - 9, NOW - 8, NOW - 7, remedy="Rebalance", live=True
