@@ -34,6 +34,10 @@ class Kept:
     checkpoints: tuple[int, ...] = ()
     torn: tuple[int, ...] = ()
     """Of the checkpoints, those that are damaged afterwards."""
+    flipped: tuple[int, ...] = ()
+    """Of the snapshots, those of which a bit flips afterwards."""
+    grown: int = 0
+    """Step of a snapshot taken when the model has grown; 0: there is none."""
     half_taken: int = 0
     """Step of a snapshot whose rank states never came; 0: there is none."""
 
@@ -44,6 +48,7 @@ class Rank:
 
     environment: Environment
     volume: CheckpointFolder
+    model: nn.Linear
     weight: torch.Tensor
     store: Store
 
@@ -57,6 +62,10 @@ class Rank:
             self.store.checkpoint(step, 100 * step + self.environment.rank, lambda _: None)
             self.weight.data.fill_(0.0)  # what is being written is a copy
             assert self.store.wait_for_checkpoint() is WriteOutcome.KEPT
+        if kept.grown:
+            self.model.register_buffer("late", torch.zeros(3))
+            self.store.snapshot(kept.grown, samples=0)
+            self.store.settle()
         if kept.half_taken:
             self.store.snapshot(kept.half_taken, samples=0)
         dist.barrier()
@@ -64,7 +73,19 @@ class Rank:
             for step in kept.torn:
                 part = next((self.volume.path / f"step-{step:08d}").glob("*.distcp"))
                 part.write_bytes(bytes(part.stat().st_size))
+            for step in kept.flipped:
+                self._flip_a_bit(step)
         dist.barrier()
+
+    def _flip_a_bit(self, step: int) -> None:
+        """In the last byte of the slot that holds the snapshot."""
+        runtime = self.environment.runtime
+        assert runtime is not None
+        for path in runtime.snapshots.iterdir():
+            content = bytearray(path.read_bytes())
+            if int.from_bytes(content[8:16], "little") == step:
+                content[-1] ^= 1
+                path.write_bytes(content)
 
 
 def a_rank(rank: int, folder: Path) -> Rank:
@@ -72,7 +93,9 @@ def a_rank(rank: int, folder: Path) -> Rank:
     volume = CheckpointFolder(folder / "volume", environment.round)
     model = nn.Linear(1, 1, bias=False)
     state = TrainingState({"model": model}, Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu")), rank)
-    return Rank(environment, volume, model.weight, Store(environment, CpuGroup(Recorder(NoRing())), state, volume))
+    return Rank(
+        environment, volume, model, model.weight, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,8 +107,21 @@ def a_rank(rank: int, folder: Path) -> Rank:
         (Kept(snapshots=(4,), checkpoints=(5, 6), torn=(6,)), 5, 5, ON_VOLUME),
         (Kept(snapshots=(4,), checkpoints=(6,), torn=(6,)), 4, -1, IN_MEMORY),
         (Kept(snapshots=(4,), half_taken=6), 4, -1, IN_MEMORY),
+        (Kept(snapshots=(3, 6), checkpoints=(2,), flipped=(6,)), 3, 2, IN_MEMORY),
+        (Kept(snapshots=(3, 6), checkpoints=(2,), flipped=(3, 6)), 2, 2, ON_VOLUME),
+        (Kept(snapshots=(4,), grown=6), 4, -1, IN_MEMORY),
     ],
-    ids=["the volume", "memory", "both: memory", "a torn newest", "all torn", "a snapshot that was not settled"],
+    ids=[
+        "the volume",
+        "memory",
+        "both: memory",
+        "a torn newest",
+        "all torn",
+        "a snapshot that was not settled",
+        "a bit flipped: the other slot",
+        "in both: the volume",
+        "a model that has grown",
+    ],
 )
 def test_the_newest_that_all_ranks_can_have_comes_back(
     kept: Kept, step: int, checkpoint_step: int, weight: float, tmp_path: Path

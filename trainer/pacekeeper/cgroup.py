@@ -24,6 +24,39 @@ def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
     return 0
 
 
+def memory_left(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that this control group may still take, by the tightest limit from here up to `root`; infinity: no limit.
+
+    Files in the page cache that nobody has used lately do not count as taken, as in Kubernetes' working set: the kernel
+    gives them up first. Shared memory does.
+    """
+    left = math.inf
+    for folder in _folders(root, membership, "memory"):
+        while folder.is_relative_to(root):
+            left = min(left, _memory_left(folder))
+            if folder == root:
+                break
+            folder = folder.parent
+    return left
+
+
+def _memory_left(folder: Path) -> float:
+    for most, taken, unused in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / most).read_text().strip()
+            if limit == "max":
+                return math.inf
+            statistics = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+            working_set = int((folder / taken).read_text()) - int(statistics.get(unused, 0))
+        except (OSError, ValueError):
+            continue
+        return max(0, int(limit) - max(0, working_set))
+    return math.inf
+
+
 def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
     """Processors that this control group may use at once; infinity: as many as there are."""
     for folder in _folders(root, membership, "cpu"):

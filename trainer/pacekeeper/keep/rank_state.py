@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from pacekeeper.plain import pack, unpack
 
@@ -16,12 +16,12 @@ RANK_STATE_BYTES = 16_384
 """Room for what each rank has of its own: random states (about 11 KiB) and its count of samples."""
 
 
-def describe(models: Sequence[nn.Module]) -> dict[str, str]:
-    """Name → shape and type of everything the models hold: two models fit each other when this is equal."""
+def describe(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name → shape and type of everything in the models' state_dicts: two models fit each other when this is equal."""
     return {
         f"{position}.{name}" if position else name: f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for position, model in enumerate(models)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in model.items()
         if isinstance(tensor, torch.Tensor)
     }
 

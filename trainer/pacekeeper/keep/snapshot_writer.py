@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 
-from .rank_state import RANK_STATE_BYTES, capture_rank_state
+from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
 from .snapshots import SLOTS, Slot, Snapshots
 from .state import TrainingState
 
@@ -33,6 +33,7 @@ class SnapshotWriter:
         self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
         self._costs: deque[float] = deque(maxlen=5)
         self._taken = 0
+        self._copy_seconds = 0.0
 
     @property
     def seconds(self) -> float:
@@ -54,20 +55,28 @@ class SnapshotWriter:
             return -1
         (work, rank_states, slot), self._exchange = self._exchange, None
         self._peers.wait(work)
-        return -1 if slot is None else slot.publish(rank_states)
+        if slot is None:
+            return -1
+        start = time.perf_counter()
+        step = slot.publish(rank_states)
+        if self._taken > SLOTS:  # the first ones make their slots, which is dear
+            self._costs.append(self._copy_seconds + time.perf_counter() - start)
+        return step
 
     def _copy(self, step: int) -> Slot | None:
         if self._snapshots is None:
             return None
         try:
             start = time.perf_counter()
-            slot = self._snapshots.write(step, self._state.own())
+            state = self._state.own()
+            slot = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)))
         except OSError as error:
             self._snapshots = None
             rank = self._peers.group.rank()
-            _log.warning("no more snapshots on rank %d: %s; give the runtime volume more memory", rank, error)
+            _log.warning(
+                "no more snapshots on rank %d: %s; give the container and its runtime volume more memory", rank, error
+            )
             return None
         self._taken += 1
-        if self._taken > SLOTS:  # the first ones make their slots, which is dear
-            self._costs.append(time.perf_counter() - start)
+        self._copy_seconds = time.perf_counter() - start
         return slot

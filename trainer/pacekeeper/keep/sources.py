@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,11 @@ class Source(Protocol):
         Raises InputError where it is another model's. Nothing is changed yet.
         """
 
-    def load(self, version: Version) -> int:
-        """Brings back the version that `newest` has named; returns this rank's samples. Collective."""
+    def load(self, version: Version) -> int | None:
+        """Brings back the version that `newest` has named; returns this rank's samples. Collective.
+
+        None, on all ranks: one of them doubts what it has. Nothing is changed, and `newest` will name another.
+        """
 
 
 class SnapshotSource:
@@ -57,14 +60,33 @@ class SnapshotSource:
         )
         return version
 
-    def load(self, version: Version) -> int:
-        has = self._snapshots is not None and version in self._snapshots.held()
-        slot = self._snapshots.read(version) if self._snapshots is not None and has else None
-        if not self._peers.all_agree(has):
+    def load(self, version: Version) -> int | None:
+        snapshots = self._snapshots
+        had = snapshots is not None and version in snapshots.held()
+        slot = snapshots.read(version) if snapshots is not None and had else None
+        if not self._peers.all_agree((slot is not None) == had):
+            return None
+        if not self._peers.all_agree(had):
             slot = receive_or_send(slot, self._holder, self._peers.group)
         assert slot is not None, "this rank has it, or has received it"
-        state, rank_states = unpack(slot, self._state.mesh)
+        found = self._unpacked(slot, version)
+        if not self._peers.all_agree(found is not None):
+            if snapshots is not None:
+                snapshots.doubt(version)
+            return None
+        assert found is not None, "all ranks agree that they have it"
+        state, rank_states = found
         return self._state.set_own(state, rank_states[self._peers.group.rank() % len(rank_states)])
+
+    def _unpacked(self, slot: torch.Tensor, version: Version) -> tuple[Any, list[bytes]] | None:
+        try:
+            state, rank_states = unpack(slot, self._state.mesh)
+            if different := self._state.misfit_own(state):
+                raise InputError(different)
+        except InputError as error:
+            _log.warning("the snapshot of step %d is not used: %s", version.step, error)
+            return None
+        return state, rank_states
 
 
 class CheckpointSource:

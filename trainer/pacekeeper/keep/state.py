@@ -50,7 +50,7 @@ class TrainingState:
         self._rank = rank
         self.sharded = any(isinstance(model, FSDPModule) for model in self._models.values())
         """Whether each rank has a part of it; otherwise all have the same."""
-        self.description = describe(list(self._models.values()))
+        self.description = describe([model.state_dict() for model in self._models.values()])
 
     def check(self) -> None:
         """Raises InputError where an object's state cannot be kept."""
@@ -74,6 +74,19 @@ class TrainingState:
     def own(self) -> dict[str, Any]:
         """This rank's, as the objects give it. Where nothing is sharded, all ranks have the same."""
         return {name: item.state_dict() for name, item in self._everything().items()}
+
+    def own_description(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """As `description`, of the models in what `own` gave: they may have grown since the round began."""
+        return describe([state[name] for name in self._models])
+
+    def misfit_own(self, state: Any) -> str:
+        """Why what a snapshot has is not what `set_own` takes here; "": it is."""
+        if not isinstance(state, dict):
+            return "it has no objects"
+        theirs = {name for name in state if not str(name).startswith(_OUTER)}
+        if theirs != (ours := set(self._registered())):
+            return f"registered are {sorted(ours)}, in the snapshot {sorted(map(str, theirs))}"
+        return differences(self.description, self.own_description(state))
 
     def set_own(self, state: Mapping[str, Any], rank_state: bytes) -> int:
         """What `own` and `capture_rank_state` gave; returns the rank's samples."""

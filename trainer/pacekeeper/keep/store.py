@@ -69,8 +69,12 @@ class Store:
         is changed.
         """
         newest = {source: source.newest() for source in self._sources}
-        source, version = max(newest.items(), key=lambda its: its[1].step)
-        samples = None if version == NOTHING else source.load(version)
+        while True:
+            source, version = max(newest.items(), key=lambda its: its[1].step)
+            samples = None if version == NOTHING else source.load(version)
+            if samples is not None or version == NOTHING:
+                break
+            newest[source] = source.newest()
         checkpoint_step = newest[self._volume].step
         self._news.found(checkpoint_step)
         return None if samples is None else Restored(version.step, samples, checkpoint_step)

@@ -15,7 +15,7 @@ from pacekeeper_analysis.records import Phase
 from .course import crossed
 from .progress import Progress
 
-_LARGEST_INTERVAL = 100
+_UNKNOWN_PACE_INTERVAL = 100
 _log = logging.getLogger(__name__)
 
 
@@ -155,5 +155,5 @@ class Retention:
 def snapshot_interval(cost_seconds: float, step_seconds: float, most: float = 0.01) -> int:
     """Steps between snapshots, so that they cost at most the share `most` of the training time."""
     if step_seconds <= 0:
-        return _LARGEST_INTERVAL
-    return max(1, min(_LARGEST_INTERVAL, math.ceil(cost_seconds / (most * step_seconds))))
+        return _UNKNOWN_PACE_INTERVAL
+    return max(1, math.ceil(cost_seconds / (most * step_seconds)))

@@ -1,0 +1,54 @@
+"""What a control group has left."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.cgroup import memory_left
+
+MIB = 1 << 20
+
+
+def group(folder: Path, limit: str, taken: int, unused: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(limit + "\n")
+    (folder / "memory.current").write_text(f"{taken}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {unused}\n")
+
+
+@pytest.fixture
+def membership(tmp_path: Path) -> Path:
+    path = tmp_path / "membership"
+    path.write_text("0::/pod/container\n")
+    return path
+
+
+def test_the_tightest_limit_counts_and_unused_files_do_not(tmp_path: Path, membership: Path) -> None:
+    root = tmp_path / "cgroup"
+    group(root / "pod/container", "max", 60 * MIB)
+    assert memory_left(root, membership) == math.inf
+    group(root / "pod", str(100 * MIB), 90 * MIB, unused=20 * MIB)
+    assert memory_left(root, membership) == 30 * MIB
+    group(root / "pod/container", str(65 * MIB), 60 * MIB)
+    assert memory_left(root, membership) == 5 * MIB
+    group(root / "pod/container", str(50 * MIB), 60 * MIB)
+    assert memory_left(root, membership) == 0
+
+
+def test_version_1(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    membership.write_text("4:memory:/pod\n")
+    folder = root / "memory/pod"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(str(100 * MIB))
+    (folder / "memory.usage_in_bytes").write_text(str(90 * MIB))
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n")
+    assert memory_left(root, membership) == 30 * MIB
+
+
+def test_where_nothing_can_be_read_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
+    assert memory_left(tmp_path / "none", membership) == math.inf
+    assert memory_left(tmp_path / "none", tmp_path / "none") == math.inf
