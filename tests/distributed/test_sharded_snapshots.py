@@ -1,0 +1,66 @@
+"""A sharded job's shards come back bit for bit; one bad shard sends all ranks to the other slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pacekeeper.environment import Environment
+from pacekeeper.keep.state import TrainingState
+from pacekeeper.keep.store import Store
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.recorder import NoRing, Recorder
+from pacekeeper.replication.replication import Replication
+from pacekeeper.runtime import Runtime
+from tests.support.ranks import run_ranks
+
+RANKS = 2
+
+
+class _Rank:
+    def __init__(self, rank: int, runtime: Path) -> None:
+        replication = Replication(rank, {"sync": 1, "shard": RANKS}, torch.device("cpu"))
+        self.model = nn.Linear(6, 4)
+        fully_shard(self.model, mesh=replication.mesh["shard"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(runtime))
+        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
+
+    def step(self) -> None:
+        self.model(torch.randn(3, 6)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def shards(self) -> list[torch.Tensor]:
+        moments = [its["exp_avg"] for its in self.optimizer.state.values()]
+        return [shard.to_local().detach().clone() for shard in [*self.model.parameters(), *moments]]
+
+
+@pytest.mark.parametrize(("flipped", "restored"), [(False, 3), (True, 2)])
+def test_shards_come_back_bit_equal(flipped: bool, restored: int, tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[int, bool]:
+        dist.init_process_group("gloo")
+        writer = _Rank(rank, tmp_path)
+        kept: dict[int, list[torch.Tensor]] = {}
+        for step in (1, 2, 3):
+            writer.step()
+            writer.store.snapshot(step, samples=step)
+            assert writer.store.settle() == step
+            kept[step] = writer.shards()
+        if flipped and rank == 1:
+            path = next(path for path in tmp_path.rglob("shard-1-of-2.*") if path.read_bytes()[8] == 3)
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        dist.barrier()
+        later = _Rank(rank, tmp_path)
+        found = later.store.restore()
+        assert found is not None
+        return found.step, all(map(torch.equal, later.shards(), kept[restored]))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(restored, True)] * RANKS
