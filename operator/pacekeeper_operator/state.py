@@ -516,4 +516,5 @@ def _bounded(incidents: Sequence[Incident]) -> tuple[Incident, ...]:
     surplus = max(0, len(incidents) - MAX_CURRENT)
     over = [incident.name for incident in incidents if incident.outcome is not None][:surplus]
     kept = [incident for incident in incidents if incident.name not in over]
-    return (*(replace(incident, evidence=()) for incident in kept[:-MAX_TELLING]), *kept[-MAX_TELLING:])
+    silent = (replace(incident, evidence=()) if incident.evidence else incident for incident in kept[:-MAX_TELLING])
+    return (*silent, *kept[-MAX_TELLING:])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ..observation import Observation, Policy
-from ..state import Draft, WantedQuarantine
+from ..observation import Observation, Policy, Ruling
+from ..state import Draft, Incident, WantedQuarantine
 
 MOST_TOLD = 5
 """Nodes of an incident whose fate stands in it; the first that is open decides what the job's status says."""
@@ -28,16 +29,25 @@ def _template(observation: Observation) -> Draft:
 def _quarantines(observation: Observation) -> Draft:
     """What became of the nodes that were handed on stands in their incidents."""
     draft, incidents = observation.draft, observation.state.incidents
-    for incident in incidents.current:
-        rulings = [ruling for wanted in incidents.quarantines if wanted.incident == incident.name
-                   and (ruling := observation.rulings.get(wanted.case)) is not None]  # fmt: skip
-        if rulings:
-            words = "; ".join(ruling.words for ruling in rulings[:MOST_TOLD])
-            more = f"; and {len(rulings) - MOST_TOLD} more nodes" if len(rulings) > MOST_TOLD else ""
-            verdict = min(rulings, key=lambda ruling: ruling.verdict.final).verdict
-            draft = draft.with_incident(replace(incident, quarantine=words + more, verdict=verdict))
+    rulings: dict[str, list[Ruling]] = {}
+    for wanted in incidents.quarantines:
+        if (ruling := observation.rulings.get(wanted.case)) is not None:
+            rulings.setdefault(wanted.incident, []).append(ruling)
+    if not rulings:
+        return draft
+    current = tuple(_told_of(incident, rulings.get(incident.name, ())) for incident in incidents.current)
     left = tuple(_told(observation, wanted) for wanted in incidents.quarantines if not _ruled(observation, wanted))
-    return draft if left == incidents.quarantines else draft.with_incidents(quarantines=left)
+    return draft.with_incidents(current=current, quarantines=left)
+
+
+def _told_of(incident: Incident, rulings: Sequence[Ruling]) -> Incident:
+    """With what has become of the nodes that it blames."""
+    if not rulings:
+        return incident
+    words = "; ".join(ruling.words for ruling in rulings[:MOST_TOLD])
+    more = f"; and {len(rulings) - MOST_TOLD} more nodes" if len(rulings) > MOST_TOLD else ""
+    verdict = min(rulings, key=lambda ruling: ruling.verdict.final).verdict
+    return replace(incident, quarantine=words + more, verdict=verdict)
 
 
 def _told(observation: Observation, wanted: WantedQuarantine) -> WantedQuarantine:
