@@ -89,7 +89,7 @@ async def _lost_in_a_storm(world: World, jobs: int, seconds: float) -> int:
     if math.isinf(await _known(world, jobs)):
         return jobs
     incidents = (await world.api.call("GET", f"{GROUP}/incidents"))["items"]
-    touched = {incident["spec"]["job"] for incident in incidents}
+    touched = {incident["spec"]["jobRef"]["name"] for incident in incidents}
     after = await _plans(world)
     return len(touched | {name for name in plans if after.get(name) != plans[name]})
 
