@@ -31,8 +31,6 @@ from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
-NODES_TOGETHER_SECONDS = 0.25
-"""What changes about nodes within so long after a change is told to jobs together with it."""
 FIRST_WORD_SECONDS = 60.0
 """Every cluster has a node that the watches tell of within this time."""
 MISSED_EVENTS = 3
@@ -68,7 +66,6 @@ class Operator:
     active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
     _asking: asyncio.Task[None] | None = None
-    _telling: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
@@ -87,7 +84,7 @@ class Operator:
         self.nodes = Shelf(
             NODES,
             lambda body: view_node(body, self.settings.node_health, self.levels),
-            changed=lambda _key, _node: self._hear_of_nodes(),
+            changed=lambda _key, _node: self.memory.wake_all(),
         )
         self.fleet = Fleet(self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
@@ -229,15 +226,6 @@ class Operator:
         if paused != self.paused:
             self.paused = paused
             self.memory.wake_all()
-
-    def _hear_of_nodes(self) -> None:
-        """Where hundreds of nodes change within seconds, no job has a pass for each of them."""
-        if self._telling is None or self._telling.done():
-            self._telling = self.runtime.start(self._tell_of_nodes(), "word of nodes")
-
-    async def _tell_of_nodes(self) -> None:
-        await self.runtime.sleep(NODES_TOGETHER_SECONDS)
-        self.memory.wake_all()
 
     def _ask_prometheus(self) -> None:
         """Beside everything else: an answer may take its time, and counts from when it was asked for."""

@@ -134,7 +134,6 @@ class TestTurn:
 
     async def test_without_the_lease_all_wait_for_one_that_asks(self) -> None:
         place, waits = await at(training()), list[float]()
-        await asyncio.sleep(0)  # what has been read of nodes is told
 
         async def sleep(seconds: float) -> None:
             waits.append(seconds)
