@@ -118,6 +118,7 @@ class Cluster:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
         self.before_write: Callable[[], None] = _go_on
         """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
 
@@ -209,12 +210,14 @@ class Cluster:
         body: Object | Objects | None = None,
         style: str = JSON,
     ) -> Object:
-        if method != "GET" and not path.startswith(_OF_ANYBODY):
-            self.before_write()
-        try:
-            answer = await self._connection.request(method, path, query or {}, body, style)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise kopf.TemporaryError(f"the API server does not answer {method} {path}: {error!r}", delay=2) from error
+        async with self._slots:
+            if method != "GET" and not path.startswith(_OF_ANYBODY):
+                self.before_write()  # now, not before it had to wait
+            try:
+                answer = await self._connection.request(method, path, query or {}, body, style)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                words = f"the API server does not answer {method} {path}: {error!r}"
+                raise kopf.TemporaryError(words, delay=2) from error
         if answer.status < 300:
             return answer.body
         raise _error(answer, method, path)
@@ -225,7 +228,6 @@ class HttpConnection:
 
     def __init__(self, connection: client.ApiClient) -> None:
         self._connection = connection
-        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
@@ -233,10 +235,9 @@ class HttpConnection:
         headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        async with self._slots:
-            answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
-                method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
-            )
+        answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
+            method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
+        )
         asked = answer.headers.get("Retry-After", "")
         return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
 

@@ -27,8 +27,7 @@ def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
 def memory_left(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
     """Bytes that this control group may still take, by the tightest limit from here up to `root`; infinity: no limit.
 
-    Files in the page cache that nobody has used lately do not count as taken, as in Kubernetes' working set: the kernel
-    gives them up first. Shared memory does.
+    Files in the page cache do not count as taken: the kernel gives them up before it kills anybody. Shared memory does.
     """
     left = math.inf
     for folder in _folders(root, membership, "memory"):
@@ -41,19 +40,20 @@ def memory_left(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup"))
 
 
 def _memory_left(folder: Path) -> float:
-    for most, taken, unused in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    for most, taken, total in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         try:
             limit = (folder / most).read_text().strip()
             if limit == "max":
                 return math.inf
             statistics = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-            working_set = int((folder / taken).read_text()) - int(statistics.get(unused, 0))
+            files = sum(int(statistics.get(f"{total}{state}_file", 0)) for state in ("active", "inactive"))
+            in_use = int((folder / taken).read_text()) - files
         except (OSError, ValueError):
             continue
-        return max(0, int(limit) - max(0, working_set))
+        return max(0, int(limit) - max(0, in_use))
     return math.inf
 
 

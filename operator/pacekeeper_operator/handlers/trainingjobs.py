@@ -45,7 +45,14 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     where = f"job {job.namespace}/{job.name}"
     try:
         while not stopped and not job.deleted:
+            await operator.runtime.either(operator.begin_pass(), stopped.wait())
+            if stopped:
+                break
             started = operator.runtime.monotonic()
+            desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
+            job = Job.parse(dict(body))
+            if job.deleted:
+                break
             try:
                 desk.job, desk.body = job, dict(body)
                 wait, backoff = await reconcile(operator, desk), FIRST_BACKOFF_SECONDS

@@ -35,6 +35,7 @@ class Contact:
     heartbeat: Heartbeat  # its times are of the operator's clock
     at: float  # of its last sign, seconds since the epoch by the operator's clock
     polling: int = 0  # polls that are being held
+    cut: bool = False  # its connection has ended in the middle of the last one
     state_since: float = 0.0  # when it was first heard to be in the state that it is in
     stepped_at: float = 0.0  # when it was first heard to have completed its last step; 0: not known
     said: Heartbeat = field(default_factory=Heartbeat)  # in the worker's own words: its times are of the worker's clock

@@ -111,7 +111,8 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         pod_group=group,
     )
     try:
-        await operator.cluster.create(PODS, body)
+        async with operator.creations:
+            await operator.cluster.create(PODS, body)
     except Conflict:  # an operator before this one has made it, and the watch shows it
         found = view_pod(await operator.cluster.get(PODS, worker.name, desk.job.namespace))
         if found.owner != desk.job.uid:

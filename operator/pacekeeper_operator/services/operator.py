@@ -16,7 +16,7 @@ from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
-from ..observation import NOT_ASKED, Metrics, NodeView, PodView
+from ..observation import NOT_ASKED, GpuValue, Metrics, NodeView, PodView
 from ..observe import traffic
 from ..observe.memory import Memory
 from ..observe.neighbourhood import KnownNodes
@@ -31,6 +31,8 @@ from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
+LEADS_SECONDS = 0.25
+"""Between two looks whether the Lease is held again."""
 FIRST_WORD_SECONDS = 60.0
 """Every cluster has a node that the watches tell of within this time."""
 MISSED_EVENTS = 3
@@ -38,6 +40,8 @@ MISSED_EVENTS = 3
 RETENTION_SECONDS = 600.0
 FIRST_RETENTION_SECONDS = 60.0
 """Between an operator's first two looks after incidents: what ended while none ran has gone by then."""
+CREATIONS_AT_ONCE = 16
+"""Pods of all jobs that are being made: a webhook that takes its time leaves half of the calls to everything else."""
 ACTIVE = frozenset({JobPhase.PENDING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.RECOVERING})
 STALE_SECONDS = 30.0
 """Older words of Prometheus are no news; they are as old as that only where no job was active in between."""
@@ -59,9 +63,11 @@ class Operator:
     leads: Callable[[], bool] = lambda: True
     """Whether this operator holds the Lease, as far as it can know."""
     sample: Sample = field(default_factory=Sample)
+    gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
+    creations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CREATIONS_AT_ONCE))
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
@@ -98,7 +104,9 @@ class Operator:
         jobs that something wakes together would else hold up polls, and the Lease, for seconds. Without the Lease none
         begins, and none of them needs to find that out by itself."""
         async with self.next_pass:
-            await self.runtime.sleep(0.0 if self.leads() else RETRY_SECONDS)
+            await self.runtime.sleep(0.0)
+            while not self.leads():
+                await self.runtime.sleep(LEADS_SECONDS)
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""
@@ -238,7 +246,10 @@ class Operator:
         found = await self.prometheus.sample(now, jobs)
         if found.slow and not self.sample.unavailable and now - self.sample.at <= STALE_SECONDS:
             return  # what was heard before is not stale yet
-        news = {value.node for value in {*found.gpu} ^ {*self.sample.gpu}}
+        news: set[str] = set()
+        if not found.unavailable:  # that nothing is heard is no word on a GPU
+            news = {value.node for value in {*found.gpu} ^ {*self.gpu}}
+            self.gpu = found.gpu
         self.sample = found
         for (namespace, _), pod in self.pods.items() if news else ():
             if pod.node in news:

@@ -19,6 +19,7 @@ from ..api import MANAGER, Job, JobPhase, JobStatus, Mode, Outcome
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
 from ..decide import links, node_lost, waits, workforce
 from ..decide import status as statuses
+from ..decide.straggler import window_steps
 from ..decide.think import Thought, effects, think
 from ..effects import Effect
 from ..observation import Hindrance, Observation, Policy
@@ -48,8 +49,6 @@ log = logging.getLogger(__name__)
 
 async def reconcile(operator: Operator, desk: Desk) -> float:
     """One pass; seconds until the next one is wanted, if nothing wakes it before. Raises what keeps it from looking."""
-    await operator.begin_pass()
-    desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
     if desk.job.spec.managed_by != MANAGER:
@@ -317,13 +316,29 @@ def _interval(operator: Operator, desk: Desk, observation: Observation) -> float
 
 def _until_next_look(operator: Operator, desk: Desk, observation: Observation) -> float:
     """Where many jobs train, those of which there is no news wait for each other: faults, workers that fall silent,
-    pods and figures that leave their band wake them."""
+    pods and figures that leave their band wake them. A job in which something is under way is looked at as ever."""
     often = operator.settings.sample_seconds
     seldom = operator.pace(LOOKS_A_SECOND, often)
-    silent = any(not contact.heard(observation.now, often) for contact in desk.memory.contacts.values())
-    if seldom == often or silent or observation.state.incidents.open:
+    if seldom == often or _is_under_way(desk, observation, often):
         return often
     return seldom * (1 + SPREAD * (2 * operator.runtime.random() - 1))
+
+
+def _is_under_way(desk: Desk, observation: Observation, often: float) -> bool:
+    """Whether something goes on that time alone decides upon."""
+    state, plan = observation.state, observation.plan
+    contacts = desk.memory.contacts.values()
+    return (
+        desk.memory.phase is not JobPhase.RUNNING
+        or any(contact.cut or not contact.heard(observation.now, often) for contact in contacts)
+        or bool(state.incidents.open)
+        or state.adaptation.local_sgd is not None
+        or state.adaptation.way_trial is not None
+        or plan.profile is not None
+        or bool(state.placement.vacant_since)
+        or observation.job.spec.run_policy.active_deadline_seconds is not None
+        or observation.steps_in_round < window_steps(observation)
+    )
 
 
 def desk_for(operator: Operator, job: Job, body: Object) -> Desk:

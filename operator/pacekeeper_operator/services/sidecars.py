@@ -138,7 +138,8 @@ class Sidecars:
         except TimeoutError:
             return None
         except asyncio.CancelledError:
-            job.wake.set()  # its connection has ended, and perhaps it has, too
+            contact.cut = True  # its connection has ended, and perhaps it has, too
+            job.wake.set()
             raise
         finally:
             contact.polling -= 1
@@ -296,7 +297,7 @@ class Sidecars:
         if contact.said.step < said.step:
             contact.stepped_at = now
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
-        contact.said, contact.at, contact.figures = said, now, figures
+        contact.said, contact.at, contact.figures, contact.cut = said, now, figures, False
         return contact
 
 

@@ -9,7 +9,18 @@ from typing import Any, cast
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import CALLS_AT_ONCE, NODES, PAGE, Answer, Cluster, HttpConnection, Object, Objects
+from pacekeeper_operator.cluster import (
+    CALLS_AT_ONCE,
+    NODES,
+    PAGE,
+    PODS,
+    Answer,
+    Cluster,
+    HttpConnection,
+    Object,
+    Objects,
+)
+from pacekeeper_operator.services.leadership import NotLeading
 
 
 class Pages:
@@ -82,3 +93,24 @@ async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() ->
     assert client.under_way == client.asked == CALLS_AT_ONCE
     client.answer.set()
     assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [{}] * len(calls)
+
+
+async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> None:
+    client, leads = Client(), True
+
+    def require() -> None:
+        if not leads:
+            raise NotLeading("another may lead", delay=1)
+
+    cluster = Cluster(HttpConnection(cast(Any, client)))
+    cluster.before_write = require
+    before = [asyncio.create_task(cluster.get(NODES, f"node-{number}")) for number in range(CALLS_AT_ONCE)]
+    write = asyncio.create_task(cluster.delete(PODS, "pod", "ns"))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    leads = False
+    client.answer.set()
+    await asyncio.gather(*before)
+    with pytest.raises(NotLeading):
+        await write
+    assert client.asked == CALLS_AT_ONCE

@@ -142,7 +142,7 @@ class TestTurn:
         place.operator.leads = lambda: False
         place.runtime.sleep = sleep  # type: ignore[method-assign]
         await asyncio.gather(*(place.operator.begin_pass() for _ in range(5)))
-        assert [seconds > 0 for seconds in waits] == [True, True, True, False, False]
+        assert [seconds > 0 for seconds in waits] == [False, True, True, False, False, False, False]
 
 
 class TestPause:
@@ -166,6 +166,9 @@ class TestPause:
         contact = place.desk.memory.contacts["j-w1-0"]
         contact.polling, contact.at = 0, NOW - 2.9
         assert await place.step() > 10.0, "its next one is on its way"
+        contact.cut = True
+        assert await place.step() == 3.0
+        contact.cut = False
         contact.at = NOW - 3.1
         assert await place.step() == 3.0
         opened = Incident(

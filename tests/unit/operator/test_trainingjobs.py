@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -11,6 +12,16 @@ import pytest
 from pacekeeper_operator.api import ANNOTATION_PROFILE, Job
 from pacekeeper_operator.handlers import trainingjobs
 from pacekeeper_operator.observe.memory import Memory
+from pacekeeper_operator.services.desk import Desk
+from tests.support.worlds import training
+from tests.unit.operator.test_desk import at
+
+
+class Stopped(asyncio.Event):
+    """As kopf's flag."""
+
+    def __bool__(self) -> bool:
+        return self.is_set()
 
 
 class Memo(kopf.Memo):
@@ -57,6 +68,28 @@ async def test_what_its_user_wants_does(metadata: dict[str, Any]) -> None:
     body = manifest()
     body["metadata"] |= metadata
     assert await wakes(body, Job.parse(manifest()))
+
+
+async def test_what_comes_while_its_pass_waits_for_its_turn_is_in_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = await at(training())
+    operator, body, seen = place.operator, manifest(), list[int]()
+    stopped = Stopped()
+
+    async def reconcile(_: Any, desk: Desk) -> float:
+        seen.append(desk.job.generation)
+        return 3600.0
+
+    monkeypatch.setattr(trainingjobs, "reconcile", reconcile)
+    async with operator.next_pass:  # another job's pass begins
+        loop = asyncio.create_task(trainingjobs._keep(operator, Job.parse(body), cast(Any, body), cast(Any, stopped)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        body["metadata"]["generation"] = 4
+    for _ in range(100):
+        await asyncio.sleep(0)
+    stopped.set()
+    await asyncio.wait_for(loop, 10)
+    assert seen == [4]
 
 
 async def test_what_another_controller_says_of_it_does() -> None:

@@ -265,7 +265,11 @@ def _(patch: Patch) -> None:
             seen.memory.wake_all()  # as if nobody had taken notice of it yet
             raise
 
+    async def begin_pass(seen: operator.Operator) -> None:
+        await seen.runtime.sleep(0.0)
+
     patch.setattr(operator.Operator, "must_lead", look)
+    patch.setattr(operator.Operator, "begin_pass", begin_pass)
 
 
 @undoes("lease-not-found")

@@ -45,7 +45,9 @@ def test_version_1(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "memory.limit_in_bytes").write_text(str(100 * MIB))
     (folder / "memory.usage_in_bytes").write_text(str(90 * MIB))
-    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n")
+    (folder / "memory.stat").write_text(
+        f"inactive_file 1\ntotal_inactive_file {15 * MIB}\ntotal_active_file {5 * MIB}\n"
+    )
     assert memory_left(root, membership) == 30 * MIB
 
 

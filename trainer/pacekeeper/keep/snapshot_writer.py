@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from statistics import median
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,14 @@ class SnapshotWriter:
         self._copy_seconds = 0.0
 
     @property
+    def keeps(self) -> bool:
+        """Whether this rank keeps a copy: no longer where there was no memory for one."""
+        return self._snapshots is not None
+
+    @property
     def seconds(self) -> float:
         """What a snapshot costs the training; 0: not known yet."""
-        return median(self._costs) if self._costs else 0.0
+        return median_low(self._costs) if self._costs else 0.0
 
     def write(self, step: int, samples: int) -> None:
         """Copies the state after `step`; `settle` makes it valid. Collective. `samples`: of this rank."""

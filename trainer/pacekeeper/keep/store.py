@@ -47,7 +47,6 @@ class Store:
         Raises InputError where an object's state cannot be kept.
         """
         snapshots = _open_snapshots(environment, state)
-        self.can_snapshot = snapshots is not None
         self.has_folder = folder is not None
         self._environment = environment
         self._state = state
@@ -61,6 +60,11 @@ class Store:
         self._checkpoint_writer = CheckpointWriter(folder, self._news) if folder else None
         if snapshots or folder:
             state.check()  # what cannot be kept is said now, not after the first hundred steps
+
+    @property
+    def can_snapshot(self) -> bool:
+        """Whether this rank keeps snapshots, as far as it knows by now."""
+        return self._snapshot_writer.keeps
 
     def restore(self) -> Restored | None:
         """Brings back the newest state that all ranks can have, from whichever source has it. Collective.

@@ -153,7 +153,12 @@ class Retention:
 
 
 def snapshot_interval(cost_seconds: float, step_seconds: float, most: float = 0.01) -> int:
-    """Steps between snapshots, so that they cost at most the share `most` of the training time."""
+    """Steps between snapshots, so that they cost at most the share `most` of the training time.
+
+    A power of two: they are taken at its multiples, and an interval that follows each measurement would have others
+    each time, so that by chance none came for many times as long.
+    """
     if step_seconds <= 0:
         return _UNKNOWN_PACE_INTERVAL
-    return max(1, math.ceil(cost_seconds / (most * step_seconds)))
+    least = max(1, math.ceil(cost_seconds / (most * step_seconds)))
+    return 1 << (least - 1).bit_length()

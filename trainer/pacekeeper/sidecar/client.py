@@ -135,6 +135,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
         (socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS),
         (socket.TCP_KEEPINTVL, 1),
         (socket.TCP_KEEPCNT, KEEPALIVE_TRIES),
+        (socket.TCP_SYNCNT, 1),  # a machine that has gone shows after three seconds; a handshake may wait longer
         (socket.TCP_USER_TIMEOUT, 1000 * (KEEPALIVE_SECONDS + KEEPALIVE_TRIES)),  # of what is on its way
     ):
         made.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -9,6 +9,6 @@ def test_the_interval_keeps_the_cost_below_one_percent() -> None:
     assert snapshot_interval(0.0, 0.1) == 1
     assert snapshot_interval(0.001, 0.1) == 1
     assert snapshot_interval(0.0011, 0.1) == 2
-    assert snapshot_interval(0.1, 0.1) == 100
-    assert snapshot_interval(9.0, 0.1) == 9000
+    assert snapshot_interval(0.1, 0.1) == 128
+    assert snapshot_interval(9.0, 0.1) == 16384
     assert snapshot_interval(0.001, 0.0) == 100
