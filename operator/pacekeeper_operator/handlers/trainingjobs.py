@@ -49,8 +49,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
             if stopped:
                 break
             started = operator.runtime.monotonic()
-            desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
-            job = Job.parse(dict(body))
+            job = Job.parse(dict(body))  # as it is now: what has changed meanwhile is no news after this pass
             if job.deleted:
                 break
             try:

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 async def reconcile(operator: Operator, desk: Desk) -> float:
     """One pass; seconds until the next one is wanted, if nothing wakes it before. Raises what keeps it from looking."""
+    desk.memory.wake.clear()  # first of all: a pass that fails must not be its own news
     operator.must_lead()
     desk.memory.job = desk.job
     if desk.job.spec.managed_by != MANAGER:
