@@ -44,7 +44,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     desk, backoff = desk_for(operator, job, dict(body)), FIRST_BACKOFF_SECONDS
     where = f"job {job.namespace}/{job.name}"
     try:
-        while not stopped and not job.deleted:
+        while not stopped:
             await operator.runtime.either(operator.begin_pass(), stopped.wait())
             if stopped:
                 break
@@ -65,7 +65,6 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
                 wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
             metrics.RECONCILE_SECONDS.observe(operator.runtime.monotonic() - started)
             await operator.runtime.either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
-            job = Job.parse(dict(body))
     except InputError as error:
         log.warning("%s cannot be read any more: %s", where, error)
     finally:
