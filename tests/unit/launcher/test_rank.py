@@ -68,7 +68,8 @@ class Runner:
         return self.end(self.start(script, *arguments, module=module, **environment))
 
     def _next(self) -> Forked | Exited:
-        ready, _, _ = select.select([self.warm.connection], [], [], 30)
+        # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
+        ready, _, _ = select.select([self.warm.connection], [], [], 120)
         assert ready, "no news of the warm process"
         return next(iter(self.warm.news()))
 
